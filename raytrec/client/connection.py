@@ -11,7 +11,7 @@ from threading import RLock
 from typing import Any
 
 from raytrec.client.package import code
-from raytrec.cluster.access import RAY, check_answers, check_ray, check_token, use_token
+from raytrec.cluster.access import RAY, check_cluster, check_ray, use_token
 from raytrec.common.errors import RunError, root_cause
 from raytrec.compat.ray_core import head_nodes
 from raytrec.compat.ray_names import NOT_STARTED, NOT_TAKEN, version_mismatch
@@ -31,8 +31,7 @@ class Connection:
         self.address, self._lock, self._remote = address, RLock(), {}
         use_token()
         require_versions()
-        check_answers(address, address)
-        check_token(address)
+        check_cluster(address, address)
 
         with code(places) as folder:
             self._context = _connect(address, folder)

@@ -30,7 +30,7 @@ from raytrec.compat.ray_core import (
 from raytrec.compat.versions import OTHERS
 
 (RAY,) = OTHERS["ray"]  # raytrec touches private parts of Ray, each place read for this version
-ANSWER_S = 30.0  # on a busy machine; one that is not there is found by check_answers
+ANSWER_S = 30.0  # on a busy machine; one that is not there is found before
 SCHEME = "ray://"
 COMES_UP_S = 5.0  # a cluster that is being started may take so long to listen
 START_ONE = "start one with `raytrec head`, or give no address: a run then starts its own Ray"
@@ -126,16 +126,21 @@ def _find_file(create: bool, own: bool) -> None:
             file.chmod(0o600)  # `ray get-auth-token --generate` writes it readable by all
 
 
-def check_answers(address: str, given: str | None = None) -> None:
-    """Looks whether something listens at a cluster's address, before Ray connects to it.
+def check_cluster(address: str, given: str) -> None:
+    """Checks, before Ray connects to a cluster, that something listens at its address and takes our token.
 
     Args:
-        address: as of check_token.
-        given: where it comes from; default: scaling.address.
+        address: HOST:PORT of its head, ray://HOST:PORT of its Ray client server, or 'auto'.
+        given: where it comes from, for errors.
 
     Raises:
-        RunError: nothing does.
+        RunError: nothing answers, or what does is not a Ray cluster; it refuses the token, or asks for none.
     """
+    _check_listens(address, given)
+    _check_token(address, given)
+
+
+def _check_listens(address: str, given: str) -> None:
     places = _places(address)  # none: Ray reports what is wrong with the address
     deadline, why = monotonic() + COMES_UP_S, ""
     while places and not (why and monotonic() > deadline):
@@ -149,22 +154,13 @@ def check_answers(address: str, given: str | None = None) -> None:
         return None
     raise RunError(
         f"no Ray cluster answers at {address.removeprefix(SCHEME)}: {why}",
-        where=given or f"scaling.address={address}",
+        where=given,
         expected="the address of a cluster that runs, which this machine can reach",
-        do=START_ONE + (", if you unset RAY_ADDRESS" if (given or "").startswith("RAY_ADDRESS") else ""),
+        do=START_ONE + (", if you unset RAY_ADDRESS" if given.startswith("RAY_ADDRESS") else ""),
     )
 
 
-def check_token(address: str, given: str | None = None) -> None:
-    """Asks a cluster whether it takes our token, before Ray connects to it.
-
-    Args:
-        address: HOST:PORT of its head, ray://HOST:PORT of its Ray client server, or 'auto'.
-        given: where it comes from; default: scaling.address.
-
-    Raises:
-        RunError: it does not, or asks for none while we do, or what listens there is no Ray cluster.
-    """
+def _check_token(address: str, given: str) -> None:
     import grpc
 
     encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
@@ -174,18 +170,18 @@ def check_token(address: str, given: str | None = None) -> None:
     with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
         code = _ask(channel, method, token_metadata())
         if code is grpc.StatusCode.UNAUTHENTICATED:
-            raise _refused(given or f"scaling.address={address}")
+            raise _refused(given)
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             raise RunError(
                 f"what listens at {target} does not answer as a Ray cluster does",
-                where=given or f"scaling.address={address}",
+                where=given,
                 expected="HOST:PORT of a cluster's head (by default 6379), or ray://HOST:PORT",
             )
         # A driver is called back, and would refuse calls without its token; a Ray client is not.
         if method == GCS_CALL and token_metadata() and _ask(channel, method, ()) is None:
             raise RunError(
                 "the cluster was started without a token, so it could not call this process, which has one",
-                where=given or f"scaling.address={address}",
+                where=given,
                 expected=f"a cluster that was started with {token_source()}",
                 do="start the cluster with the token, as `raytrec head` does, or set RAY_AUTH_MODE to "
                 "disabled where strangers cannot reach its network",

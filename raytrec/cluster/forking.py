@@ -1,7 +1,7 @@
 """The program of the warm process (warm.py): imports what workers import, then forks them on request.
 
-Not imported by anything: it is run as a file, with one end of a socket pair as its standard input. Two lines
-of JSON come through it: where Python looks for modules, and which to import; then, when the raylet has been
+Not imported by anything: it is run as a file, with one end of a socket pair as its standard input. Two
+messages come through it: where Python looks for modules, and which to import; then, when the raylet has been
 started, variables of the environment that Ray's workers will have, the modules that import Ray, and the
 socket to listen on. When a byte comes, or the other end is closed, this process and all that it has forked
 end; without that byte the driver was killed, and the raylet's agents end, too.
@@ -34,10 +34,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    about, _ = _message(control)
+    about, _ = _receive(control)
     own_path, sys.path[:] = list(sys.path), about["path"]
     _import(about["modules"])
-    about, (listener,) = _message(control)
+    about, (listener,) = _receive(control)
     os.environ.update(about["env"])
     _import_ray(about["modules"])
     sys.path[:] = own_path
@@ -151,24 +151,20 @@ def _is_like_here(env: dict[str, str], set_for_it: dict[str, str]) -> bool:
 
 
 def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
+    """A message, and the file descriptors that came with it.
+
+    Raises:
+        EOFError: the other end is closed.
+    """
     head, fds, _, _ = socket.recv_fds(connection, 4, 3)
+    if not head:
+        raise EOFError
     size, message = struct.unpack("!I", head)[0], b""
     while len(message) < size:
         if not (part := connection.recv(size - len(message))):
             raise EOFError
         message += part
     return json.loads(message), fds
-
-
-def _message(control: socket.socket) -> tuple[dict, list[int]]:
-    """A line of JSON, and the file descriptors that came with it; where none comes, this process ends."""
-    line, fds = b"", []
-    while not line.endswith(b"\n"):
-        part, more, _, _ = socket.recv_fds(control, 1, 1)  # nothing of the next one
-        line, fds = line + part, fds + more
-        if not part:
-            os._exit(0)
-    return json.loads(line), fds
 
 
 def _leave(mine: list) -> None:
@@ -253,4 +249,5 @@ def _end_with(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with suppress(EOFError):  # the driver has ended before it used this process
+        main()

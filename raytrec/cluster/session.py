@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn
 
-from raytrec.cluster.access import START_ONE, check_answers, check_token, use_token
+from raytrec.cluster.access import START_ONE, check_cluster, use_token
 from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
 from raytrec.cluster.local_ray import heads, own_sessions, private_folder
 from raytrec.cluster.warm import forked_workers
@@ -92,8 +92,7 @@ def _joined(address: str, given: str) -> Iterator[None]:
         address = _the_only(here, given)
     if _is_on_loopback(address):
         stay_on_loopback()
-    check_answers(address, given)
-    check_token(address, given)
+    check_cluster(address, given)
     with _left_in_time():
         _init(given, address=address)
         yield

@@ -11,6 +11,7 @@ import atexit
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +81,9 @@ class Warm:
             self._process.wait()
 
     def _send(self, message: dict, fds: Sequence[int] = ()) -> None:
-        socket.send_fds(self._control, [json.dumps(message).encode() + b"\n"], fds)
+        data = json.dumps(message).encode()
+        socket.send_fds(self._control, [struct.pack("!I", len(data))], fds)
+        self._control.sendall(data)
 
 
 _running: dict[str, Warm] = {}

@@ -20,7 +20,7 @@ import yaml
 from heads import PYTHON, RAYTREC, descendants, end, free_ports, plain_environment
 from waiting import wait_for
 
-from raytrec.cluster.access import check_token, use_token
+from raytrec.cluster.access import check_cluster, use_token
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide_yaml
 from raytrec.compat.ray_core import GCS_CALL
@@ -94,10 +94,10 @@ def test_a_cluster_that_asks_for_no_token_is_told_at_once(token, asks):
     server.start()
     try:
         if asks:
-            return check_token(f"127.0.0.1:{port}")
+            return check_cluster(f"127.0.0.1:{port}", "here")
         with pytest.raises(RunError, match="started without a token") as error:
-            check_token(f"127.0.0.1:{port}")
-        assert f"scaling.address=127.0.0.1:{port}" in str(error.value)
+            check_cluster(f"127.0.0.1:{port}", "here")
+        assert error.value.where == "here"
         assert "RAY_AUTH_MODE to disabled" in str(error.value)
     finally:
         server.stop(None)
