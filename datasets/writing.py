@@ -1,4 +1,4 @@
-"""What recipes share: a folder that is complete or absent, Parquet with sane row groups, a progress bar."""
+"""Output folder, Parquet writer and progress bar of recipes."""
 
 from __future__ import annotations
 

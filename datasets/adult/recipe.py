@@ -1,4 +1,5 @@
-"""UCI Adult → rows with two labels, as the MMoE paper makes of its larger sister, Census-Income (KDD).
+"""UCI Adult as rows with two labels. (The MMoE paper makes such rows of its larger sister, Census-Income
+(KDD).)
 
 Labels: `income` (above 50K a year) and `never_married`, which Ma et al. 2018 learn together
 (doi.org/10.1145/3219819.3220007). Inputs are all other columns, without three:

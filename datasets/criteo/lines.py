@@ -1,4 +1,5 @@
-"""Criteo's TSV lines → Arrow: label, 13 integers, 26 hexadecimal values, no header."""
+"""Criteo's TSV lines as Arrow tables. A line has a label, 13 integers and 26 hexadecimal values, without a
+header."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Criteo click logs → Parquet, as Ray Data tasks over byte ranges of the original files.
+"""Criteo click logs as Parquet, written by Ray Data tasks.
 
 Dense: log(1 + x) with missing and negative values as 0, as in MLPerf's DLRM. Sparse: id 0 is missing (and,
 with a frequency vocabulary, rare). Splits: Kaggle's last seventh, and 1TB's last day, are valid (their first

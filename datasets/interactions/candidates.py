@@ -1,4 +1,4 @@
-"""Candidates: what is ranked for each user of the test with its own items, from a file or drawn.
+"""Candidates that each test user's items are ranked with.
 
 FILE.parquet      a column of users and one of items or lists of them, named as the source's
 FILE.txt          a user and items in each line, as S3-Rec's NAME_sample.txt

@@ -1,4 +1,4 @@
-"""Who met what, and when: what every layout is read into, and what rows are written from."""
+"""Who met what, and when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A source's layout, by its name, and the Interactions that it holds.
+"""The layout of a source, and its Interactions.
 
 FILE.parquet, or a folder of them    columns of users, items and times; lists of items, too, in their order
 FILE.csv, FILE.tsv                   with a line of names (tables.py; also compressed: FILE.csv.gz)

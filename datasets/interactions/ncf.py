@@ -1,4 +1,4 @@
-"""He et al.'s files (Neural Collaborative Filtering, 2017): leave-one-out with given candidates.
+"""Files of Neural Collaborative Filtering (He et al., 2017).
 
 NAME.train.rating      user, item, rating, time, with tabs between them
 NAME.test.rating       the pair of each user that was left out

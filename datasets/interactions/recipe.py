@@ -1,4 +1,4 @@
-"""Interactions of users and items → train/, valid/, test/, items/ and users/.
+"""Interactions as train/, valid/, test/, items/ and users/.
 
 Rows of train, valid and test:
 

@@ -1,4 +1,4 @@
-"""Side features of users and items: from files, or from other recipes.
+"""Features of users and items, from files or recipes.
 
     FILE.parquet, FILE.csv     a column of keys, named as the source's users or items, and a column for each
                                feature: whole numbers, text, or lists of them; other numbers are dense columns

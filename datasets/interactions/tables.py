@@ -1,4 +1,4 @@
-"""Interactions in tables: Parquet, and CSV with a line of names. Read a batch at a time."""
+"""Interactions in Parquet, and in CSV with named columns. Read a batch at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text files with a user and its items in each line, whole numbers with spaces between them.
+"""Text files with a user and its items per line.
 
 1 17 4 23          S3-Rec: items in the order of time. LightGCN: train.txt and test.txt, without order
 2 5 8

@@ -1,4 +1,4 @@
-"""MovieLens in its original file layouts → the same arrays for each.
+"""MovieLens in its original file layouts.
 
 100k        u.data (tabs), u.item, u.user (pipes, latin-1, 19 genre flags)
 1m          ratings.dat, movies.dat, users.dat (double colons, latin-1)

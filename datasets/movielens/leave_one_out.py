@@ -1,5 +1,4 @@
-"""Each user's last film left out for the test, as the layout of `raytrec prepare interactions` has it, with
-what is known of users and films.
+"""Each user's last film left out for the test.
 
 From the ratings of any set, in the order of time; or from leave-one-out with given candidates
 (candidates.py), whose test pairs and candidates stay what they are. Then the order of the other films is that

@@ -1,4 +1,4 @@
-"""MovieLens ratings → rows with who, what, when, and what the user liked before."""
+"""MovieLens ratings as rows with the user's earlier likes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planted model behind the synthetic data: what a label's probability truly is.
+"""The planted model behind the synthetic data.
 
     logit = bias + dense part + Σ over features of their ids' effects + Σ over pairs of features of u·v
 

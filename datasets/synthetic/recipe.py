@@ -1,4 +1,4 @@
-"""Criteo-shaped rows with labels from a planted model, made chunk by chunk."""
+"""Criteo-shaped rows with labels from a planted model."""
 
 from __future__ import annotations
 

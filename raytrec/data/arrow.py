@@ -1,4 +1,4 @@
-"""Arrow columns: by name where they hold structs, as plain types, and as flat arrays.
+"""Arrow columns by name, as plain types, as flat arrays.
 
 A name is first that of a whole column (which may have dots in it), then a path of fields. Lists of structs
 and maps give lists: `items.id` of list<struct<id, price>>, `scores.key` and `scores.value` of a map. No torch
@@ -7,16 +7,10 @@ here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
-
-if TYPE_CHECKING:
-    pass
-
 
 Path = tuple[int, ...]  # a column's place, then those of fields; lists and maps are passed without a step
 
@@ -235,10 +229,7 @@ def plain_array(array: pa.Array) -> pa.Array:
 
 def one_array(column: pa.ChunkedArray) -> pa.Array:
     """A column as one array of a plain type (kinds.plain_array)."""
-    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):
-        array = array.chunk(0) if array.num_chunks else pa.nulls(0, array.type)
-    return plain_array(array)
+    return plain_array(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
 
 
 def unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:

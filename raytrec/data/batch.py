@@ -1,4 +1,4 @@
-"""Batch: what one rank's step reads. (Arrow → Batch is in collate.py.)"""
+"""Batch: what one rank's step reads."""
 
 from __future__ import annotations
 
@@ -65,27 +65,20 @@ class Batch(Pipelineable):
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory until a CUDA stream has read it."""
-        parts = self.dense, self.sparse, self.labels, self.weights, self.task_weights, self.keys
         new = [part for pair in (self.new_rows or {}).values() for part in pair]
-        for part in (*parts, *(self.side_features or {}).values(), *new):
-            if part is not None:
-                part.record_stream(stream)
+        for part in (*self._moved().values(), *(self.side_features or {}).values(), *new):
+            part.record_stream(stream)
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory, for asynchronous copies to a GPU."""
         return self._with(lambda part: part.pin_memory())
 
-    def _with(self, moved: Callable) -> Batch:
+    def _moved(self) -> dict[str, torch.Tensor | KeyedJaggedTensor]:
+        """What a device reads, but side features and new rows."""
+        names = ("dense", "sparse", "labels", "weights", "task_weights", "keys")
+        return {name: part for name in names if (part := getattr(self, name)) is not None}
+
+    def _with(self, move: Callable) -> Batch:
         """A copy of which everything that a device reads went through a function."""
-        return replace(
-            self,
-            dense=moved(self.dense),
-            sparse=moved(self.sparse),
-            labels=moved(self.labels),
-            weights=moved(self.weights),
-            task_weights=None if self.task_weights is None else moved(self.task_weights),
-            keys=None if self.keys is None else moved(self.keys),
-            side_features=None
-            if self.side_features is None
-            else {name: moved(s) for name, s in self.side_features.items()},
-        )
+        sides = self.side_features and {name: move(s) for name, s in self.side_features.items()}
+        return replace(self, side_features=sides, **{name: move(p) for name, p in self._moved().items()})

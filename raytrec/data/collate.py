@@ -1,4 +1,4 @@
-"""Canonical rows → Batch, without work in Python for each row."""
+"""Canonical rows as a Batch."""
 
 from __future__ import annotations
 

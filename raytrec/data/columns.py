@@ -1,4 +1,4 @@
-"""One Parquet column → checked NumPy arrays; what ids out of range become. No torch here."""
+"""One Parquet column as checked NumPy arrays. No torch here."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Place:
         return where if row is None else f"{where}, row {self.first + row}"
 
 
-def numbers(column: pa.ChunkedArray, name: str, place: Place, also: Callable[[], str] = str) -> np.ndarray:
+def numbers(column: pa.ChunkedArray, name: str, place: Place, also: str = "") -> np.ndarray:
     """A column of numbers as float32 [n]; no null, NaN or infinity.
 
     Args:
-        also: what else can be done about a null; asked only where there is one.
+        also: what else can be done about a null.
     """
     array = one_array(column)
     if array.null_count:
@@ -48,7 +48,7 @@ def numbers(column: pa.ChunkedArray, name: str, place: Place, also: Callable[[],
             where=place.of(name, row),
             expected="a number in every row of a dense column, label or sample weight",
             do=f"data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}}; or skip such rows: "
-            f"data.on_error=skip{also()}",
+            f"data.on_error=skip{also}",
         )
     values = _as_float32(array)
     _finite(values, name, place)
@@ -81,17 +81,14 @@ def _finite(values: np.ndarray, name: str, place: Place, rows: Callable[[int], i
         raise DataError(
             f"column '{name}' has {values[at]:g}".replace("nan", "NaN"),
             where=place.of(name, rows(at)),
-            expected="finite float32 numbers",
+            expected="finite numbers",
             do=f"data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}} for NaN, clip or "
             "log for what is too large; or skip such rows: data.on_error=skip",
         )
 
 
-class Tally(dict[str, list[int]]):
-    """feature → [ids that were brought into range, all ids]."""
-
-    def count(self, feature: str, changed: int, ids: int) -> None:
-        self[feature] = [changed, ids]
+# Feature → (ids that were brought into range, all ids).
+Tally = dict[str, tuple[int, int]]
 
 
 def single(
@@ -116,7 +113,7 @@ def single(
         return _in_range(array.to_numpy(), name, spec, table, place, int, tally)
     offsets, flat = unnest(array)
     ids = np.full(len(array), no_id, np.int64)
-    valid = _in_range(_ids(flat, table), name, spec, table, place, RowsOf(offsets), tally)
+    valid = _in_range(_ids(flat, table), name, spec, table, place, rows_of(offsets), tally)
     ids[np.diff(offsets) > 0] = valid
     _count_text(flat, name, table, tally)
     return ids
@@ -138,7 +135,7 @@ def bags(
         row is an empty bag.
     """
     offsets, flat = unnest(one_array(column))
-    rows = RowsOf(offsets)
+    rows = rows_of(offsets)
     if flat.null_count:
         at = pc.index(flat.is_null(), True).as_py()
         raise DataError(
@@ -151,41 +148,45 @@ def bags(
     _count_text(flat, name, table, tally)
     if weights is None:
         return offsets, ids, None
-    weight_offsets, weight_values = unnest(one_array(weights))
-    if not np.array_equal(offsets, weight_offsets):
-        lengths, weight_lengths = np.diff(offsets), np.diff(weight_offsets)
-        row = int((lengths != weight_lengths).argmax())
-        raise DataError(
-            f"'{spec.weights}' has {weight_lengths[row]} weights for {lengths[row]} ids of '{name}'",
-            where=place.of(spec.weights, row),
-            expected="one weight for each id",
-        )
-    if weight_values.null_count:
-        at = pc.index(weight_values.is_null(), True).as_py()
-        raise DataError(
-            f"weights '{spec.weights}' have a null",
-            where=place.of(spec.weights, rows(at)),
-            expected="numbers",
-        )
-    per_id = weight_values.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
+    per_id = _one_for_each(weights, spec.weights, name, offsets, place)
+    per_id = per_id.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
     _finite(per_id, spec.weights, place, rows)
     return offsets, ids, per_id
 
 
-class RowsOf:
+def _one_for_each(
+    column: pa.ChunkedArray, name: str, feature: str, offsets: np.ndarray, place: Place
+) -> pa.Array:
+    """The flat values of a column of lists as long as those of a feature's ids."""
+    ends, flat = unnest(one_array(column))
+    if not np.array_equal(offsets, ends):
+        lengths, ids = np.diff(ends), np.diff(offsets)
+        row = int((lengths != ids).argmax())
+        raise DataError(
+            f"'{name}' has {lengths[row]} values for {ids[row]} ids of '{feature}'",
+            where=place.of(name, row),
+            expected="one value for each id",
+        )
+    if flat.null_count:
+        at = pc.index(flat.is_null(), True).as_py()
+        raise DataError(
+            f"column '{name}' has a null inside a list",
+            where=place.of(name, rows_of(offsets)(at)),
+            expected=f"a value for each id of '{feature}'",
+            do="correct the data; or skip such rows: data.on_error=skip",
+        )
+    return flat
+
+
+def rows_of(offsets: np.ndarray) -> Callable[[int], int]:
     """From a position in the flat values to its row, for errors."""
-
-    def __init__(self, offsets: np.ndarray):
-        self._offsets = offsets
-
-    def __call__(self, at: int) -> int:
-        return int(np.searchsorted(self._offsets, at, side="right")) - 1
+    return lambda at: int(np.searchsorted(offsets, at, side="right")) - 1
 
 
 def _count_text(flat: pa.Array, name: str, table: Table, tally: Tally) -> None:
     """Text that has been hashed into a table's rows counts as brought into range."""
     if is_text(flat.type) and not table.ids:
-        tally.count(name, len(flat), len(flat))
+        tally[name] = len(flat), len(flat)
 
 
 def _ids(flat: pa.Array, table: Table) -> np.ndarray:
@@ -213,13 +214,13 @@ def _in_range(
     Args:
         rows: position in `ids` → row, for errors.
     """
-    tally.count(name, 0, len(ids))
+    tally[name] = 0, len(ids)
     if table.ids:
         return np.maximum(ids.astype(np.int64), NO_MANAGED_ID + 1)
     if not len(ids) or _all_below(ids, table.rows):
         return ids
     outside = (ids < 0) | (ids >= table.rows)
-    tally.count(name, int(outside.sum()), len(ids))
+    tally[name] = int(outside.sum()), len(ids)
     if table.out_of_range == "error":
         at = int(outside.argmax())
         raise DataError(
@@ -257,28 +258,8 @@ def side_features(
     """
     out = np.empty((int(offsets[-1]), len(spec.side_features)))
     for number, column in enumerate(spec.side_features):
-        ends, flat = unnest(one_array(table[column]))
-        if not np.array_equal(offsets, ends):
-            lengths, ids = np.diff(ends), np.diff(offsets)
-            row = int((lengths != ids).argmax())
-            raise DataError(
-                f"'{column}' has {lengths[row]} values for {ids[row]} ids of '{feature}'",
-                where=place.of(column, row),
-                expected="one value for each id",
-            )
-        values = as_float64(flat)
-        bad = ~np.isfinite(values)
-        if flat.null_count or bad.any():
-            at = pc.index(flat.is_null(), True).as_py() if flat.null_count else int(bad.argmax())
-            found = "a null inside a list" if flat.null_count else f"{values[at]:g}".replace("nan", "NaN")
-            raise DataError(
-                f"column '{column}' has {found}",
-                where=place.of(column, RowsOf(offsets)(at)),
-                expected=f"a finite number or a time for each id of '{feature}'",
-                do="correct the data; or skip such rows: data.on_error=skip; or take "
-                f"{scalar(column)} out of sparse.{feature}.side_features",
-            )
-        out[:, number] = values
+        out[:, number] = as_float64(_one_for_each(table[column], column, feature, offsets, place))
+        _finite(out[:, number], column, place, rows_of(offsets))
     return out
 
 

@@ -1,4 +1,4 @@
-"""What a dataset's files hold, as fingerprints: whether they are still the same when a run is resumed.
+"""Fingerprints of a dataset's files, compared on resume.
 
 Names and row counts alone would let labels that were flipped, or files that were written again, pass. So each
 file counts with its size, its footer (byte for byte: layout, sizes and statistics of every column) and its

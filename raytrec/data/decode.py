@@ -1,4 +1,4 @@
-"""Rows of one row group of a Parquet file, decoded, and what becomes of those that cannot be. No torch."""
+"""Rows of a row group, decoded; rows that are skipped. No torch."""
 
 from __future__ import annotations
 
@@ -64,18 +64,13 @@ def decode(path: str, group: int, first: int, rows: int, columns: list[str]) -> 
         if table.num_rows < rows:
             raise IndexError(f"its pages hold fewer than {first + rows:,} rows, and its footer has more")
     except (Damaged, pa.ArrowException, OSError, IndexError, KeyError, ValueError, RecursionError) as error:
-        raise undecodable(error, path, group) from None
+        raise DataError(
+            f"cannot decode the row group: {(str(error).splitlines() or [type(error).__name__])[0]}",
+            where=f"{path}, row group {group}",
+            expected=storage_hint(path) + "a whole Parquet file that does not change while it is read",
+            do="write or copy the file again, or skip its rows: data.on_error=skip",
+        ) from None
     return table
-
-
-def undecodable(error: Exception, path: str, group: int) -> DataError:
-    """The error for a row group that pyarrow cannot decode, or whose storage fails."""
-    return DataError(
-        f"cannot decode the row group: {(str(error).splitlines() or [type(error).__name__])[0]}",
-        where=f"{path}, row group {group}",
-        expected=storage_hint(path) + "a whole Parquet file that does not change while it is read",
-        do="write or copy the file again, or skip its rows: data.on_error=skip",
-    )
 
 
 def _read(path: str, group: int, first: int, rows: int, columns: list[str]) -> pa.Table:

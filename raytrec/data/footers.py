@@ -1,4 +1,4 @@
-"""Footers of Parquet files: whether they can be true, and what their statistics have against row groups.
+"""Parquet footers: plausibility, and what their statistics show.
 
 Statistics are in most footers, and cost nothing more to look at. Row groups that they accuse are read before
 a run starts (rows.check_accused), so that its error names the row. No torch here.
@@ -25,9 +25,8 @@ MOST_ROWS = 2**31 - 1  # of a row group; no writer comes near
 CLOSELY_ROWS = 65_536  # row groups of more are looked at closely
 SIGNATURE_BYTES = 28  # after a footer in plain text, where columns are encrypted
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
-Question = tuple[
-    str, Callable[[pq.ColumnChunkMetaData], bool]
-]  # a column, and what is asked of a chunk of it
+# A column, and what is asked of a chunk of it.
+Question = tuple[str, Callable[[pq.ColumnChunkMetaData], bool]]
 
 
 class Implausible(Exception):
@@ -198,11 +197,8 @@ def _questions(form: Form, made: set[str]) -> Iterator[Question]:
     schema = form.schema
     for name in {*form.plan.labels, *schema.dense} - made:
         label = name in schema.labels
-        may_be_null = label and form.plan.skips_nulls(name)
-        yield (
-            name,
-            partial(_is_wrong, allowed=form.plan.label_range(name) if label else None, null=may_be_null),
-        )
+        allowed, may_be_null = form.plan.label_range(name), label and form.plan.skips_nulls(name)
+        yield name, partial(_is_wrong, allowed=allowed if label else None, null=may_be_null)
     for read in form.plan.columns_of_tasks:
         if read.column not in made:
             mask = read.role == "mask"

@@ -1,4 +1,4 @@
-"""The form that read tasks bring rows into: a table of few columns, so that slicing it later costs little.
+"""The canonical form of rows: a table of few columns.
 
     labels     fixed_size_list<float32>[labels]            (absent where none are read)
     dense      fixed_size_list<float32>[dense columns]     (absent without dense columns)
@@ -29,7 +29,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.transform_columns import columns_before
 from raytrec.config.transforms import Sample
 from raytrec.data.arrow import one_array
-from raytrec.data.columns import NO_MANAGED_ID
+from raytrec.data.columns import NO_MANAGED_ID, Tally
 from raytrec.data.read_plan import ReadPlan
 
 RESERVED_PREFIX = "reserved."  # begins the names of reserved columns
@@ -139,7 +139,7 @@ class Form:
         singles: list[np.ndarray],
         bags: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
         rows: int,
-        tally: dict[str, list[int]] | None = None,
+        tally: Tally | None = None,
         task_weights: Sequence[np.ndarray] = (),
         keys: Sequence[np.ndarray] = (),
         reserved: Sequence[pa.Array] = (),
@@ -151,18 +151,19 @@ class Form:
             labels, dense, singles: n values for each column.
             bags: (offsets int32 [n + 1] from 0, ids [offsets[n]], weights or None) for each.
             rows: n.
-            tally: of ids that were brought into range; see columns.Tally.
+            tally: of ids that were brought into range.
             task_weights, keys, reserved: n values for each task (none where no task weighs rows), key column
                 and reserved column.
             side_features: of each feature that has some: float64 [offsets[n], its side features].
         """
-        columns = {}
-        if labels:
-            columns["labels"] = _matrix(labels, rows, np.float32)
-        if dense:
-            columns["dense"] = _matrix(dense, rows, np.float32)
-        if singles:
-            columns["ids"] = _matrix(singles, rows, self.id_dtype)
+        matrices = {
+            "labels": (labels, np.float32),
+            "dense": (dense, np.float32),
+            "ids": (singles, self.id_dtype),
+            "task_weights": (task_weights, np.float32),
+            "keys": (keys, np.int64),
+        }
+        columns = {name: _matrix(of, rows, dtype) for name, (of, dtype) in matrices.items() if of}
         for name, (offsets, ids, weights) in zip(self.bags, bags, strict=True):
             columns[f"ids.{name}"] = pa.ListArray.from_arrays(offsets, ids.astype(self.id_dtype, copy=False))
             if weights is not None:
@@ -171,19 +172,13 @@ class Form:
                 values = side_features[name]
                 ends = offsets * np.int32(values.shape[1])
                 columns[f"side_features.{name}"] = pa.ListArray.from_arrays(ends, values.reshape(-1))
-        if task_weights:
-            columns["task_weights"] = _matrix(task_weights, rows, np.float32)
-        if keys:
-            columns["keys"] = _matrix(keys, rows, np.int64)
-        columns |= {
-            f"{RESERVED_PREFIX}{name}": array
-            for name, array in zip(self.plan.reserved.columns, reserved, strict=True)
-        }
+        for name, array in zip(self.plan.reserved.columns, reserved, strict=True):
+            columns[f"{RESERVED_PREFIX}{name}"] = array
         if self.counts_changes:
             columns["changed"] = self._changes(tally, rows)
         return pa.table(columns)
 
-    def _changes(self, tally: dict[str, list[int]] | None, rows: int) -> pa.ListArray:
+    def _changes(self, tally: Tally | None, rows: int) -> pa.ListArray:
         """The first row has the counts; they go wherever that row goes."""
         counts = np.array([tally[f] for f in self.schema.sparse], np.int32).T if tally and rows else None
         offsets = np.full(rows + 1, 0 if counts is None else counts.size, np.int32)

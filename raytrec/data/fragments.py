@@ -1,4 +1,4 @@
-"""A dataset as an ordered list of row groups, read from the files' footers; the driver checks types here."""
+"""A dataset as an ordered list of row groups."""
 
 from __future__ import annotations
 
@@ -206,11 +206,11 @@ def _look(uri: str, form: Form) -> _Seen:
     arrow = metadata.schema.to_arrow_schema()
     if form.plan.reserved.names:
         form = replace(form, from_folders=find_in_folders(arrow, form, uri))
-    check_present(arrow, form.columns, uri, form=form)
+    check_present(arrow, form.columns, uri, form)
     arrow = select_schema(arrow, form.columns)
     if form.plan.transforms:
         arrow = apply_transforms(empty_table(arrow), form.plan.transforms, uri, form.plan.folder).schema
-        check_present(arrow, form.wanted, f"{uri}, after data.transforms", fields=False, form=form)
+        check_present(arrow, form.wanted, f"{uri}, after data.transforms", form, fields=False)
     check_types(arrow, form, uri)
     lists = {name for name in schema.sparse if is_list(arrow.field(schema.column_of(name)).type)}
     counts = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))

@@ -1,4 +1,4 @@
-"""Hashes that stay the same between runs and machines, and keys that rows are grouped by. No torch here."""
+"""Stable hashes of ids, and keys for grouping rows. No torch here."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _distinct(flat: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     return hashes, encoded.indices.to_numpy(zero_copy_only=False)
 
 
-def keys_of(array: pa.Array) -> np.ndarray:
+def group_keys(array: pa.Array) -> np.ndarray:
     """Each value's key, int64 [n]; equal values have equal keys.
 
     Integers are their own key (of uint64, the same bits), as are true and false (1 and 0), and dates and

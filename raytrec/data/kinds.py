@@ -1,4 +1,4 @@
-"""Whether the types of a file's columns are what the schema expects."""
+"""Checks of columns' types against the schema."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ if TYPE_CHECKING:
 SHOWN = 30  # column names in a message
 
 
-def check_present(
-    arrow: pa.Schema, columns: list[str], where: str, *, fields: bool = True, form: Form | None = None
-) -> None:
+def check_present(arrow: pa.Schema, columns: list[str], where: str, form: Form, fields: bool = True) -> None:
     """Looks whether columns are there, each once.
 
     Args:
-        fields: fields of structs are columns, too.
         form: what they are for.
+        fields: fields of structs are columns, too.
 
     Raises:
         DataError: one is missing (names the nearest there is), or its name stands for several.
@@ -52,7 +50,7 @@ def check_present(
             ) from None
         if found is None:
             known = list(dict.fromkeys([*arrow.names, *leaf_names(arrow)]))
-            near, named = did_you_mean(column, known), form and form.plan.named_by(column)
+            near, named = did_you_mean(column, known), form.plan.named_by(column)
             readers = f"{named} reads" if named else "the schema and data.transforms read"
             place = named or "the schema"
             raise DataError(

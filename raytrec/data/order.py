@@ -1,4 +1,4 @@
-"""Which rows a rank reads at which step: the cursor (see ARCHITECTURE.md).
+"""Which rows a rank reads at which step.
 
 Everything follows from (row-group sizes, seed, epoch, batch_rows, lanes, shuffle, window) by arithmetic; the
 number of workers only decides which lanes are whose.
@@ -25,6 +25,7 @@ class Part:
 
     Attributes:
         number: of the first of them among all rows of the dataset, in file order.
+        is_cut: whether the row group is large, and taken in pieces.
     """
 
     path: str
@@ -32,23 +33,7 @@ class Part:
     first: int
     rows: int
     number: int = 0
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows [first, first + rows) of one row group, which the order takes as a whole.
-
-    Attributes:
-        part: whether the row group has more.
-        number: of the first of them among all rows of the dataset, in file order.
-    """
-
-    path: str
-    group: int
-    first: int
-    rows: int
-    part: bool
-    number: int
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,26 +120,19 @@ class Order:
         """Rows of the pieces that large row groups are cut into."""
         return max(2, self.window) * PAGE_ROWS
 
-    def pieces(self, dataset: Dataset) -> list[Piece]:
+    def pieces(self, dataset: Dataset) -> list[Part]:
         """The dataset's row groups, large ones in pieces, so that those need no more memory and time.
 
         A row group's last piece has half as many to one and a half times as many rows as its others.
         """
-        return list(self._pieces(dataset))
-
-    def cuts(self, dataset: Dataset) -> bool:
-        """Whether some row group is cut."""
-        return any(piece.part for piece in self._pieces(dataset))
-
-    def _pieces(self, dataset: Dataset) -> Iterator[Piece]:
-        number = 0
+        pieces, number, size = [], 0, self.piece_rows
         for group in dataset.groups:
-            count = max(1, (group.rows + self.piece_rows // 2) // self.piece_rows)
-            for i in range(count):
-                first = i * self.piece_rows
-                rows = self.piece_rows if i + 1 < count else group.rows - first
-                yield Piece(group.path, group.index, first, rows, count > 1, number + first)
+            count = max(1, (group.rows + size // 2) // size)
+            for first in range(0, count * size, size):
+                rows = size if first + size < count * size else group.rows - first
+                pieces.append(Part(group.path, group.index, first, rows, number + first, count > 1))
             number += group.rows
+        return pieces
 
     def items(self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0) -> list[Item]:
         """A rank's work for the rest of an epoch, in the order of the first step that needs it."""
@@ -190,21 +168,20 @@ class _Layout:
             begin = int(self.ends[i]) - piece.rows
             if begin >= stop:
                 break
-            low, high = max(start, begin), min(stop, begin + piece.rows)
-            skipped = low - begin
-            part = Part(piece.path, piece.group, piece.first + skipped, high - low, piece.number + skipped)
-            yield i, part
+            skipped, rows = max(start - begin, 0), min(stop, begin + piece.rows) - max(start, begin)
+            first, number = piece.first + skipped, piece.number + skipped
+            yield i, Part(piece.path, piece.group, first, rows, number, piece.is_cut)
 
     def windows(self, start: int, stop: int) -> Iterator[tuple[Part, ...]]:
         """Rows [start, stop) of the sequence, as far as they are read and shuffled together."""
         size = self.order.window if self.order.shuffle == "window" else 1
         window: list[Part] = []
-        for i, part in self.parts(start, stop):
-            if window and self.pieces[i].part:
+        for _, part in self.parts(start, stop):
+            if window and part.is_cut:
                 yield tuple(window)
                 window = []
             window.append(part)
-            if len(window) == size or self.pieces[i].part:
+            if len(window) == size or part.is_cut:
                 yield tuple(window)
                 window = []
         if window:

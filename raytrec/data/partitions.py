@@ -1,4 +1,4 @@
-"""Reserved columns, of one type in all files; folders key=value (Hive's layout), in order and as columns.
+"""Reserved columns, and folders key=value as partitions and columns.
 
 No torch here.
 """

@@ -1,15 +1,11 @@
-"""What a run reads of its rows: features, labels, reserved columns, and which rows count. No torch here."""
+"""What a run reads of its rows. No torch here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    pass
 from collections.abc import Collection, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform

@@ -1,4 +1,4 @@
-"""Which rows count in a task, and how much: labels that are missing, masks, sample weights. No torch here."""
+"""Labels, masks and sample weights: which rows count. No torch here."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ def label_of(column: pa.ChunkedArray, name: str, form: Form, place: Place) -> La
         if allowed:
             values[~there] = np.clip(np.float32(0), *allowed)
     else:
-
-        def also() -> str:
-            return f"; or tasks: [{{label: {scalar(name)}, nulls: skip}}]"
-
+        also = f"; or tasks: [{{label: {scalar(name)}, nulls: skip}}]"
         values, there = numbers(column, name, place, also), None
     low, high = allowed or (-np.inf, np.inf)
     wrong, kind = (values < low) | (values > high), "number"

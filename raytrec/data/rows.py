@@ -1,4 +1,4 @@
-"""The read task: decode one item's row groups, transform, check, bring into one form. No torch here."""
+"""The read task: an item's rows in canonical form. No torch here."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from raytrec.common.errors import DataError
 from raytrec.common.memory import give_back, keep_memory
-from raytrec.common.storage import open_filesystem
 from raytrec.config.schema import Sparse, Table
-from raytrec.data.arrow import pick_columns, to_read
 from raytrec.data.columns import Place, Tally, bags, numbers, side_features, single
-from raytrec.data.decode import Faults, decode, retry_read, undecodable
+from raytrec.data.decode import Faults, decode
 from raytrec.data.form import Form, shuffled
 from raytrec.data.fragments import Dataset
-from raytrec.data.hashing import keys_of
+from raytrec.data.hashing import group_keys
 from raytrec.data.order import Item, Part
 from raytrec.data.partitions import reserved_array
 from raytrec.data.row_weights import label_of, task_weights
@@ -35,7 +32,6 @@ AHEAD = 2  # items that are decoded before they are asked for, each in a thread
 NICE = 10  # of the threads that decode
 MOST_BAD_ROWS = 64  # of one row group that are looked for one by one; beyond them, the rest is skipped
 CHECKED_ROWS = 1 << 16  # read at a time
-BUFFER_BYTES = 1 << 20  # of each column
 MOST_ACCUSED = 4  # row groups that are read because of their footers
 
 
@@ -112,9 +108,8 @@ def finish_item(
 
 def _groups(item: Item) -> list[tuple[tuple[str, int], list[Part]]]:
     """((file, row group), its parts) of an item."""
-    return [
-        (key, list(parts)) for key, parts in groupby(item.parts, key=lambda part: (part.path, part.group))
-    ]
+    found = groupby(item.parts, key=lambda part: (part.path, part.group))
+    return [(key, list(parts)) for key, parts in found]
 
 
 def _span(parts: list[Part]) -> tuple[int, int]:
@@ -159,12 +154,8 @@ def _present(table: pa.Table, form: Form, place: Place, faults: Faults, left: li
             return _absent(len(table), form)
     half = len(table) // 2
     after = Place(place.path, place.group, place.first + half)
-    return pa.concat_tables(
-        [
-            _present(table.slice(0, half), form, place, faults, left),
-            _present(table.slice(half), form, after, faults, left),
-        ]
-    )
+    first_half = _present(table.slice(0, half), form, place, faults, left)
+    return pa.concat_tables([first_half, _present(table.slice(half), form, after, faults, left)])
 
 
 def _absent(rows: int, form: Form) -> pa.Table:
@@ -200,7 +191,7 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
         table.num_rows,
         tally,
         task_weights(table, labels, form, place) if form.plan.weighs_tasks else (),
-        [keys_of(reserved[name]) for name in form.plan.reserved.keys],
+        [group_keys(reserved[name]) for name in form.plan.reserved.keys],
         [reserved[name] for name in form.plan.reserved.columns],
         {
             name: side_features(table, name, schema.sparse[name], ends[name], place)
@@ -216,36 +207,6 @@ def check_accused(dataset: Dataset) -> None:
         DataError: they do; names file, row group, column and row.
     """
     for group in dataset.accused[:MOST_ACCUSED]:
-        for _ in check_rows(group.path, group.index, dataset.form):
-            pass
-
-
-def check_rows(path: str, group: int, form: Form) -> Iterator[int]:
-    """Reads a row group as a run would, a few rows at a time; how many they were.
-
-    Raises:
-        DataError: rows that a run would stop at; names file, row group, column and row.
-    """
-    first = 0
-    for table in _tables(path, group, form.columns):
-        table = apply_transforms(table, form.plan.transforms, f"{path}, row group {group}", form.plan.folder)
-        canonical(table, form, Place(path, group, first))
-        first += table.num_rows
-        yield table.num_rows
-
-
-def _tables(path: str, group: int, columns: list[str]) -> Iterator[pa.Table]:
-    def opened() -> tuple[pq.ParquetFile, list[str]]:
-        filesystem, inner = open_filesystem(path)
-        file = filesystem.open_input_file(inner)
-        reader = pq.ParquetFile(file, buffer_size=BUFFER_BYTES, page_checksum_verification=True)
-        return reader, to_read(reader.schema_arrow, columns)
-
-    try:
-        reader, asked = retry_read(path, opened)
-        with reader:
-            found = reader.iter_batches(CHECKED_ROWS, row_groups=[group], columns=asked, use_threads=False)
-            for batch in found:
-                yield pick_columns(pa.Table.from_batches([batch]), columns)
-    except (pa.ArrowException, OSError, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise undecodable(error, path, group) from None
+        for first in range(0, group.rows, CHECKED_ROWS):
+            part = Part(group.path, group.index, first, min(CHECKED_ROWS, group.rows - first))
+            read_item(Item(0, 0, (part,), None), dataset.form)

@@ -1,4 +1,4 @@
-"""One rank's batches of a dataset: a Ray Data pipeline over its items, put together in a thread."""
+"""One rank's batches of a dataset, read by Ray Data."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from raytrec.data.hashing import hash_integers, hash_text
 
 # Kind of transform → its function of (the transform, values): values, as many.
 ON_VALUES: dict[type, Callable[..., pa.Array]] = {}
-PARTS = {
+TIME_PARTS = {
     "second": pc.second,
     "minute": pc.minute,
     "hour": pc.hour,
@@ -42,13 +42,9 @@ def does(kind: type) -> Callable[[Callable[..., pa.Array]], Callable[..., pa.Arr
 
 @does(t.FillNull)
 def _fill_null(spec: t.FillNull, array: pa.Array) -> pa.Array:
-    value = pa.scalar(spec.value)
-    if pa.types.is_decimal(array.type):  # by way of text: pyarrow wants room for every integer's digits
-        value = pa.scalar(str(spec.value))
-    value = value.cast(array.type)
     if pa.types.is_floating(array.type):
         array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
-    return pc.fill_null(array, value)
+    return pc.fill_null(array, _scalar(spec.value, array.type))
 
 
 def _scalar(value: float | int | str, kind: pa.DataType) -> pa.Scalar:
@@ -133,9 +129,8 @@ def _binarize(spec: t.Binarize, array: pa.Array) -> pa.Array:
         )
     known = spec.positive if is_text(array.type) else [float(value) for value in spec.positive]
     known = pa.array(known).cast(array.type)
-    return pc.if_else(array.is_valid(), pc.is_in(array, value_set=known), pa.scalar(None, pa.bool_())).cast(
-        pa.int8()
-    )
+    found = pc.is_in(array, value_set=known).cast(pa.int8())
+    return pc.if_else(array.is_valid(), found, pa.scalar(None, pa.int8()))
 
 
 @does(t.Cast)
@@ -164,7 +159,7 @@ def date_part(spec: t.DatePart, array: pa.Array) -> pa.Array:
             zone = pa.timestamp(array.type.unit, spec.timezone)
             pc.hour(pa.array([0], zone))  # an unknown zone is seen before anything starts, without a row
             array = array.cast(zone)
-    return PARTS[spec.part](array).cast(pa.int64())
+    return TIME_PARTS[spec.part](array).cast(pa.int64())
 
 
 @does(t.Age)
@@ -175,8 +170,7 @@ def age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Array:
         until: the times that ages count to, one for each; None: spec.until, or none for durations.
     """
     if types.is_duration(array.type):
-        unit = PER_SECOND[array.type.unit]
-        return _in_unit(pc.divide(array.cast(pa.int64()).cast(pa.float64(), safe=False), float(unit)), spec)
+        return _in_unit(_seconds(array), spec)
     if until is None and spec.until is None:
         raise TypeError("age needs until or until_column, unless the column holds durations")
     seen = _seconds(timestamps(array, spec.since_1970))
@@ -194,7 +188,7 @@ def _in_unit(seconds: pa.Array, spec: t.Age) -> pa.Array:
 
 
 def _seconds(array: pa.Array) -> pa.Array:
-    """Timestamps as seconds since 1970, float64."""
+    """Timestamps, or durations, in seconds, float64."""
     unit = PER_SECOND[array.type.unit]
     return pc.divide(array.cast(pa.int64()).cast(pa.float64(), safe=False), float(unit))
 
@@ -215,7 +209,7 @@ def timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
         zoned = pc.match_substring_regex(text, r"[Tt ].*(Z|z|[+-]\d\d:?\d\d|[+-]\d\d)$")
         utc = pc.if_else(zoned, text, pa.scalar(None, pa.string())).cast(pa.timestamp("us", "UTC"))
         naive = pc.if_else(zoned, pa.scalar(None, pa.string()), text).cast(pa.timestamp("us"))
-        return pc.coalesce(utc.cast(pa.timestamp("us", "UTC")), naive.cast(pa.timestamp("us", "UTC")))
+        return pc.coalesce(utc, naive.cast(utc.type))
     if types.is_integer(kind) or types.is_floating(kind):
         if since_1970 is None:
             raise TypeError(
@@ -224,10 +218,7 @@ def timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
         if types.is_floating(kind):
             array = pc.if_else(pc.is_finite(array), array, pa.scalar(None, kind))
             scale = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}[since_1970]
-            return (
-                pc.round(pc.multiply(array.cast(pa.float64()), scale))
-                .cast(pa.int64())
-                .cast(pa.timestamp("us"))
-            )
+            whole = pc.round(pc.multiply(array.cast(pa.float64()), scale)).cast(pa.int64())
+            return whole.cast(pa.timestamp("us"))
         return array.cast(pa.int64()).cast(pa.timestamp(since_1970))
     raise TypeError(f"a time, a date, ISO text or numbers are needed, not {kind}")

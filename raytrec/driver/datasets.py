@@ -19,7 +19,7 @@ from raytrec.data.arrow import is_text, one_array
 from raytrec.data.columns import Place
 from raytrec.data.decode import SKIPPED, Faults, decode
 from raytrec.data.fragments import Dataset, RowGroup, list_files, scan
-from raytrec.data.hashing import NULL_KEY, keys_of
+from raytrec.data.hashing import NULL_KEY, group_keys
 from raytrec.data.read_plan import ReadPlan, Reserved
 from raytrec.data.rows import check_accused
 from raytrec.data.transform import apply_transforms
@@ -144,7 +144,7 @@ def _keys(items: Dataset, group: RowGroup, column: str) -> np.ndarray:
     table = apply_transforms(
         table, transforms, f"{group.path}, row group {group.index}", items.form.plan.folder
     )
-    return keys_of(one_array(table[column]))
+    return group_keys(one_array(table[column]))
 
 
 def _place(items: Dataset, column: str, row: int) -> str:

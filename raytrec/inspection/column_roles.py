@@ -1,4 +1,4 @@
-"""The role of a column of Parquet, and the transforms that it needs for it. (propose.py has the rules.)"""
+"""A column's role, and the transforms that it needs. (propose.py has the rules.)"""
 
 from __future__ import annotations
 
@@ -10,17 +10,8 @@ from raytrec.common.errors import SchemaError
 from raytrec.config.schema import scalar
 from raytrec.inspection.column_stats import ColumnStats
 
-LABEL_NAMES = (
-    "label",
-    "labels",
-    "target",
-    "click",
-    "clicked",
-    "is_click",
-    "is_clicked",
-    "converted",
-    "conversion",
-    "y",
+LABEL_NAMES = tuple(
+    "label labels target click clicked is_click is_clicked converted conversion y".split()  # noqa: SIM905
 )
 # Texts that mean yes; the one of two values that is rarer where none of them is there.
 POSITIVE = frozenset(

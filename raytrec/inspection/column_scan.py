@@ -1,13 +1,37 @@
-"""Every column of a folder of Parquet: which type it has in which file, and its statistics."""
+"""Types and statistics of a folder's columns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import types as t
+from rich.console import Console
+from rich.progress import Progress
 
 from raytrec.common.errors import DataError
-from raytrec.inspection.column_reading import read_columns
-from raytrec.inspection.column_stats import NUMBERS, ColumnStats
+from raytrec.common.storage import open_filesystem
+from raytrec.data.arrow import (
+    Ambiguous,
+    find_column,
+    is_list,
+    is_text,
+    leaf_names,
+    pick_columns,
+    plain,
+    to_read,
+    type_at,
+    value_type,
+)
+from raytrec.data.fragments import list_files, read_footer
+from raytrec.data.partitions import in_folders
+from raytrec.inspection.column_stats import NUMBERS, ColumnStats, pair_with_labels
+
+COLUMNS_AT_ONCE = 100  # of a row group: progress shows on wide files, too, whose row groups take memory
 
 
 @dataclass
@@ -63,7 +87,7 @@ def scan_columns(
             "there are no rows", where=uri, expected=f"rows in its {len(footers[None])} Parquet files"
         )
     chosen = {part: _spread(of, max_rows) for part, of in groups.items()}
-    read_columns(columns, chosen, footers, [c for c in columns if c.name in labels])
+    _read_columns(columns, chosen, footers, [c for c in columns if c.name in labels])
     rows = sum(rows for *_, rows in chosen[None])
     seen = {part: place for part, place in (also or {}).items() if part in footers}
     return Scan(columns, rows, chosen == groups, seen, not_seen, _folders(footers[None]))
@@ -71,21 +95,15 @@ def scan_columns(
 
 def _footers(place: str) -> dict:
     """file → footer."""
-    from raytrec.data.fragments import list_files, read_footer
-
     return {path: read_footer(path) for path in list_files(place, "inspect")}
 
 
 def _folders(footers: dict) -> list[str]:
-    from raytrec.data.partitions import in_folders
-
     return sorted(set.intersection(*(set(in_folders(path)) for path in footers)))
 
 
 def _names(footers: dict) -> set[str]:
     """Columns that all files have."""
-    from raytrec.data.arrow import leaf_names
-
     return set.intersection(*(set(leaf_names(f.schema.to_arrow_schema())) for f in footers.values()))
 
 
@@ -105,8 +123,6 @@ def _spread(groups: list, max_rows: int | None) -> list:
 
 def _columns(footers: dict[str | None, dict]) -> list[ColumnStats]:
     """Every column (of structs: their fields) with the type that all files agree on."""
-    from raytrec.data.arrow import leaf_names
-
     schemas = {
         part: {path: footer.schema.to_arrow_schema() for path, footer in files.items()}
         for part, files in footers.items()
@@ -118,8 +134,6 @@ def _columns(footers: dict[str | None, dict]) -> list[ColumnStats]:
 
 
 def _column(name: str, schemas: dict[str | None, dict]) -> ColumnStats:
-    from raytrec.data.arrow import Ambiguous, find_column, type_at
-
     types, missing, twice = {}, {part: [] for part in schemas}, []
     for part, path, schema in ((part, *entry) for part, files in schemas.items() for entry in files.items()):
         try:
@@ -173,10 +187,6 @@ def _agreed(types: list) -> tuple[str, bool, bool]:
 
 def _base(kind) -> tuple[str, bool]:
     """(base, whether a list) of an Arrow type."""
-    import pyarrow.types as t
-
-    from raytrec.data.arrow import is_list, is_text, plain, value_type
-
     value, listed = value_type(kind), is_list(plain(kind))
     tests = {
         "integer": t.is_integer,
@@ -188,3 +198,96 @@ def _base(kind) -> tuple[str, bool]:
         "time": lambda k: t.is_temporal(k) and not t.is_interval(k),
     }
     return next((base for base, fits in tests.items() if fits(value)), "other"), listed
+
+
+def _read_columns(columns: list[ColumnStats], chosen: dict, footers: dict, labels: list[ColumnStats]) -> None:
+    """Adds row groups to the statistics, with a bar on terminals.
+
+    Args:
+        chosen: part of the data → (file, row group, rows). footers: part → file → footer.
+        labels: columns that may be labels, with which others are compared.
+
+    Raises:
+        DataError: a file cannot be opened, or no column can be read.
+    """
+    console, errors = Console(stderr=True), []
+    slices = [columns[at : at + COLUMNS_AT_ONCE] for at in range(0, len(columns), COLUMNS_AT_ONCE)]
+    work = [(part, path, i, some) for part, of in chosen.items() for path, i, _ in of for some in slices]
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        steps = bar.track(work, description="reading")
+        for (part, path), of_file in groupby(steps, key=lambda step: step[:2]):
+            with _opened(path, footers[part][path]) as reader:
+                for *_, index, some in of_file:
+                    wanted = [column for column in some if column.is_read_in(part)]
+                    beside = [c for c in labels if part is None and wanted and not c.trouble]
+                    names = list(dict.fromkeys(column.name for column in [*wanted, *beside]))
+                    data = dict(zip(names, _read(reader, index, names), strict=True))
+                    errors += [
+                        error
+                        for column in wanted
+                        if (error := _add(column, part, data[column.name], f"{path}, row group {index}"))
+                    ]
+                    for column in wanted if beside else []:
+                        pair_with_labels(column, data, [c for c in beside if not c.trouble])
+    if errors and all(column.trouble for column in columns):
+        raise errors[0]
+
+
+def _add(
+    column: ColumnStats, part: str | None, data: pa.ChunkedArray | Exception, where: str
+) -> DataError | None:
+    """Adds a row group's column; what is wrong with it."""
+    try:
+        if isinstance(data, Exception):
+            raise data
+        (column if part is None else column.elsewhere[part]).add(data)
+    except Exception as error:  # whatever it is: one column must not stop the look at the others
+        first = _first_line(error)
+        column.trouble = f"cannot be read in {where}: {first}"
+        return _unreadable(first, where)
+    return None
+
+
+@contextmanager
+def _opened(path: str, footer: pq.FileMetaData) -> Iterator[pq.ParquetFile]:
+    """A file, opened once for all of its row groups: to parse its footer takes longer the more there are."""
+    try:
+        filesystem, inner = open_filesystem(path)
+        file = filesystem.open_input_file(inner)
+    except OSError as error:
+        raise _unreadable(_first_line(error), path) from None
+    with file:
+        yield pq.ParquetFile(file, metadata=footer)
+
+
+def _read(reader: pq.ParquetFile, index: int, names: list[str]) -> list:
+    """A row group's columns, or for each what is wrong with it."""
+    try:
+        return _read_together(reader, index, names)
+    except (pa.ArrowException, OSError, KeyError):
+        return [_attempt(reader, index, name) for name in names]
+
+
+def _attempt(reader: pq.ParquetFile, index: int, name: str) -> pa.ChunkedArray | Exception:
+    try:
+        return _read_together(reader, index, [name])[0]
+    except Exception as error:
+        return error
+
+
+def _read_together(reader: pq.ParquetFile, index: int, names: list[str]) -> list[pa.ChunkedArray]:
+    table = reader.read_row_group(index, columns=to_read(reader.schema_arrow, names))
+    return pick_columns(table, names).columns
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _unreadable(why: str, where: str) -> DataError:
+    return DataError(
+        f"cannot read the row group: {why}",
+        where=where,
+        expected="a whole Parquet file",
+        do="write or copy the file again",
+    )

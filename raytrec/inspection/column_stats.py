@@ -1,4 +1,4 @@
-"""Statistics of Parquet columns in bounded memory, one row group at a time; columns that copy a label.
+"""Statistics of Parquet columns in bounded memory.
 
 A column copies a label if each of its values goes with one value of the label, and with no other.
 """
@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from pandas.util import hash_array
 
-from raytrec.data.arrow import one_array
+from raytrec.data.arrow import is_list, one_array, unnest
 
 SMALLEST = 65_536  # hashes kept to count distinct values: exact below, ± 0.4 % beyond
 LONGEST_COUNTED = 10_000  # bag lengths from here on are counted as this
@@ -147,10 +149,6 @@ class ColumnStats:
 
     def add(self, column) -> None:
         """Adds a row group's column (pyarrow.ChunkedArray)."""
-        import pyarrow.compute as pc
-
-        from raytrec.data.arrow import is_list, one_array, unnest
-
         array = one_array(column)
         self.rows += len(array)
         self.nulls += array.null_count
@@ -167,8 +165,6 @@ class ColumnStats:
 
     def _count(self, array) -> None:
         """Values (pyarrow.Array without nulls): their range, and how many there are."""
-        import pyarrow.compute as pc
-
         array = comparable(array, self.base, self.mixed)
         if pa.types.is_floating(array.type):
             finite = pc.is_finite(array)
@@ -194,8 +190,6 @@ class ColumnStats:
             self.few = None
 
     def _count_distinct(self, unique) -> None:
-        from pandas.util import hash_array
-
         values = unique.to_numpy(zero_copy_only=False)
         if self.base == "text":
             values = values.astype(object)

@@ -1,4 +1,4 @@
-"""Looks at Parquet and writes the schema.yaml that fits it, with the transforms that it needs.
+"""Infers a schema and transforms from Parquet.
 
 How a column's kind is inferred, in this order (column_roles.py):
 

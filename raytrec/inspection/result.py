@@ -1,4 +1,4 @@
-"""What `raytrec inspect` has found: as a schema.yaml, as a table, as the command that trains with it."""
+"""An inspection's result: schema.yaml, table, and training command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.table import Table
+
 from raytrec.common.errors import ConfigError
+from raytrec.common.terminal import open_console, plain
 from raytrec.config.schema import Schema, scalar
 from raytrec.inspection.column_roles import ONE_VALUE, Finding
 from raytrec.inspection.column_scan import Scan
@@ -137,10 +140,6 @@ class Inspection:
         return command
 
     def _print_table(self) -> None:
-        from rich.table import Table
-
-        from raytrec.common.terminal import open_console, plain
-
         table = Table(title=plain(f"{self.uri}: {self.rows:,} rows"), title_justify="left")
         for heading in ("column", "role", "because", "nulls", "distinct"):
             table.add_column(heading)

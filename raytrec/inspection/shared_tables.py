@@ -1,4 +1,4 @@
-"""Which features look up one table: columns that hold the same ids."""
+"""Which features look up one table."""
 
 from __future__ import annotations
 
@@ -17,19 +17,9 @@ HISTORY = frozenset(
     """history histories hist seq sequence sequences recent last past previous prev clicked viewed watched
     bought purchased played liked visited read seen session sessions behavior behaviors""".split()  # noqa: SIM905
 )
-USE = HISTORY | {
-    "id",
-    "ids",
-    "list",
-    "target",
-    "candidate",
-    "next",
-    "first",
-    "positive",
-    "negative",
-    "pos",
-    "neg",
-}
+USE = HISTORY | frozenset(
+    "id ids list target candidate next first positive negative pos neg".split()  # noqa: SIM905
+)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from itertools import groupby, zip_longest
 
 from raytrec.data.fragments import Dataset
-from raytrec.data.order import Item, Order, Part, Piece
+from raytrec.data.order import Item, Order, Part
 
 SPAN_ROWS = 65_536  # of a span, at least, where its file has so many
 SPAN_BATCHES = 8  # likewise: what its last batch lacks is padding
@@ -57,12 +57,12 @@ def cut_spans(dataset: Dataset, batch_rows: int, span_rows: int = SPAN_ROWS) -> 
     return spans
 
 
-def _spans_of_file(path: str, pieces: list[Piece], least: int) -> list[Span]:
+def _spans_of_file(path: str, pieces: list[Part], least: int) -> list[Span]:
     whole, spans = sum(piece.rows for piece in pieces), []
     first, rows, parts = 0, 0, []
     for number, piece in enumerate(pieces):
         rows += piece.rows
-        parts.append(Part(piece.path, piece.group, piece.first, piece.rows, piece.number))
+        parts.append(piece)
         if rows >= least or number == len(pieces) - 1:
             spans.append(Span(path, first, rows, tuple(parts), whole))
             first, rows, parts = first + rows, 0, []

@@ -1,16 +1,17 @@
 """Batches as they are put together: their counts, and the memory that they lie in."""
 
-import pickle
 import threading
 
 import numpy as np
 import parquet
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reading import DirectStream, read
+from reading import batch_of as batch_of_table
 from sequence_schema import schema
 from standin import cuda
 
@@ -19,11 +20,9 @@ from raytrec.config.schema import Schema
 from raytrec.data.collate import Collator, Rows
 from raytrec.data.form import Form
 from raytrec.data.fragments import scan
-from raytrec.data.hashing import keys_of
+from raytrec.data.hashing import group_keys
 from raytrec.data.order import Order
 from raytrec.data.read_plan import ReadPlan, Reserved, TaskRows
-from raytrec.data.rows import read_item
-from raytrec.data.stream import Stream
 from raytrec.embeddings.pooling import own_copy
 
 PADDED = 40
@@ -53,7 +52,7 @@ def rows(form, count, seed, longest=5, absent=False):
     reserved = ([], [], [])
     if form.plan.reserved.columns:
         texts = pa.array([f"row {seed}-{i}" for i in range(count)])
-        reserved = ([numbers, numbers + 1], [keys_of(texts)], [texts])
+        reserved = ([numbers, numbers + 1], [group_keys(texts)], [texts])
     table = form.table([numbers], [numbers], singles, bags, count, None, *reserved)
     if absent:
         table = table.append_column("present", [rng.random(count) < 0.8])
@@ -142,39 +141,72 @@ def parts(batch):
     return [batch.dense, batch.labels, batch.weights, sparse.values(), sparse.lengths(), *weights, *reserved]
 
 
-def test_what_goes_along_with_rows_is_put_together_like_them():
-    made = form(reserved=True)
-    pieces = [rows(made, 9, seed, absent=True)[2:8] for seed in (1, 2)]
-    batch = Collator(made)(pieces, PADDED, 12)
-    here = batch.weights == 1
-    labels = batch.labels[:12]
-    assert 0 < here.sum() < 12
-    assert torch.equal(batch.task_weights[:12], torch.cat([labels, labels + 1], 1))
-    assert not batch.task_weights[12:].any() and not batch.keys[12:].any()
-    names = [f"row {seed}-{i}" for seed in (1, 2) for i in range(2, 8)]
-    assert batch.keys[:12, 0].tolist() == keys_of(pa.array(names)).tolist()
-    assert batch.reserved["text"].to_pylist() == [
-        n for n, is_here in zip(names, here, strict=False) if is_here
-    ]
-    assert len(pickle.dumps(batch.reserved)) < 2000, "no more memory than the batch's own rows"
-
-
 def test_the_thread_of_a_stream_uses_the_gpu_of_its_rank(tmp_path, monkeypatch):
     """CUDA begins every thread on GPU 0, where page-locked memory would then open a context for each rank."""
     folder = parquet.write(tmp_path / "d", 300, 0)
-    data = scan(str(folder), ReadPlan(Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test")))
-    monkeypatch.setattr(
-        Stream, "_tables", lambda self, items: (read_item(item, self.dataset.form) for item in items)
-    )
+    data = scan(str(folder), ReadPlan(parquet.schema()))
     begun = {}
     with cuda(index=1, count=2) as gpu:
         monkeypatch.setattr(
             torch.cuda, "set_device", lambda device: begun.setdefault(threading.current_thread().name, device)
         )
-        stream = Stream(data, Order(100, 4), rank=0, world=1, pin_memory=True)
+        stream = DirectStream(data, Order(100, 4), rank=0, world=1, pin_memory=True)
         batches = list(stream.batches())
         assert begun == {"stream": 1}
         assert len(batches) == 3 and all(tensor.is_pinned() for b in batches for tensor in parts(b))
         begun.clear()
-        list(Stream(data, Order(100, 4), rank=0, world=1).batches())
+        list(DirectStream(data, Order(100, 4), rank=0, world=1).batches())
         assert not begun and not gpu.waits
+
+
+TOWERS = Schema.parse(
+    {
+        "labels": ["y"],
+        "dense": ["age", "price", "year"],
+        "sparse": {
+            "user": {"table": "user"},
+            "history": {"table": "item", "pooling": "sequence", "weights": "liked"},
+            "item": {"table": "item"},
+            "tags": {"table": "tag", "pooling": "mean"},
+        },
+        "tables": {
+            "user": {"rows": 9, "dim": 4},
+            "item": {"rows": 9, "dim": 4},
+            "tag": {"rows": 9, "dim": 4, "out_of_range": "clamp"},
+        },
+    },
+    "here",
+)
+BAG = pa.list_(pa.int64())
+COLUMNS = {  # values, and what stands for none
+    "age": (pa.array([1.0, 2.0, 3.0]), 0.0),
+    "price": (pa.array([4.0, 5.0, 6.0]), 0.0),
+    "year": (pa.array([7.0, 8.0, 9.0]), 0.0),
+    "user": (pa.array([1, None, 3]), None),
+    "history": (pa.array([[1, 2, 3], [], [4]], BAG), []),
+    "liked": (pa.array([[1.0, 0.5, 2.0], [], [3.0]]), []),
+    "item": (pa.array([5, 6, 7]), None),
+    "tags": (pa.array([[1, 20], [2], []], BAG), []),
+}
+
+
+@pytest.mark.parametrize(
+    "tower", [["item", "tags", "year"], ["user", "history", "liked", "age", "price"], ["history", "liked"]]
+)
+def test_features_that_are_not_read_are_empty(tmp_path, tower):
+    def batch(columns, schema):
+        pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+        table, form = read(tmp_path / "a.parquet", ReadPlan(schema, read_labels=False))
+        return batch_of_table(table, form, Features(TOWERS, {"history": 2}), padding=1)
+
+    part = TOWERS.part(set(tower) - {"liked"})
+    found = batch({name: COLUMNS[name][0] for name in tower}, part)
+    emptied = {n: v if n in tower else pa.array([none] * 3, v.type) for n, (v, none) in COLUMNS.items()}
+    same = batch(emptied, TOWERS)
+    assert torch.equal(found.dense, same.dense) and found.dense.shape == (4, 3)
+    assert found.sparse.keys() == same.sparse.keys()
+    for values in ("values", "weights", "lengths"):
+        assert torch.equal(getattr(found.sparse, values)(), getattr(same.sparse, values)())
+    assert found.sparse.length_per_key() == same.sparse.length_per_key()
+    places = [list(TOWERS.sparse).index(feature) for feature in part.sparse]
+    assert torch.equal(found.changed, same.changed[:, places])

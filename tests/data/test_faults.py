@@ -6,12 +6,10 @@ import numpy as np
 import parquet
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from pyarrow import fs
 
 from raytrec.common import reading
 from raytrec.common.errors import DataError
-from raytrec.config.schema import Schema
 from raytrec.data import decode, footers, fragments, rows
 from raytrec.data.decode import Faults
 from raytrec.data.form import Form
@@ -19,7 +17,7 @@ from raytrec.data.order import Item, Part
 from raytrec.data.read_plan import ReadPlan
 from raytrec.driver import run as driver
 
-SCHEMA = Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test")
+SCHEMA = parquet.schema()
 FORM = Form(ReadPlan(SCHEMA), frozenset({"tags"}))
 
 

@@ -63,8 +63,7 @@ def test_order_and_what_is_left_out(tmp_path):
     (tmp_path / "_temporary").mkdir()
     parquet.write(tmp_path / "_temporary/x", 10, 0, files=1)
     (tmp_path / "notes.txt").write_text("")
-    schema = Schema.parse(__import__("yaml").safe_load(parquet.SCHEMA_YAML), "t")
-    data = scan(str(tmp_path), ReadPlan(schema))
+    data = scan(str(tmp_path), ReadPlan(parquet.schema()))
     assert [(g.path.removeprefix(f"{tmp_path}/"), g.index, g.rows) for g in data.groups] == [
         ("a/part-0.parquet", 0, 100),
         ("b/part-0.parquet", 0, 300),
@@ -72,7 +71,7 @@ def test_order_and_what_is_left_out(tmp_path):
         ("b/part-1.parquet", 0, 300),
         ("b/part-1.parquet", 1, 200),
     ]
-    assert scan(str(tmp_path / "b/part-1.parquet"), ReadPlan(schema)).rows == 500
+    assert scan(str(tmp_path / "b/part-1.parquet"), ReadPlan(parquet.schema())).rows == 500
 
 
 def test_nothing_there(tmp_path):

@@ -5,13 +5,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pandas.util import hash_array
+from reading import batch_of, read
 
 from raytrec.config.schema import Schema
-from raytrec.data.collate import Collator, Rows
-from raytrec.data.fragments import scan
-from raytrec.data.order import Item, Part
 from raytrec.data.read_plan import ReadPlan
-from raytrec.data.rows import read_item
 
 LEAST = -(2**63)
 SCHEMA = {
@@ -21,27 +18,19 @@ SCHEMA = {
 }
 
 
-def read(tmp_path, item, seen):
+def ids_of(tmp_path, item, seen):
     """feature → the ids of each row, in a batch of two more rows."""
     path = tmp_path / "a.parquet"
     users = pa.array([8, None, 0, 1][: len(item)], pa.int16())
     pq.write_table(pa.table({"y": [0.0] * len(item), "user": users, "item": item, "seen": seen}), path)
-    data = scan(str(path), ReadPlan(Schema.parse(SCHEMA, "test")))
-    table = read_item(Item(0, 0, (Part(str(path), 0, 0, data.rows),), None), data.form)
-    pieces = [Rows.of(part) for part in table.combine_chunks().to_batches()]
-    sparse = Collator(data.form)(pieces, len(item) + 2, len(item)).sparse
-    out = {}
-    for name in sparse.keys():  # noqa: SIM118
-        ends = sparse[name].lengths().cumsum(0).tolist()
-        ids = sparse[name].values().tolist()
-        out[name] = [ids[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-    return out
+    sparse = batch_of(*read(path, ReadPlan(Schema.parse(SCHEMA, "test"))), padding=2).sparse
+    return {name: [ids.tolist() for ids in sparse[name].to_dense()] for name in SCHEMA["sparse"]}
 
 
 def test_integers_of_any_size(tmp_path):
     item = pa.array([-1, 2**63 - 1, None, LEAST])
     seen = pa.array([[5, LEAST], [], [-7, -1], None])
-    assert read(tmp_path, item, seen) == {
+    assert ids_of(tmp_path, item, seen) == {
         "user": [[8], [], [0], [1], [], []],
         "item": [[-1], [2**63 - 1], [], [LEAST + 1], [], []],
         "seen": [[5, LEAST + 1], [], [-7, -1], [], [], []],
@@ -50,7 +39,7 @@ def test_integers_of_any_size(tmp_path):
 
 def test_unsigned_integers_keep_their_bits(tmp_path):
     item = pa.array([2**64 - 1, 2**63 + 5, 3], pa.uint64())
-    got = read(tmp_path, item, pa.array([[2**64 - 2], [], []], pa.list_(pa.uint64())))
+    got = ids_of(tmp_path, item, pa.array([[2**64 - 2], [], []], pa.list_(pa.uint64())))
     assert got["item"][:3] == [[-1], [LEAST + 5], [3]] and got["seen"][0] == [-2]
 
 
@@ -60,6 +49,6 @@ def test_text_has_all_bits_of_its_hash(tmp_path, kind):
     values = ["a", "b", "a", None] if pa.types.is_string(plain) else [b"a", b"b", b"a", None]
     expected = hash_array(np.array(values[:2], dtype=object)).astype(np.int64).tolist()
     item = pa.array(values, plain).cast(kind)
-    got = read(tmp_path, item, pa.array([[values[1]], [], [], []], pa.list_(plain)))
+    got = ids_of(tmp_path, item, pa.array([[values[1]], [], [], []], pa.list_(plain)))
     assert got["item"] == [[expected[0]], [expected[1]], [expected[0]], [], [], []]
     assert got["seen"][0] == [expected[1]]

@@ -15,9 +15,12 @@ from any_parquet import NAMES, TYPES, accepted, random_array, read_all
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
+from reading import read
 
 from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.schema import Schema
+from raytrec.data.decode import Faults
+from raytrec.data.read_plan import ReadPlan
 from raytrec.inspection.propose import inspect
 
 ROWS, GROUP = 600, 150
@@ -127,18 +130,8 @@ def mutations():
 
 def outcome(rank, world, path, skip):
     """What a reading of the folder comes to: (kind, text, rows in canonical form or None)."""
-    from raytrec.common.errors import DataError
-    from raytrec.data.decode import Faults
-    from raytrec.data.fragments import scan
-    from raytrec.data.order import Order
-    from raytrec.data.read_plan import ReadPlan
-    from raytrec.data.rows import read_item
-
     try:
-        data = scan(path, ReadPlan(SCHEMA), skip=skip)
-        items = Order(64, 1, "groups", permute=False).items(data, 0, 0, 1)
-        tables = [read_item(item, data.form, Faults(skip)) for item in items]
-        rows = [row for table in tables for row in parquet.plain_rows(table, data.form)]
+        rows = parquet.plain_rows(*read(path, ReadPlan(SCHEMA), Faults(skip), skip))
     except DataError as error:
         return "error", str(error), None
     return "rows", "", pickle.dumps(rows)
@@ -169,7 +162,8 @@ def test_ends_in_a_message_or_in_the_same_rows(name, expected, tmp_path):
     if column in good().column_names or name.startswith("without"):
         assert (name.split()[1] if name.startswith("without") else column) in text
     if "in row" in name:
-        assert f"row group {int(name.split()[-1]) // GROUP}" in text
+        group, row = divmod(int(name.split()[-1]), GROUP)
+        assert f"row group {group}, column" in text and f"row {row}\n" in text
 
 
 @pytest.mark.parametrize("name", mutations())
@@ -188,10 +182,6 @@ def test_skipping_keeps_every_other_row(name, expected, tmp_path):
         assert row == right or not row["present"]
     if "in row" in name:
         assert [i for i, row in enumerate(mine) if not row["present"]] in ([int(name.split()[-1])], [])
-
-
-def test_there_are_enough():
-    assert len(mutations()) >= 50
 
 
 def any_file(path, columns, seed, rows=60):

@@ -11,10 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytrec.common.errors import DataError
-from raytrec.data import decode as decoding
 from raytrec.data import pages
-from raytrec.data.decode import decode
 from raytrec.data.pages import chunks, read_rows
 from raytrec.data.pages.chunks import Damaged, Pages, count_rows
 from raytrec.data.pages.thrift import Truncated, read_struct
@@ -208,30 +205,6 @@ def test_what_is_known_of_pages_is_bounded(tmp_path, monkeypatch):
     for name in ("few", "many", "gaps", "real"):
         read(path, 0, 2000, 2010, [name])
         assert sum(known.nbytes for known in pages._known.values()) <= 20_000
-
-
-@pytest.mark.parametrize("lie", [0, 1, 2, 3])
-def test_damaged_pages_are_a_message(tmp_path, monkeypatch, lie):
-    """Random bytes over a file's pages: the rows as they were (other pages are hurt), or a DataError."""
-    monkeypatch.setattr(decoding, "WHOLE_ROWS", 10)
-    path, rng, outcomes = tmp_path / "a.parquet", random.Random(lie), set()
-    whole = table()
-    for _ in range(25):
-        pq.write_table(whole, path, max_rows_per_page=100, write_page_checksum=True, compression="zstd")
-        raw = bytearray(path.read_bytes())
-        at = rng.randrange(4, len(raw) - 9000)
-        raw[at : at + 9] = rng.randbytes(9)
-        path.write_bytes(raw)
-        pages._known.clear()
-        try:
-            found = decode(str(path), 0, 1500, 30, ["few", "many", "bag", "text"])
-        except DataError as error:
-            assert "a.parquet, row group 0" in str(error)
-            outcomes.add("message")
-        else:
-            assert found["many"].to_pylist() == whole["many"][1500:1530].to_pylist()
-            outcomes.add("rows")
-    assert outcomes == {"message", "rows"}
 
 
 @settings(max_examples=100, deadline=None)

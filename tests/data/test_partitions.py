@@ -3,14 +3,12 @@
 import parquet
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from raytrec.common.errors import DataError
-from raytrec.config.schema import Schema
 from raytrec.data.fragments import list_files, scan
 from raytrec.data.read_plan import ReadPlan
 
-SCHEMA = Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test")
+SCHEMA = parquet.schema()
 HOURS = [f"date=2026-11-0{day}/hour={hour}" for day in (1, 2, 3) for hour in (2, 9, 10)]
 
 
@@ -31,9 +29,8 @@ def between(root, first, last):
 
 def test_order_is_that_of_time(clicks):
     assert between(clicks, None, None) == HOURS, "hour 9 comes before hour 10"
-    assert [
-        group.path.split("hour=")[1][0] for group in scan(str(clicks), ReadPlan(SCHEMA)).groups[:3]
-    ] == list("291")
+    groups = scan(str(clicks), ReadPlan(SCHEMA)).groups
+    assert [group.path.split("hour=")[1][0] for group in groups[:3]] == list("291")
 
 
 @pytest.mark.parametrize(

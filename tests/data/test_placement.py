@@ -6,10 +6,8 @@ from collections import Counter
 import parquet
 import pytest
 import warm
-import yaml
 from pydantic import TypeAdapter
 
-from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform
 
 TRANSFORM = {"do": "where_am_i:note", "options": {"log": None}}
@@ -59,7 +57,7 @@ def test_reading_keeps_off_the_gpu_nodes(mixed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder, log = parquet.write(tmp_path / "d", 3000, 0, row_group=50), tmp_path / "log"
     transforms = TypeAdapter(list[Transform]).validate_python([{**TRANSFORM, "options": {"log": str(log)}}])
-    schema = Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test")
+    schema = parquet.schema()
     data = scan(str(folder), ReadPlan(schema, transforms=tuple(transforms)))
 
     @ray.remote(num_gpus=1, num_cpus=1)

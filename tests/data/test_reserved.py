@@ -1,5 +1,7 @@
 """Columns that go along with rows untouched, and the keys of those that rows are grouped by."""
 
+import pickle
+import random
 from datetime import date, datetime
 from decimal import Decimal
 
@@ -8,19 +10,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from any_parquet import LEAVES, random_array
+from reading import DirectStream
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Cast
 from raytrec.data.arrow import plain, plain_array
-from raytrec.data.collate import Collator, Rows
+from raytrec.data.collate import Rows
 from raytrec.data.decode import Faults
 from raytrec.data.fragments import scan
-from raytrec.data.hashing import NULL_KEY, keys_of
+from raytrec.data.hashing import NULL_KEY, group_keys
 from raytrec.data.order import Order
 from raytrec.data.read_plan import ReadPlan, Reserved
 from raytrec.data.rows import read_item
-from raytrec.data.stream import Supply
 
 SCHEMA = Schema.parse(
     {"labels": ["y"], "sparse": {"u": {"table": "u"}}, "tables": {"u": {"rows": 50, "dim": 4}}}, "test"
@@ -38,13 +40,13 @@ def write(path, rows=None, **columns):
 def batches(data, order, world=1, faults=None):
     """The batches of every rank, without Ray."""
     for rank in range(world):
-        items = order.items(data, 0, rank, world)
-        supply = Supply(items, (read_item(item, data.form, faults) for item in items))
-        collate = Collator(data.form)
-        for step in range(order.steps(data.rows)):
-            shares = order.shares(data.rows, step, rank, world)
-            pieces = [piece for lane, count in shares for piece in supply.take(lane, count)]
-            yield collate(pieces, order.padded_rows(data.rows, step, world), 0, step)
+        yield from DirectStream(data, order, rank=rank, world=world, faults=faults).batches()
+
+
+def reserving(folder, *columns, keys=(), **how):
+    """The dataset of a folder, with reserved columns."""
+    plan = ReadPlan(SCHEMA, reserved=Reserved(columns=columns, keys=keys), **how)
+    return scan(str(folder), plan)
 
 
 def reserved(data, order=None, **how):
@@ -66,14 +68,15 @@ def test_they_stay_with_their_rows(tmp_path, shuffle, world):
         mine = slice(25 * part, 25 * part + 20 + 5 * (1 - part))
         columns = {"y": np.zeros(len(names[mine])), "u": np.arange(50)[mine], "name": names[mine]}
         pq.write_table(pa.table(columns), tmp_path / f"{part}.parquet", row_group_size=10)
-    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("name", "u"), keys=("name",))))
+    data = reserving(tmp_path, "name", "u", keys=("name",))
     found = reserved(data, Order(9, 3, shuffle, seed=5), world=world)
     assert found == {u: {"name": names[u], "u": u} for u in range(45)}
     for batch in batches(data, Order(9, 3, shuffle, seed=5), world):
         present = batch.weights == 1
         assert batch.keys.shape == (len(batch.weights), 1) and not batch.keys[~present].any()
-        expected = keys_of(batch.reserved["name"].combine_chunks())
+        expected = group_keys(batch.reserved["name"].combine_chunks())
         assert batch.keys[present, 0].tolist() == expected.tolist()
+        assert len(pickle.dumps(batch.reserved)) < 2000, "no more memory than the batch's own rows"
 
 
 def test_rows_that_are_skipped_are_not_reserved(tmp_path):
@@ -81,7 +84,7 @@ def test_rows_that_are_skipped_are_not_reserved(tmp_path):
     users[[3, 17]] = 99  # no such id
     write(tmp_path / "a.parquet", u=users, name=[f"n{i}" for i in range(30)])
     write(tmp_path / "b.parquet", u=np.arange(30, 40), name=pa.nulls(10))
-    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("name",), keys=("name",))))
+    data = reserving(tmp_path, "name", keys=("name",))
     found = reserved(data, faults=Faults(skip=True))
     kept = [u for u in range(30) if u not in (3, 17)]
     assert found == {u: {"name": f"n{u}"} for u in kept} | {u: {"name": None} for u in range(30, 40)}
@@ -89,14 +92,12 @@ def test_rows_that_are_skipped_are_not_reserved(tmp_path):
 
 @pytest.mark.parametrize("kind", [k for k in LEAVES if not pa.types.is_null(k)], ids=str)
 def test_every_type_is_kept(tmp_path, kind):
-    import random
-
     array = random_array(kind, random.Random(1), 30)
     try:
         write(tmp_path / "a.parquet", x=array)
     except pa.ArrowNotImplementedError:
         pytest.skip("Parquet has no such type")
-    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("x",), keys=("x",))))
+    data = reserving(tmp_path, "x", keys=("x",))
     read = pq.read_table(tmp_path / "a.parquet")["x"].combine_chunks()
     assert data.form.types["x"] == plain(read.type)
     found = reserved(data, Order(30, 1, "none"))
@@ -123,11 +124,11 @@ def test_every_type_is_kept(tmp_path, kind):
 def test_files_of_types_that_differ_a_little(tmp_path, first, second, whole):
     write(tmp_path / "a.parquet", x=first)
     write(tmp_path / "b.parquet", x=second, u=[2, 3])
-    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("x",), keys=("x",))))
+    data = reserving(tmp_path, "x", keys=("x",))
     assert data.form.types == {"x": whole}
     values = first.to_pylist() + second.to_pylist()
     assert reserved(data, Order(3, 2, "window")) == {u: {"x": value} for u, value in enumerate(values)}
-    keys = {value: keys_of(pa.array([value], whole))[0] for value in values if value is not None}
+    keys = {value: group_keys(pa.array([value], whole))[0] for value in values if value is not None}
     for batch in batches(data, Order(4, 1, "none")):
         assert batch.keys[:, 0].tolist() == [keys.get(value, NULL_KEY) for value in values]
 
@@ -136,7 +137,7 @@ def test_files_of_other_types(tmp_path):
     write(tmp_path / "a.parquet", x=[1, 2])
     write(tmp_path / "b.parquet", x=["a", "b"])
     with pytest.raises(DataError, match="reserved column 'x' is string here, and int64 in the files before"):
-        scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("x",))))
+        reserving(tmp_path, "x")
     data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("x",))), skip=True)
     assert len(data.left_out) == 1 and data.rows == 2 and "b.parquet" in data.left_out[0].where
     assert scan(str(tmp_path), ReadPlan(SCHEMA), declared=("x",)).rows == 4, "not read, so it need not agree"
@@ -146,10 +147,7 @@ def test_folders_are_columns(tmp_path):
     for number, day in enumerate(("2026-11-01", "2026-11-02", "__HIVE_DEFAULT_PARTITION__")):
         folder = tmp_path / f"date={day}" / f"hour=0{number}" / "city=S%C3%A3o%20Paulo"
         write(folder / "a.parquet", 2, u=[2 * number, 2 * number + 1])
-    data = scan(
-        str(tmp_path),
-        ReadPlan(SCHEMA, reserved=Reserved(columns=("hour", "date", "city"), keys=("date", "hour"))),
-    )
+    data = reserving(tmp_path, "hour", "date", "city", keys=("date", "hour"))
     assert data.form.types == {"date": pa.string(), "hour": pa.int64(), "city": pa.string()}
     found = reserved(data, Order(4, 2, "window"))
     days = ["2026-11-01", "2026-11-02", None]
@@ -157,30 +155,27 @@ def test_folders_are_columns(tmp_path):
     assert found == {u: expected[u // 2] for u in range(6)}
     keys = np.concatenate([batch.keys.numpy() for batch in batches(data, Order(6, 1, "none"))])
     assert keys[:, 1].tolist() == [0, 0, 1, 1, 2, 2]
-    assert keys[:, 0].tolist() == [*keys_of(pa.array(days)).repeat(2)]
+    assert keys[:, 0].tolist() == [*group_keys(pa.array(days)).repeat(2)]
     write(tmp_path / "b.parquet", 2)
     with pytest.raises(DataError, match=r"column '\w+' is missing"):
-        scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("date",))))
+        reserving(tmp_path, "date")
 
 
 def test_a_column_that_only_some_files_hold_is_that_of_the_folders(tmp_path):
     write(tmp_path / "day=1" / "a.parquet", 1)
     write(tmp_path / "day=2" / "a.parquet", u=[1], day=[7])
-    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("day",))))
+    data = reserving(tmp_path, "day")
     assert reserved(data) == {0: {"day": 1}, 1: {"day": 2}}
     write(tmp_path / "b.parquet", u=[1], day=[7])
     with pytest.raises(DataError, match="other files are in folders day="):
-        scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("day",))))
+        reserving(tmp_path, "day")
 
 
 def test_fields_of_structs_and_what_transforms_make(tmp_path):
     who = pa.array([{"id": 4, "zip": "x"}, None, {"id": 6, "zip": None}])
     write(tmp_path / "a.parquet", who=who)
     cast = Cast(do="cast", columns=["who.id"], to="string", into=["id"])
-    data = scan(
-        str(tmp_path),
-        ReadPlan(SCHEMA, transforms=(cast,), reserved=Reserved(columns=("who.zip", "id"), keys=("id",))),
-    )
+    data = reserving(tmp_path, "who.zip", "id", keys=("id",), transforms=(cast,))
     found = reserved(data)
     assert [list(found[u].values()) for u in range(3)] == [["x", "4"], [None, None], [None, "6"]]
 
@@ -214,23 +209,22 @@ def test_what_no_rows_are_grouped_by(tmp_path, column, message):
 @pytest.mark.parametrize("column", [[1, 2], ["a", "b"], [True, None], [date(2026, 1, 1), None], [b"x", b""]])
 def test_what_rows_are_grouped_by(tmp_path, column):
     write(tmp_path / "a.parquet", x=column)
-    assert scan(
-        str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(keys=("x",), groups=("x",)))
-    ).form.plan.reserved.keys == ("x",)
+    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(keys=("x",), groups=("x",))))
+    assert data.form.plan.reserved.keys == ("x",)
 
 
 def test_integers_are_their_own_keys_and_all_else_is_mixed():
-    assert keys_of(pa.array([5, -1, None, 2**63 - 1])).tolist() == [5, -1, NULL_KEY, 2**63 - 1]
-    assert keys_of(pa.array([2**64 - 1], pa.uint64())).tolist() == [-1]
-    assert keys_of(pa.array([True, False, None])).tolist() == [1, 0, NULL_KEY]
-    assert keys_of(pa.array([date(1970, 1, 3)])).tolist() == [2]
-    floats = keys_of(pa.array([0.0, -0.0, 1.0, float("nan"), -float("nan")]))
+    assert group_keys(pa.array([5, -1, None, 2**63 - 1])).tolist() == [5, -1, NULL_KEY, 2**63 - 1]
+    assert group_keys(pa.array([2**64 - 1], pa.uint64())).tolist() == [-1]
+    assert group_keys(pa.array([True, False, None])).tolist() == [1, 0, NULL_KEY]
+    assert group_keys(pa.array([date(1970, 1, 3)])).tolist() == [2]
+    floats = group_keys(pa.array([0.0, -0.0, 1.0, float("nan"), -float("nan")]))
     assert floats[0] == floats[1] != floats[2] and floats[3] == floats[4]
     words = [str(i) for i in range(20_000)]
-    keys = keys_of(pa.array(words))
+    keys = group_keys(pa.array(words))
     assert len(set(keys.tolist())) == len(words)
-    assert keys_of(pa.array(words, pa.large_string()).dictionary_encode()).tolist() == keys.tolist()
-    assert keys_of(pa.array([w.encode() for w in words])).tolist() == keys.tolist()
+    assert group_keys(pa.array(words, pa.large_string()).dictionary_encode()).tolist() == keys.tolist()
+    assert group_keys(pa.array([w.encode() for w in words])).tolist() == keys.tolist()
     assert abs(np.sign(keys).mean()) < 0.03
 
 

@@ -9,17 +9,18 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reading import batch_of
+from reading import read as read_file
 from test_reserved import batches
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import FillNull
-from raytrec.data.collate import Collator, Rows
 from raytrec.data.decode import Faults
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
 from raytrec.data.read_plan import ReadPlan, TaskRows
-from raytrec.data.rows import check_accused, read_item
+from raytrec.data.rows import check_accused
 from raytrec.worker.nonfinite import dump
 
 SCHEMA = Schema.parse(
@@ -39,10 +40,8 @@ def write(path, group=1000, **columns):
 
 def read(path, tasks, faults=None, transforms=()):
     """All rows of a file as one batch, with three of padding."""
-    data = scan(path, ReadPlan(SCHEMA, tasks=tuple(tasks), label_ranges=RANGES, transforms=transforms))
-    items = Order(data.rows, 1, "none").items(data, 0, 0, 1)
-    pieces = [Rows.of(b) for item in items for b in read_item(item, data.form, faults).to_batches()]
-    return Collator(data.form)(pieces, data.rows + 3, data.rows)
+    plan = ReadPlan(SCHEMA, tasks=tuple(tasks), label_ranges=RANGES, transforms=transforms)
+    return batch_of(*read_file(path, plan, faults), padding=3)
 
 
 def counts(task, row):
@@ -167,8 +166,7 @@ def test_values_that_are_none(tmp_path, columns, task, expected_text, in_footer)
 def test_a_label_of_classes_is_a_whole_number(tmp_path):
     path = write(tmp_path / "a.parquet", buy=[1.0, 2.0, 2.5])
     with pytest.raises(DataError, match=r"label 'buy' is 2.5") as error:
-        scanned = scan(path, ReadPlan(SCHEMA, label_ranges=RANGES, whole_labels=("buy",)))
-        list(batches(scanned, Order(3, 1, "none")))
+        read_file(path, ReadPlan(SCHEMA, label_ranges=RANGES, whole_labels=("buy",)))
     assert "a whole number in [1, 5]" in error.value.expected
 
 

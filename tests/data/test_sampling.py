@@ -2,36 +2,27 @@
 
 from collections import Counter
 
-import numpy as np
 import parquet
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
-from pydantic import TypeAdapter
+from reading import DirectStream
+from reading import parse_transforms as parse
 
 from raytrec.common.errors import ConfigError, DataError
-from raytrec.config.schema import Schema
 from raytrec.config.transform_columns import columns_before, needed_transforms, with_rows
-from raytrec.config.transforms import Transform
 from raytrec.data import transform
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order, Part
 from raytrec.data.read_plan import ReadPlan
-from raytrec.data.rows import read_item
 from raytrec.data.stream import Stream
 from raytrec.data.transform import Draw, apply_transforms
 from raytrec.prediction.columns import CarriedColumns
 from raytrec.prediction.spans import SpanOrder, cut_spans, deal
 
-parse = TypeAdapter(list[Transform]).validate_python
-VALUES = yaml.safe_load(parquet.SCHEMA_YAML)
-VALUES["sparse"] |= {
-    "row": {"table": "row"},
-    "negatives": {"table": "tag", "pooling": "sequence"},
-}
-VALUES["tables"] |= {"row": {"rows": 10_000, "dim": 8}, "tag": {"rows": 200, "dim": 8}}
-SCHEMA = Schema.parse(VALUES, "test")
+SPARSE = {"row": {"table": "row"}, "negatives": {"table": "tag", "pooling": "sequence"}}
+TABLES = {"row": {"rows": 10_000, "dim": 8}, "tag": {"rows": 200, "dim": 8}}
+SCHEMA = parquet.schema(SPARSE, TABLES)
 
 
 def spec(**changes):
@@ -57,19 +48,6 @@ def test_ids_that_rows_do_not_have_each_as_often_as_any_other():
         assert all(abs(count - mean) < 5 * mean**0.5 for count in counts.values())
     both = Counter((own[0], own[1]) for own in found[1::4])
     assert len(both) == 64 and max(both.values()) < 3000 / 64 + 6 * (3000 / 64) ** 0.5
-
-
-def test_the_nth_id_that_is_not_excluded():
-    rng = np.random.default_rng(0)
-    bits, owners = rng.integers(0, 2**63, (40, 6)).astype(np.uint64), np.sort(rng.integers(0, 40, 300))
-    ids = rng.integers(0, 5, 300)
-    got, some = transform._others(bits, 5, owners, ids)
-    for row in range(40):
-        free = sorted(set(range(5)) - set(ids[owners == row].tolist()))
-        assert some[row] == bool(free)
-        if free:
-            assert got[row].tolist() == [free[int(b) % len(free)] for b in bits[row]]
-    assert 10 < some.sum() < 40
 
 
 def test_rows_epochs_seeds_and_columns_draw_differently(monkeypatch):
@@ -126,9 +104,9 @@ def test_as_many_ids_as_the_table_that_looks_them_up():
     assert with_rows((spec(rows=7),), SCHEMA) == (spec(rows=7),)
     with pytest.raises(ConfigError, match="no feature of the schema reads that column"):
         with_rows((spec(rows=None, column="other"),), SCHEMA)
-    tables = VALUES["tables"] | {"tag": {"rows": 200, "dim": 8, "ids": "managed"}}
+    managed = parquet.schema(SPARSE, TABLES | {"tag": {"rows": 200, "dim": 8, "ids": "managed"}})
     with pytest.raises(ConfigError, match="whose ids are managed") as error:
-        with_rows((spec(rows=None),), Schema.parse(VALUES | {"tables": tables}, "test"))
+        with_rows((spec(rows=None),), managed)
     assert "vocabulary: FILE" in str(error.value)
 
 
@@ -138,12 +116,7 @@ def test_columns_that_are_read():
     assert needed_transforms(made, ["others"]) == (made[1],)
 
 
-class Direct(Stream):
-    def _tables(self, items):
-        return (read_item(item, self.dataset.form) for item in items)
-
-
-def negatives(data, order, world=1, epoch=0, start_step=0, kind=Direct, **readers):
+def negatives(data, order, world=1, epoch=0, start_step=0, kind=DirectStream, **readers):
     """Row → what it draws, over all ranks' batches."""
     found = {}
     for rank in range(world):

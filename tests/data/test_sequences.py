@@ -13,7 +13,7 @@ from raytrec.config.models import PythonSection
 from raytrec.config.models.ranking import DlrmSection
 from raytrec.config.models.sequences import SequenceSection
 from raytrec.config.schema import Schema
-from raytrec.data.collate import Collator, Rows, recent_first
+from raytrec.data.collate import Collator, Rows
 from raytrec.data.form import Form
 from raytrec.data.read_plan import ReadPlan
 from raytrec.embeddings.bags import tables_in
@@ -87,13 +87,6 @@ def test_a_batch_holds_the_most_recent_ids_first(weights):
                 assert scores[a:b] == of_history[::-1][:LENGTH]
             elif weights:
                 assert scores[a:b] == [1.0] * len(wanted)
-
-
-def test_where_the_most_recent_ids_are():
-    places, kept = recent_first(np.array([3, 0, 1, 5]), 3)
-    assert places.tolist() == [2, 1, 0, 3, 8, 7, 6] and kept.tolist() == [3, 0, 1, 3]
-    places, kept = recent_first(np.zeros(0, np.int32), 3)
-    assert not len(places) and not len(kept)
 
 
 def test_what_the_model_is_given():

@@ -7,16 +7,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from reading import batch_of
+from reading import read as read_file
 
 from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.data.collate import Collator, Rows
 from raytrec.data.columns import as_float64
-from raytrec.data.fragments import scan
-from raytrec.data.order import Item, Part
 from raytrec.data.read_plan import ReadPlan
-from raytrec.data.rows import read_item
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models.inputs import Sequences
 
@@ -35,7 +34,7 @@ TIMES = [[10, 20, 30, 40], [], [50], [60, 70]]
 PRICE = [[0.5, 1.5, 2.5, 3.5], None, [4.5], [5.5, 6.5]]
 
 
-def read(folder, times=TIMES, price=PRICE, kind=pa.int64(), schema=SCHEMA, history=HISTORY):
+def read(folder, times=TIMES, price=PRICE, kind=pa.int64(), history=HISTORY):
     """The rows of a file, in canonical form, and the form."""
     columns = {
         "y": pa.array([0.0, 1, 0, 1]),
@@ -45,19 +44,12 @@ def read(folder, times=TIMES, price=PRICE, kind=pa.int64(), schema=SCHEMA, histo
         "price": pa.array(price, pa.list_(pa.float64())),
     }
     pq.write_table(pa.table(columns), folder / "a.parquet")
-    dataset = scan(str(folder / "a.parquet"), ReadPlan(schema))
-    item = Item(0, 0, (Part(str(folder / "a.parquet"), 0, 0, 4),), None)
-    return read_item(item, dataset.form), dataset.form
-
-
-def collated(table, form, features):
-    pieces = [Rows.of(batch) for batch in table.to_batches()]
-    return Collator(form, features)(pieces, 5, 4)
+    return read_file(folder / "a.parquet", ReadPlan(SCHEMA))
 
 
 def test_sides_go_where_their_ids_go(tmp_path):
     features = Features(SCHEMA, {"history": 3})
-    batch = collated(*read(tmp_path), features)
+    batch = batch_of(*read(tmp_path), features, padding=1)
     assert batch.sparse["history"].values().tolist() == [4, 3, 2, 5, 7, 6]
     side_features = batch.side_features["history"]
     assert side_features.dtype == torch.float64
@@ -66,19 +58,14 @@ def test_sides_go_where_their_ids_go(tmp_path):
     found = embeddings(batch.sparse)
     given = Sequences(features)(found, batch.sparse, side_features=batch.side_features)["history"]
     assert given.side_features.shape == (5, 3, 2) and not given.side_features[~given.present].any()
-    assert given.side_features[:, :, 0].tolist() == [
-        [40, 30, 20],
-        [0, 0, 0],
-        [50, 0, 0],
-        [70, 60, 0],
-        [0, 0, 0],
-    ]
+    times = [[40, 30, 20], [0, 0, 0], [50, 0, 0], [70, 60, 0], [0, 0, 0]]
+    assert given.side_features[:, :, 0].tolist() == times
     moved = batch.to(torch.device("cpu"))
     assert torch.equal(moved.side_features["history"], side_features)
 
 
 def test_models_that_read_means_get_no_side_features(tmp_path):
-    assert collated(*read(tmp_path), Features(SCHEMA, {})).side_features is None
+    assert batch_of(*read(tmp_path), Features(SCHEMA, {})).side_features is None
 
 
 def test_rows_and_slices_of_them(tmp_path):
@@ -92,19 +79,10 @@ def test_rows_and_slices_of_them(tmp_path):
 
 def test_a_side_alone_makes_a_list_of_a_feature(tmp_path):
     """An id a row, with a list of one time next to it."""
-    schema = Schema.parse(VALUES | {"sparse": VALUES["sparse"]}, "test")
-    times = [[10], [20], [30], [40]]
-    price = [[1.0], [2.0], [3.0], [4.0]]
-    history = [[1], [2], [3], [4]]
-    table, form = read(tmp_path, times, price, schema=schema, history=history)
-    assert collated(table, form, Features(schema, {"history": 3})).side_features["history"][
-        :, 0
-    ].tolist() == [
-        10,
-        20,
-        30,
-        40,
-    ]
+    numbers = [[10], [20], [30], [40]]
+    table, form = read(tmp_path, numbers, numbers, history=[[1], [2], [3], [4]])
+    sides = batch_of(table, form, Features(SCHEMA, {"history": 3})).side_features["history"]
+    assert sides[:, 0].tolist() == [10, 20, 30, 40]
 
 
 @pytest.mark.parametrize(
@@ -127,21 +105,17 @@ def test_times_are_seconds(kind, value):
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("column", "values", "message"),
     [
-        ([[1, 2, 3, 4], [], [5, 6], [6, 7]], "'times' has 2 values for 1 ids of 'history'"),
-        ([[1, 2, None, 4], [], [5], [6, 7]], "column 'times' has a null inside a list"),
+        ("times", [[1, 2, 3, 4], [], [5, 6], [6, 7]], "'times' has 2 values for 1 ids of 'history'"),
+        ("times", [[1, 2, None, 4], [], [5], [6, 7]], "column 'times' has a null inside a list"),
+        ("price", [[1.0, float("nan"), 1, 1], [], [1], [1, 1]], "column 'price' has NaN"),
     ],
 )
-def test_what_is_refused(values, message, tmp_path):
+def test_what_is_refused(column, values, message, tmp_path):
     with pytest.raises(DataError) as error:
-        read(tmp_path, times=values)
+        read(tmp_path, **{column: values})
     assert message in str(error.value) and "row " in str(error.value)
-
-
-def test_numbers_that_are_not_finite(tmp_path):
-    with pytest.raises(DataError, match="column 'price' has NaN"):
-        read(tmp_path, price=[[1.0, float("nan"), 1, 1], [], [1], [1, 1]])
 
 
 def test_types_that_are_refused(tmp_path):

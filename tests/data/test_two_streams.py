@@ -5,9 +5,6 @@ not ended, and what they have asked Ray for stays theirs.
 """
 
 import parquet
-import yaml
-
-from raytrec.config.schema import Schema
 
 ROWS = 240_000
 SECONDS = 120
@@ -21,7 +18,7 @@ def test_an_evaluation_reads_while_training_waits(ray_with_gpus, tmp_path):
     from raytrec.data.read_plan import ReadPlan
 
     folder = parquet.write(tmp_path / "d", ROWS, 0, row_group=2000)
-    data = scan(str(folder), ReadPlan(Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test")))
+    data = scan(str(folder), ReadPlan(parquet.schema()))
 
     has = ray.cluster_resources()
 

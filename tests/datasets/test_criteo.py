@@ -93,19 +93,17 @@ def test_1tb_with_frequencies(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "broken,message",
-    [("1\t2\t3", "3 fields"), (None, "I5 is 'x'"), ("hex", "C3 is 'zz'"), ("label", "label is '7'")],
+    "field,value,message",
+    [(5, "x", "I5 is 'x'"), (16, "zz", "C3 is 'zz'"), (0, "7", "label is '7'"), (None, None, "3 fields")],
 )
-def test_malformed_line_is_named(tmp_path, broken, message):
+def test_malformed_line_is_named(tmp_path, field, value, message):
     text = make_lines(300, 2)
     fields = text[210].split("\t")
-    if broken is None:
-        fields[5] = "x"
-    elif broken == "hex":
-        fields[16] = "zz"
-    elif broken == "label":
-        fields[0] = "7"
-    text[210] = broken if broken == "1\t2\t3" else "\t".join(fields)
+    if field is None:
+        fields = fields[:3]
+    else:
+        fields[field] = value
+    text[210] = "\t".join(fields)
     (tmp_path / "train.txt").write_text("\n".join(text) + "\n")
     result = run("--source", tmp_path, "--out", tmp_path / "out")
     assert isinstance(result.exception, DataError)

@@ -91,10 +91,12 @@ def write_order(folder, found):
     return (folder / "x.tsv",)
 
 
+def as_text(path, found, end=""):
+    path.write_text("".join(f"{u} {' '.join(map(str, i))}{end}\n" for u, i in by_user(found).items()))
+
+
 def write_words(folder, found):
-    (folder / "x.txt").write_text(
-        "".join(f"{u} {' '.join(map(str, i))}\n" for u, i in by_user(found).items())
-    )
+    as_text(folder / "x.txt", found)
     return (folder / "x.txt",)
 
 
@@ -128,9 +130,6 @@ def test_leave_one_out(source, tmp_path):
         for row in rows[split]:
             assert row["history"] == lists[row["user"]][:place][-LONGEST:]
             groups[row["user"]].append((row["item"], row["label"]))
-        assert (
-            [user for user, _ in zip(*[iter(r["user"] for r in rows[split])] * 6, strict=True)] if 0 else True
-        )
         for user, group in groups.items():
             assert group[0] == (lists[user][place], 1) and [label for _, label in group[1:]] == [0] * 5
             drawn = [item for item, _ in group[1:]]
@@ -226,24 +225,17 @@ def test_the_same_seed_gives_the_same_rows(tmp_path):
 
 def test_light_gcn_divides_its_rows_itself(tmp_path):
     lists = by_user(events())
-    (tmp_path / "train.txt").write_text(
-        "".join(f"{u} {' '.join(map(str, i[:-2]))}\n" for u, i in lists.items())
-    )
-    (tmp_path / "test.txt").write_text(
-        "".join(f"{u} {' '.join(map(str, i[-2:]))} \n" for u, i in lists.items()) + "77\n"
-    )
+    as_text(tmp_path / "train.txt", [(u, i) for u, items in lists.items() for i in items[:-2]])
+    as_text(tmp_path / "test.txt", [(u, i) for u, items in lists.items() for i in items[-2:]], end=" ")
+    with (tmp_path / "test.txt").open("a") as file:
+        file.write("77\n")
     rows = prepared(tmp_path, tmp_path / "out", "--negatives", 4)
     met = {name: sorted((r["user"], r["item"]) for r in rows[name] if r["label"]) for name in SPLITS}
     assert met["test"] == sorted((u, item) for u, items in lists.items() for item in items[-2:])
     held = [user for user, items in lists.items() if len(items) > 3]
     assert [user for user, _ in met["valid"]] == sorted(held)
-    assert sorted(met["train"] + met["valid"]) == sorted(
-        (u, i) for u, items in lists.items() for i in items[:-2]
-    )
-
-
-def as_text(path, found):
-    path.write_text("".join(f"{u} {' '.join(map(str, i))}\n" for u, i in by_user(found).items()))
+    learned = sorted((u, i) for u, items in lists.items() for i in items[:-2])
+    assert sorted(met["train"] + met["valid"]) == learned
 
 
 def as_table(path, found, line="user,item,time"):
@@ -345,14 +337,13 @@ def test_given_candidates(kind, tmp_path):
     wrong = {user: [900, *[i for i in range(ITEMS) if i not in items][:3]] for user, items in lists.items()}
     wrong[555] = [1, 2]  # a user that the source does not have
     if kind == "txt":
-        path.write_text("".join(f"{u} {' '.join(map(str, items))}\n" for u, items in wrong.items()))
+        as_text(path, [(u, i) for u, items in wrong.items() for i in items])
     else:
         pq.write_table(pa.table({"user": list(wrong), "item": list(wrong.values())}), path)
     rows = prepared(given[0], tmp_path / "out", "--candidates", path, "--negatives", 7)
     for user in lists:
-        assert sorted(r["item"] for r in rows["test"] if r["user"] == user and not r["label"]) == sorted(
-            wrong[user]
-        )
+        ranked = sorted(r["item"] for r in rows["test"] if r["user"] == user and not r["label"])
+        assert ranked == sorted(wrong[user])
     assert Counter(row["user"] for row in rows["valid"]) == dict.fromkeys(lists, 8)
 
 

@@ -3,13 +3,15 @@
 import hashlib
 import os
 import random
+import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from raytrec_datasets import app
-from raytrec_datasets.movielens import download
+from raytrec_datasets.movielens import download, recipe
 from typer.testing import CliRunner
 
 from raytrec.common.errors import ConfigError, DataError
@@ -26,10 +28,11 @@ MOVIES = [
 MOVIES += [(i, f"Film {i} ({1900 + i})", ["Comedy"]) for i in range(20, 40)]
 
 
-def make_ratings(half_stars=False):
+def make_ratings(half_stars=False, users=12):
+    """(user, item, rating, timestamp), some at the same time."""
     rng = random.Random(3)
     seen = []
-    for user in range(1, 13):
+    for user in range(1, users + 1):
         for item in rng.sample([m[0] for m in MOVIES], 15):
             rating = rng.randint(1, 10) / 2 if half_stars else rng.randint(1, 5)
             seen.append((user, item, rating, 880_000_000 + rng.randint(0, 40) * 3600))
@@ -68,6 +71,7 @@ def write_csv(folder, ratings):
     (folder / "movies.csv").write_text("movieId,title,genres\n" + lines)
 
 
+SPLITS = ("train", "valid", "test")
 LAYOUTS = {"100k": write_100k, "1m": write_1m, "32m": write_csv}
 
 
@@ -77,13 +81,17 @@ def run(*arguments):
 
 def prepared(folder, layout, split, history=4):
     ratings = make_ratings(half_stars=layout == "32m")
-    source = folder / "source"
-    source.mkdir()
-    LAYOUTS[layout](source, ratings)
-    result = run("--source", source, "--out", folder / "out", "--split", split, "--history", history)
-    assert result.exit_code == 0, result.exception
-    rows = {s: pq.read_table(folder / "out" / s).to_pylist() for s in ("train", "valid", "test")}
+    rows = rows_of(folder, ratings, layout, "--split", split, "--history", history)
     return ratings, rows, Schema.load(folder / "out/schema.yaml")
+
+
+def rows_of(folder, ratings, layout="32m", *arguments):
+    """The rows of each split, prepared in out/ from the ratings in source/."""
+    (folder / "source").mkdir(parents=True)
+    LAYOUTS[layout](folder / "source", ratings)
+    result = run("--source", folder / "source", "--out", folder / "out", *arguments)
+    assert result.exit_code == 0, result.exception
+    return {s: pq.read_table(folder / "out" / s).to_pylist() for s in SPLITS}
 
 
 def key_of(row, items):
@@ -131,14 +139,54 @@ def test_rows_histories_and_splits(tmp_path, layout, split):
 
 def test_ids_fit_their_tables(tmp_path):
     _, rows, schema = prepared(tmp_path, "100k", "random")
+    everything = [row for found in rows.values() for row in found]
     for feature, spec in schema.sparse.items():
-        ids = [
-            i
-            for found in rows.values()
-            for r in found
-            for i in ([r[feature]] if isinstance(r[feature], int) else r[feature])
-        ]
-        assert min(ids) >= 0 and max(ids) < schema.tables[spec.table].rows, feature
+        ids = np.hstack([row[feature] for row in everything])
+        assert ids.min() >= 0 and ids.max() < schema.tables[spec.table].rows, feature
+
+
+@pytest.mark.parametrize("split", ["random", "per-user", "time"])
+def test_no_label_of_valid_or_test_is_an_input(tmp_path, split, monkeypatch):
+    """Turning every held-out rating into its opposite must change no input of any row."""
+    monkeypatch.setattr(recipe, "CHUNK_ROWS", 37)
+    ratings, before, _ = prepared(tmp_path / "a", "32m", split, history=20)
+    items = sorted(m[0] for m in MOVIES)
+    held_out = {key_of(row, items) for s in SPLITS[1:] for row in before[s]}
+    turned = [(u, i, (1 if r >= 4 else 5) if (u, i, r, t) in held_out else r, t) for u, i, r, t in ratings]
+    after = rows_of(tmp_path / "b", turned, "32m", "--split", split)
+    for name in SPLITS:
+        for a, b in zip(before[name], after[name], strict=True):
+            assert (a["label"] == b["label"]) == (name == "train")
+            assert {key for key in a if a[key] != b[key]} <= {"label", "rating"}
+    assert max(len(row["history"]) for row in before["test"]) > 1
+
+
+def test_small_sets_have_small_row_groups(tmp_path):
+    rows = rows_of(tmp_path, make_ratings(users=400))
+    meta = pq.read_metadata(tmp_path / "out/train/part-00000.parquet")
+    assert [meta.row_group(i).num_rows for i in range(2)] == [4096, len(rows["train"]) - 4096]
+
+
+@pytest.mark.parametrize(
+    "line,message",
+    [
+        (",1,5.0,880000000", "a field is empty"),
+        ("2,1,5.0,880000000000", "seconds since 1970"),  # milliseconds would mix the users' histories
+    ],
+)
+def test_ratings_that_would_mix_users_are_refused(tmp_path, line, message):
+    write_csv(tmp_path, make_ratings())
+    with (tmp_path / "ratings.csv").open("a") as file:
+        file.write(line + "\n")
+    result = run("--source", tmp_path, "--out", tmp_path / "out")
+    assert isinstance(result.exception, DataError)
+    assert message in str(result.exception) and "ratings.csv" in str(result.exception)
+
+
+def test_an_empty_genre_is_not_a_genre(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "MOVIES", [*MOVIES, (41, "Nameless", [""])])
+    rows_of(tmp_path, make_ratings())
+    assert "genres: {rows: 4, dim: 16}" in (tmp_path / "out/schema.yaml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -161,8 +209,7 @@ def test_broken_sources(tmp_path, break_it, message):
 def test_films_without_a_date(tmp_path):
     write_100k(tmp_path, make_ratings())
     films = (tmp_path / "u.item").read_text("latin-1").splitlines()
-    parts = [film.split("|") for film in films]
-    lines = ["|".join([*p[:2], "", *p[3:]]) + "\n" for p in parts]
+    lines = ["|".join([*p[:2], "", *p[3:]]) + "\n" for p in (film.split("|") for film in films)]
     (tmp_path / "u.item").write_text("".join(lines), "latin-1")
     result = run("--source", tmp_path, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.exception
@@ -192,6 +239,40 @@ def test_download_verifies_and_extracts(tmp_path, capsys):
     assert (tmp_path / "cache/ml-100k/u.data").exists()
     with pytest.raises(DataError, match="cannot download"):
         download.fetch("1m", tmp_path / "cache", base=base)
+
+
+def test_interrupted_extraction_does_not_look_complete(tmp_path, monkeypatch):
+    (tmp_path / "server").mkdir()
+    with zipfile.ZipFile(tmp_path / "server/ml-25m.zip", "w") as file:
+        for name in ("ratings.csv", "movies.csv"):
+            file.writestr(f"ml-25m/{name}", "")
+    md5 = hashlib.md5((tmp_path / "server/ml-25m.zip").read_bytes()).hexdigest()
+    arguments = ("25m", tmp_path / "cache", (tmp_path / "server").as_uri() + "/", md5)
+
+    def interrupted(self, path):
+        self.extract("ml-25m/ratings.csv", path)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(zipfile.ZipFile, "extractall", interrupted)
+        download.fetch(*arguments)
+    assert not (tmp_path / "cache/ml-25m").exists()
+    assert (download.fetch(*arguments) / "movies.csv").is_file()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["ml-25m"]
+
+
+def test_downloads_do_not_lie_where_the_dataset_goes(tmp_path, monkeypatch):
+    """--out data/movielens is a natural name."""
+
+    def fetch(name, folder):
+        (folder / name).mkdir(parents=True)
+        write_csv(folder / name, make_ratings())
+        return folder / name
+
+    monkeypatch.setattr(recipe, "fetch", fetch)
+    result = run("--download", "25m", "--out", tmp_path / "movielens")
+    assert result.exit_code == 0, result.exception
+    assert (tmp_path / "movielens/train").is_dir()
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="MovieLens-100K is not here (RAYTREC_ML100K)")

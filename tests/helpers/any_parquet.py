@@ -7,15 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
+from reading import parse_transforms, read
 
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
-from raytrec.config.transforms import Transform
 from raytrec.data.arrow import is_list, is_text
-from raytrec.data.fragments import scan
-from raytrec.data.order import Item, Part
-from raytrec.data.rows import read_item
 from raytrec.tasks.columns import read_plan
 from raytrec.tasks.task import resolve_tasks
 
@@ -95,12 +91,8 @@ def random_array(kind, rng, rows):
 
 def read_all(place, schema, transforms=(), tasks=({},)):
     """Reads all rows of a place as a run would."""
-    parsed = tuple(TypeAdapter(list[Transform]).validate_python(list(transforms)))
     resolved = resolve_tasks([TaskSection(**task) for task in tasks], schema)
-    data = scan(str(place), read_plan(resolved, schema, parsed))
-    for group in data.groups:
-        part = Part(group.path, group.index, 0, group.rows)
-        assert read_item(Item(0, 0, (part,), None), data.form).num_rows == group.rows
+    read(place, read_plan(resolved, schema, parse_transforms(transforms)))
 
 
 def accepted(text, *places):

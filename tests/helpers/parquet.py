@@ -5,6 +5,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
+
+from raytrec.config.schema import Schema
 
 SCHEMA_YAML = """\
 labels: [label]
@@ -66,6 +69,13 @@ def dataset(folder, train=2000, valid=501, test=1003):
         write(folder / name, rows, seed)
     (folder / "schema.yaml").write_text(SCHEMA_YAML)
     return folder
+
+
+def schema(sparse=None, tables=None):
+    """Its Schema, with further features and tables (or others in their place)."""
+    values = yaml.safe_load(SCHEMA_YAML)
+    parts = {"sparse": values["sparse"] | (sparse or {}), "tables": values["tables"] | (tables or {})}
+    return Schema.parse(values | parts, "tiny")
 
 
 def settings(folder, run_dir, **changes):

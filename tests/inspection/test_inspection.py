@@ -10,12 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from any_parquet import accepted, odd_dataset, write
+from typer.testing import CliRunner
 
+from raytrec.cli import app
 from raytrec.common.errors import ConfigError, DataError, SchemaError
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import scan
 from raytrec.data.read_plan import ReadPlan
+from raytrec.inspection import column_scan
 from raytrec.inspection.propose import inspect
 
 ROWS = 2000
@@ -59,25 +62,14 @@ def folder(tmp_path_factory):
 def test_kinds(folder):
     found = inspect(str(folder))
     kinds = {f.stats.name: f.kind for f in found.findings}
-    assert kinds == {
-        "click": "label",
-        "price": "dense",
-        "user_id": "sparse",
-        "slot": "sparse",
-        "device_hash": "sparse",
-        "item_id": "sparse",
-        "city": "sparse",
-        "tags": "sparse",
-        "tags_weights": "weights",
-        "vector": "skipped",
-        "premium": "dense",
-        "seen_at": "skipped",
-        "day": "skipped",
-        "version": "skipped",
-        "nothing": "skipped",
-        "amount": "dense",
-        "row": "skipped",
+    expected = {
+        "label": ["click"],
+        "dense": ["price", "premium", "amount"],
+        "sparse": ["user_id", "slot", "device_hash", "item_id", "city", "tags"],
+        "weights": ["tags_weights"],
+        "skipped": ["vector", "seen_at", "day", "version", "nothing", "row"],
     }
+    assert kinds == {name: kind for kind, names in expected.items() for name in names}
     tables = found.schema.tables
     assert (tables["user"].rows, tables["user"].out_of_range) == (330, "hash"), "ids to come have room"
     assert tables["city"].out_of_range == tables["item"].out_of_range == "hash"
@@ -121,13 +113,11 @@ def test_reserved_columns_are_no_features(folder, tmp_path, capsys):
     settings = shlex.split(capsys.readouterr().err.splitlines()[-1])
     assert "data.reserve_columns=[city, row, hour]" in settings
     config = load_config(
-        {"data": {"train": "x"}}, [s for s in settings[3:] if s.startswith(("tasks", "data.c"))]
+        {"data": {"train": "x"}}, [s for s in settings[3:] if s.startswith(("tasks", "data.res"))]
     )
     assert [task.label for task in config.tasks] == ["click", "premium"]
-    assert (
-        scan(str(tmp_path / "train"), ReadPlan(schema), declared=config.data.reserve_columns).form.schema
-        == schema
-    )
+    columns = config.data.reserve_columns
+    assert scan(str(tmp_path / "train"), ReadPlan(schema), declared=columns).form.schema == schema
     with pytest.raises(SchemaError, match="no column 'cty'; did you mean 'city'"):
         inspect(str(folder), reserve_columns=["cty"])
     with pytest.raises(SchemaError, match="'tags' cannot be reserved"):
@@ -323,15 +313,8 @@ def test_files_that_differ_are_named(tmp_path):
     n = 400
     base = {"click": np.arange(n) % 2, "user_id": np.arange(n) % 9}
     ids, texts = np.arange(n) % 20, [str(i) for i in np.arange(n) % 20]
-    a = base | {
-        "x_id": ids,
-        "y": ids * 1.0,
-        "z": ids,
-        "w": ids,
-        "here": ids,
-        "v": pa.nulls(n),
-        "price": ids - 5,
-    }
+    a = base | {"x_id": ids, "y": ids * 1.0, "z": ids, "w": ids, "here": ids}
+    a |= {"v": pa.nulls(n), "price": ids - 5}
     b = base | {"x_id": ids * 1.0, "y": ids * 1.0, "z": texts, "w": pa.array([{"a": 1}] * n), "v": ids}
     b |= {"price": ids * 0.5 - 5}
     write(tmp_path / "a.parquet", a)
@@ -399,3 +382,29 @@ def test_a_file_beside_others(tmp_path):
     assert list(found.scan.also) == ["valid"] and found.schema.tables["user"].rows == 8
     assert "# test was not looked at: it has no column label\n" in found.schema_yaml()
     assert "# val was not looked at: the folder holds no Parquet files\n" in found.schema_yaml()
+
+
+@pytest.mark.parametrize("place", ["", " "])
+def test_a_place_without_a_name_is_refused(place, tmp_path, monkeypatch):
+    write(tmp_path / "a.parquet", {"label": [0, 1] * 50, "user_id": [1, 2] * 50})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="the place has no name"):
+        inspect(place)
+
+
+@pytest.mark.parametrize("rows", [0, -5])
+def test_fewer_rows_than_one_are_refused(rows, tmp_path):
+    write(tmp_path / "a.parquet", {"label": [0, 1] * 50, "user_id": [1, 2] * 50})
+    with pytest.raises(ConfigError, match=f"{rows} rows.*\n.*--rows"):
+        inspect(str(tmp_path), max_rows=rows)
+
+
+@pytest.mark.parametrize(
+    "out,what",
+    [("there.yaml", "the file exists"), ("no/x.yaml", "no such folder"), (".", "this is a folder")],
+)
+def test_a_schema_that_cannot_be_written_is_refused_before_anything_is_read(out, what, tmp_path, monkeypatch):
+    (tmp_path / "there.yaml").write_text("")
+    monkeypatch.setattr(column_scan, "_footers", lambda place: pytest.fail("it reads"))
+    done = CliRunner().invoke(app, ["inspect", str(tmp_path), "--out", str(tmp_path / out)])
+    assert isinstance(done.exception, ConfigError) and what in done.exception.what

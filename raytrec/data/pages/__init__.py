@@ -1,4 +1,4 @@
-"""Rows in the middle of a large row group, without decoding what precedes them. No torch here.
+"""Rows in the middle of a large row group. No torch here.
 
 pyarrow reads row groups from their beginning. But columns are written as pages of some ten thousand rows, and
 each can be decoded by itself, with its column's dictionary if it has one. So the pages that hold the rows are

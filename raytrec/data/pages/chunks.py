@@ -1,4 +1,4 @@
-"""The pages of a column chunk: where they are, and which rows they hold. No torch here."""
+"""The pages of a column chunk, and their rows. No torch here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thrift's compact protocol, in which Parquet's headers are: as much as reading them takes. No torch here."""
+"""Thrift's compact protocol, as far as Parquet's headers use it. No torch here."""
 
 from __future__ import annotations
 

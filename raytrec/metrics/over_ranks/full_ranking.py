@@ -21,7 +21,7 @@ import torch
 from raytrec.common.collectives import Peers
 from raytrec.data.arrow import one_array, unnest
 from raytrec.data.batch import Batch
-from raytrec.data.hashing import keys_of
+from raytrec.data.hashing import group_keys
 from raytrec.metrics.over_ranks.evaluation import place_for
 from raytrec.metrics.over_ranks.groups import RELEVANT
 from raytrec.metrics.selection import RANKED_ITEMS, RANKED_ROWS, RETRIEVAL, UNKNOWN_ITEMS, Selection
@@ -59,7 +59,7 @@ class FullRanking:
 
         def noted() -> Iterator[Batch]:
             for batch in items.batches():
-                keys.append(keys_of(one_array(batch.reserved[self._settings.item])))
+                keys.append(group_keys(one_array(batch.reserved[self._settings.item])))
                 yield batch
 
         rows = items.dataset.rows // self._peers.world + 1
@@ -82,12 +82,12 @@ class FullRanking:
         counted = there & (weights > 0) & (batch.labels[:, self._task.column] > RELEVANT)
         asked = counted[there].numpy()
         reserved = batch.reserved.filter(asked)
-        items = keys_of(one_array(reserved[self._settings.item]))
+        items = group_keys(one_array(reserved[self._settings.item]))
         of, seen = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for column in self._settings.seen:
             offsets, values = unnest(one_array(reserved[column]))
             of.append(np.repeat(np.arange(len(items)), np.diff(offsets)))
-            seen.append(keys_of(values))
+            seen.append(group_keys(values))
         order = np.argsort(np.concatenate(of), kind="stable")
         lengths = np.bincount(np.concatenate(of), minlength=len(items))
         found = (torch.from_numpy(part) for part in (items, lengths, np.concatenate(seen)[order]))

@@ -1,0 +1,34 @@
+"""Files as a run reads them, without Ray."""
+
+import pyarrow as pa
+from pydantic import TypeAdapter
+
+from raytrec.config.transforms import Transform
+from raytrec.data.collate import Collator, Rows
+from raytrec.data.fragments import scan
+from raytrec.data.order import Item, Part
+from raytrec.data.rows import read_item
+from raytrec.data.stream import Stream
+
+parse_transforms = TypeAdapter(tuple[Transform, ...]).validate_python
+
+
+def read(place, plan, faults=None, skip=False):
+    """(all rows of a place in canonical form, the form)."""
+    data = scan(str(place), plan, skip=skip)
+    parts = [Part(group.path, group.index, 0, group.rows) for group in data.groups]
+    tables = [read_item(Item(0, 0, (part,), None), data.form, faults) for part in parts]
+    return pa.concat_tables(tables), data.form
+
+
+def batch_of(table, form, features=None, padding=0):
+    """Rows in canonical form as one Batch, with `padding` more rows."""
+    pieces = [Rows.of(batch) for batch in table.combine_chunks().to_batches()]
+    return Collator(form, features)(pieces, table.num_rows + padding, table.num_rows)
+
+
+class DirectStream(Stream):
+    """A Stream whose read tasks run in this process."""
+
+    def _tables(self, items):
+        return (read_item(item, self.dataset.form, self._faults) for item in items)
