@@ -51,13 +51,9 @@ def on_gpus(*states):
 
 
 def test_the_rank_whose_gpu_is_behind():
-    found = on_gpus(
-        (57, False, (55, "collectives")), (57, False, (55, "forward")), (57, False, (55, "backward"))
-    )
-    assert found.startswith(
-        "rank 1 (pid 101 on 10.0.0.1) has made no progress for 8 s: its GPU has not finished"
-    )
-    assert "not finished step 55 (in the forward pass), at step 57, computing" in found
+    found = on_gpus(*((57, False, (55, phase)) for phase in ("collectives", "forward", "backward")))
+    assert found.startswith("rank 1 (pid 101 on 10.0.0.1) has made no progress for 8 s: its GPU has not")
+    assert "its GPU has not finished step 55 (in the forward pass), at step 57, computing" in found
     assert on_gpus((57, False, (56, "forward")), (57, False, (55, "backward"))).startswith("rank 1 ")
     found = on_gpus((57, True, (55, "backward")), (57, True, (55, "forward")))
     assert found.startswith("rank 1 ") and "wait for one another" not in found

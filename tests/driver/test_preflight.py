@@ -4,20 +4,24 @@ import io
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import parquet
 import pytest
+import yaml
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 from raytrec.driver import preflight as fit
 
-SCHEMA = {
-    "labels": ["label"],
-    "dense": ["price"],
-    "sparse": {"user": {"table": "user"}, "tags": {"table": "tag"}},
-    "tables": {"user": {"rows": 40, "dim": 8}, "tag": {"rows": 12, "dim": 8}},
-}
+SCHEMA = yaml.safe_load(parquet.SCHEMA_YAML)
 TWO = {"name": "two_tower", "towers": {"query": ["user"], "item": ["tags"]}}
+
+
+def check(values=(), schema=(), here=True, settings=()):
+    """check_fit of these values and parts of a schema, on CPUs."""
+    least = {"data": {"train": "d/train"}, "scaling": {"device": "cpu"}}
+    config = load_config(least | dict(values), settings)
+    fit.check_fit(config, Schema.parse(SCHEMA | dict(schema), "test"), here=here)
 
 
 @pytest.mark.parametrize(
@@ -27,17 +31,12 @@ TWO = {"name": "two_tower", "towers": {"query": ["user"], "item": ["tags"]}}
         ({}, {"name": "sequence"}, "the schema has no sequence"),
         ({}, TWO, "in neither tower: price"),
         ({"dense": []}, {"name": "dcn", "bottom_mlp": [4]}, "no dense columns"),
-        (
-            {"tables": {"user": {"rows": 10**12, "dim": 8}, "tag": {"rows": 4, "dim": 8}}},
-            {},
-            "the tables take",
-        ),
+        ({"tables": SCHEMA["tables"] | {"user": {"rows": 10**12, "dim": 8}}}, {}, "the tables take"),
     ],
 )
 def test_before_ray_starts(schema, model, message):
-    config = load_config({"data": {"train": "d/train"}, "model": model, "scaling": {"device": "cpu"}})
     with pytest.raises(ConfigError) as error:
-        fit.check_fit(config, Schema.parse(SCHEMA | schema, "test"), here=True)
+        check({"model": model}, schema)
     assert message in str(error.value)
 
 
@@ -55,9 +54,8 @@ def test_metrics_before_ray_starts(task, settings, message, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("")
     values = {"data": {"train": "d/train", "valid": "d"}, "tasks": [{"label": "label", **task}]}
-    values |= {"train": {"eval_every_steps": 5}, "scaling": {"device": "cpu"}}
     with pytest.raises(ConfigError) as error:
-        fit.check_fit(load_config(values, settings), Schema.parse(SCHEMA, "test"), here=True)
+        check(values | {"train": {"eval_every_steps": 5}}, settings=settings)
     assert message in str(error.value)
 
 
@@ -70,36 +68,31 @@ def test_what_fits_is_let_through(tmp_path, monkeypatch):
         {"name": "mine:Model"},
         TWO | {"towers": {"query": ["user", "price"], "item": ["tags"]}},
     ):
-        config = load_config({"data": {"train": "d/train"}, "model": model, "scaling": {"device": "cpu"}})
-        fit.check_fit(config, Schema.parse(SCHEMA, "test"), here=True)
+        check({"model": model})
 
 
 def test_tables_in_files_must_fit_the_disk(tmp_path, monkeypatch):
-    def check(rows, **plan):
+    def fits(rows, **plan):
         plan = {"tables": {"user": {"compute_kernel": "fused_mmap"}}} | plan
-        config = load_config({"data": {"train": "d/train"}, "plan": plan, "scaling": {"device": "cpu"}})
-        tables = {"user": {"rows": rows, "dim": 8}, "tag": {"rows": 12, "dim": 8}}
-        fit.check_fit(config, Schema.parse(SCHEMA | {"tables": tables}, "test"), here=True)
+        check({"plan": plan}, {"tables": SCHEMA["tables"] | {"user": {"rows": rows, "dim": 8}}})
 
     monkeypatch.setattr("raytrec.embeddings.planner.hosts.host_memory", lambda: 1 << 20)
-    check(100_000, mmap_dir=str(tmp_path))  # 3.4 MiB, of which memory has 1
+    fits(100_000, mmap_dir=str(tmp_path))  # 3.4 MiB, of which memory has 1
     with pytest.raises(ConfigError, match="compute_kernel=fused_mmap"):
-        check(100_000, tables={})
+        fits(100_000, tables={})
     with pytest.raises(ConfigError, match=r"tables user take [\d,.]+ TiB of disk.*are free there"):
-        check(10**12, mmap_dir=str(tmp_path))
+        fits(10**12, mmap_dir=str(tmp_path))
     movable = {"tables": {}, "compute_kernels": ["fused", "fused_mmap"]}
-    check(100_000, mmap_dir=str(tmp_path), **movable)
+    fits(100_000, mmap_dir=str(tmp_path), **movable)
     with pytest.raises(ConfigError, match=r"tables user take [\d,.]+ TiB of disk.*are free there"):
-        check(10**12, mmap_dir=str(tmp_path), **movable)
+        fits(10**12, mmap_dir=str(tmp_path), **movable)
 
 
 def test_an_address_that_no_mlflow_store_has_is_refused_before_anything_starts():
-    values = {"data": {"train": "d/train"}, "tracking": {"uri": "foo://here"}}
     with pytest.raises(ConfigError, match="MLflow has no store of such an address") as error:
-        fit.check_fit(load_config(values), Schema.parse(SCHEMA, "test"), here=False)
+        check({"tracking": {"uri": "foo://here"}}, here=False)
     assert error.value.where == "tracking.uri=foo://here"
-    values["tracking"]["enabled"] = False
-    fit.check_fit(load_config(values), Schema.parse(SCHEMA, "test"), here=False)
+    check({"tracking": {"uri": "foo://here", "enabled": False}}, here=False)
 
 
 @pytest.mark.parametrize("name", ["[/x]", "[bold]x", ":smile:", "a[red", "\x1b[31mx"])
@@ -111,16 +104,9 @@ def test_names_are_shown_as_they_are(name):
     from raytrec.driver.console import Result, print_summary
     from raytrec.driver.plan import print_plan
 
-    plan = {
-        "table": name,
-        "rows": 1,
-        "dim": 4,
-        "sharding_type": "row_wise",
-        "compute_kernel": "fused",
-        "ranks": [0],
-    }
+    plan = {"table": name, "rows": 1, "dim": 4, "sharding_type": "row_wise", "compute_kernel": "fused"}
     sizes = {"gib": [1.0], "host_gib": [0.0], "disk_gib": [0.0]}
-    found = {"tables": [plan | sizes], "device": "cuda", **sizes}
+    found = {"tables": [plan | {"ranks": [0]} | sizes], "device": "cuda", **sizes}
     out = io.StringIO()
     with redirect_stdout(out), redirect_stderr(out), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Console, "is_terminal", True)
@@ -136,33 +122,24 @@ def test_names_are_shown_as_they_are(name):
 
 
 def test_ids_that_are_drawn_are_ids_of_their_table():
-    transform = {"do": "sample", "column": "drawn", "count": 3, "rows": 13}
-    config = load_config({"data": {"train": "d/train", "transforms": [transform]}})
-    feature = {"table": "tag", "column": "drawn"}
-    schema = Schema.parse(SCHEMA | {"sparse": SCHEMA["sparse"] | {"others": feature}}, "test")
+    schema = {"sparse": SCHEMA["sparse"] | {"others": {"table": "tag", "column": "drawn"}}}
+
+    def draw(rows):
+        transform = {"do": "sample", "column": "drawn", "count": 3, "rows": rows}
+        check({"data": {"train": "d/train", "transforms": [transform]}}, schema, here=False)
+
     with pytest.raises(ConfigError, match="up to 12 are drawn for others, and table tag has 12 rows"):
-        fit.check_fit(config, schema, here=False)
-    config.data.transforms[0].rows = 12
-    fit.check_fit(config, schema, here=False)
-
-
-SAMPLED = Schema.parse(
-    {
-        "labels": ["label"],
-        "sparse": {
-            "item": {"table": "item"},
-            "negatives": {"table": "item", "pooling": "sequence"},
-        },
-        "tables": {"item": {"rows": 12_101, "dim": 8}},
-    },
-    "test",
-)
+        draw(13)
+    draw(12)
 
 
 def copied(rows=None, steps=1000, **schedule):
     drawn = {"do": "sample", "column": "negatives", "count": 8, "rows": rows}
     values = {"data": {"train": "d/train", "transforms": [drawn]}, "optim": {"schedule": schedule}}
-    return fit.copied_numbers(load_config(values), SAMPLED, steps)
+    sparse = {"item": {"table": "item"}, "negatives": {"table": "item", "pooling": "sequence"}}
+    tables = {"item": {"rows": 12_101, "dim": 8}}
+    schema = Schema.parse({"labels": ["label"], "sparse": sparse, "tables": tables}, "test")
+    return fit.copied_numbers(load_config(values), schema, steps)
 
 
 def test_a_table_of_which_not_all_rows_are_drawn_is_a_warning():
@@ -175,6 +152,5 @@ def test_a_table_of_which_not_all_rows_are_drawn_is_a_warning():
 def test_a_decay_that_ends_before_the_run_is_a_warning(decay):
     [line] = copied(decay=decay, decay_steps=890, warmup_steps=100)
     assert "0 from step 990 on, and the run has 1,000 steps" in line and "leave decay_steps out" in line
-    assert (
-        copied(decay=decay, decay_steps=900, warmup_steps=100) == copied(decay=decay, warmup_steps=100) == []
-    )
+    assert copied(decay=decay, decay_steps=900, warmup_steps=100) == []
+    assert copied(decay=decay, warmup_steps=100) == []

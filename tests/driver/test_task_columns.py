@@ -37,10 +37,8 @@ def folder(tmp_path_factory):
 
 
 def opened(folder, *tasks, reserve_columns=(), **eval_section):
-    config = load_config(parquet.settings(folder, "unused"))
-    values = config.model_dump(by_alias=True)
-    values["tasks"] = [{"label": "label", **task} for task in tasks] or values["tasks"]
-    values["data"]["reserve_columns"], values["eval"] = list(reserve_columns), values["eval"] | eval_section
+    values = parquet.settings(folder, "unused", data__reserve_columns=list(reserve_columns))
+    values |= {"tasks": [{"label": "label", **task} for task in tasks or [{}]], "eval": eval_section}
     config = load_config(values)
     schema, datasets = open_data(config)
     check_fit(config, schema, here=False)

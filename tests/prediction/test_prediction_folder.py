@@ -108,21 +108,14 @@ def test_files_figures_and_the_command(run, data, tmp_path, group):
     said = CliRunner().invoke(app, words)
     assert said.exit_code == 0, said.exception
     figures = json.loads(said.stdout)
-    assert sorted(p.name for p in out.iterdir()) == [
-        "_predictions.json",
-        "none.parquet",
-        "part-0.parquet",
-        "part-1.parquet",
-    ]
+    names = "_predictions.json", "none.parquet", "part-0.parquet", "part-1.parquet"
+    assert sorted(p.name for p in out.iterdir()) == [*names]
     table = read(out)
     assert table.column_names == ["row", "tags", "score"]
     assert table["row"].to_pylist() == list(range(500))
     assert table["tags"].to_pylist() == parquet.table(500, 4)["tags"].to_pylist()
-    assert (figures["predict.rows"], figures["predict.files"], figures["predict.rows_per_s"]) == (
-        500,
-        3,
-        250.0,
-    )
+    assert (figures["predict.rows"], figures["predict.files"]) == (500, 3)
+    assert figures["predict.rows_per_s"] == 250.0
     assert (figures["predict.ids"], figures["predict.changed_ids"]) == (500, figures["changed"]["user"])
     assert figures["checkpoint"].endswith("step-0000000020")
     shown = CliRunner().invoke(app, words[:-1])
@@ -224,28 +217,18 @@ def test_what_is_refused(run, data, tmp_path):
         refused(RunError, "another process is predicting into this folder")
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda values: b"{",
-        lambda values: b"\xff\xfe{",
-        lambda values: b"[]",
-        lambda values: json.dumps({"format": 1}).encode(),
-        lambda values: json.dumps(values | {"columns": 5}).encode(),
-        lambda values: json.dumps(values | {"columns": ["row", None]}).encode(),
-        lambda values: json.dumps(values | {"scores": "score"}).encode(),
-        lambda values: json.dumps(values | {"rules": ["error"]}).encode(),
-        lambda values: json.dumps(values | {"vectors": [1]}).encode(),
-        lambda values: json.dumps(values | {"checkpoint_id": None}).encode(),
-    ],
-)
-def test_a_damaged_manifest_is_an_error_for_people(run, data, tmp_path, damage):
+def test_a_damaged_manifest_is_an_error_for_people(run, data, tmp_path):
     manifest = tmp_path / "out" / "_predictions.json"
     predict(run, data, tmp_path / "out", columns=["row"])
-    manifest.write_bytes(damage(json.loads(manifest.read_text())))
-    with pytest.raises(ConfigError, match=r"_predictions\.json cannot be read: ") as error:
-        predict(run, data, tmp_path / "out", columns=["row"])
-    assert "choose another --out, or remove the folder yourself" in error.value.do
+    values = json.loads(manifest.read_text())
+    changes = {"columns": 5}, {"columns": ["row", None]}, {"scores": "score"}, {"rules": ["error"]}
+    changes += {"vectors": [1]}, {"checkpoint_id": None}
+    changed = [json.dumps(values | change).encode() for change in changes]
+    for damaged in (b"{", b"\xff\xfe{", b"[]", b'{"format": 1}', *changed):
+        manifest.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"_predictions\.json cannot be read: ") as error:
+            predict(run, data, tmp_path / "out", columns=["row"])
+        assert "choose another --out, or remove the folder yourself" in error.value.do, damaged
 
 
 def test_input_that_has_changed(run, data, tmp_path):
