@@ -8,8 +8,7 @@ on CPU, out of memory, with a row-wise table of 100,000 × 16 and next to no den
 They take turns of some steps each, and of each side the best turn counts. `full` lists have as many ids as
 the model reads (half as many to half as many again), `short` ones a tenth of it.
 
-Prints a table; writes benchmarks/results/sequences.json, docs/images/sequences.png and the table in
-docs/benchmarks.md.
+Prints a table; writes benchmarks/results/sequences.json and docs/images/sequences.png.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from documents import fill, keep
+from documents import keep
 from rank_group import Ranks, take_turns
 from sequences_side import BATCH
 
@@ -71,11 +70,11 @@ def draw(points: list[dict[str, Any]]) -> None:
     figure, panels = plt.subplots(1, len(worlds), figsize=(5 * len(worlds), 3.6), squeeze=False)
     for world, panel in zip(worlds, panels[0], strict=True):
         for side, name in SIDES.items():
-            for fill_, style in (("full", "-o"), ("short", "--s")):
-                of_line = [p for p in points if p["workers"] == world and p["fill"] == fill_]
+            for fill, style in (("full", "-o"), ("short", "--s")):
+                of_line = [p for p in points if p["workers"] == world and p["fill"] == fill]
                 x, y = [p["length"] for p in of_line], [p[side]["step_ms"] for p in of_line]
                 color = "C3" if side == "before" else "C0"
-                panel.plot(x, y, style, color=color, label=f"{name}, {fill_} lists", markersize=4)
+                panel.plot(x, y, style, color=color, label=f"{name}, {fill} lists", markersize=4)
         panel.set(title=f"{world} worker{'s' * (world > 1)}", xscale="log", yscale="log")
         panel.set(xlabel="ids that are read, at most", ylabel="ms a step")
         panel.legend(fontsize=7)
@@ -101,10 +100,10 @@ def main(
                 "now": Ranks("sequences_side.py", HERE.parent, world, stack),
             }
             for length in chosen:
-                for fill_, share in FILLS.items():
+                for fill, share in FILLS.items():
                     ids = max(1, round(length * share))
                     figures = measure(sides, length, ids, world, 1 if smallest else rounds)
-                    point = {"workers": world, "length": length, "fill": fill_, "ids": ids, **figures}
+                    point = {"workers": world, "length": length, "fill": fill, "ids": ids, **figures}
                     print(json.dumps(point), flush=True)
                     keys = "workers", "length", "fill"
                     points = [p for p in points if any(p[key] != point[key] for key in keys)] + [point]
@@ -114,7 +113,6 @@ def main(
         values = {"before": before, "cpus": os.cpu_count(), "points": points}
         keep(RESULTS, values)
         draw(points)
-        fill("docs/benchmarks.md", "sequences", table_of(points))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ LONGEST = ["test_driver", "test_survive", "test_out_of_tree", "test_cli", "test_
 
 
 def pytest_sessionstart(session):
-    """After Python's own end comes that of the process, as for the command (process_exit.py)."""
+    """After Python's own end comes that of the process, as for the command (common/processes.py)."""
 
     def end():
         sys.stdout.flush()

@@ -101,6 +101,7 @@ def is_key(words: list[str], models: list[type[BaseModel]]) -> bool:
 
 def known(key: str) -> bool:
     section, *rest = key.split(".")
+    rest = rest[1:] if section == "tasks" and rest[1:] else rest  # tasks.NAME.weight
     models = (
         list(SECTIONS.values()) if section == "model" else models_in(fields(RunConfig)[section].annotation)
     )

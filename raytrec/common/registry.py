@@ -1,4 +1,4 @@
-"""Named parts of raytrec, one file each in a package; parts of a user's are `module:name`.
+"""Named parts, one file each, or `module:name` of a user.
 
     loss: Registry[type[Loss]] = Registry("loss", "raytrec.tasks.losses")
 

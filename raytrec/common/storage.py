@@ -1,4 +1,4 @@
-"""Paths and URIs: one way to open local, s3:// and gs:// places, through pyarrow's filesystems."""
+"""Local, s3:// and gs:// places, through pyarrow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Consoles on which text is text: names of runs, tables and folders may have [brackets] and :words:."""
+"""Consoles that take no text for markup.
+
+Names of runs, tables and folders may have [brackets] and :words:.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from raytrec.common.errors import RunError
-from raytrec.common.installed import installed
+from raytrec.common.machine import installed
 
 # Releases of torch, TorchRec and FBGEMM belong together: FBGEMM is compiled for one torch, and TorchRec
 # calls its operators. Files of requirements/ → package → version, or how it begins (a test compares).

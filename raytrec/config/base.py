@@ -30,7 +30,10 @@ NonNegativeFloat = Annotated[Number, Field(ge=0, le=MOST_AMOUNT)]
 
 
 class Section(BaseModel):
-    """A part of the configuration; unknown keys are errors, and numbers that are not finite."""
+    """A part of the configuration; unknown keys are errors, and numbers that are not finite.
+
+    The docstring under a key is its description in `raytrec config --schema`.
+    """
 
     model_config = ConfigDict(
         extra="forbid", populate_by_name=True, validate_default=True, allow_inf_nan=False

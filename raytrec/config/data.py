@@ -1,4 +1,4 @@
-"""The sections `run`, `warm_start` and `data`: which run, and the rows that it reads."""
+"""The sections `run`, `warm_start` and `data`."""
 
 from __future__ import annotations
 
@@ -32,40 +32,30 @@ def _a_name(name: str) -> str:
 
 
 class RunSection(Section):
-    name: Annotated[str, AfterValidator(_a_name)] | None = Field(
-        None,
-        description="Name of the run: letters, digits, spaces and . , : + = @ ( ) - _; default: the config's "
-        "name and the time.",
-    )
-    dir: str | None = Field(
-        None, description="The run folder: result, checkpoints, config; default: runs/NAME."
-    )
-    root: str | None = Field(
-        None,
-        description="Folder that relative paths of data and runs start at; default: RAYTREC_ROOT of the "
-        "environment, which cluster nodes set, else the working directory.",
-    )
-    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = Field(
-        0, description="Seeds initial weights, epoch order and dropout."
-    )
+    name: Annotated[str, AfterValidator(_a_name)] | None = None
+    """Name of the run: letters, digits, spaces and . , : + = @ ( ) - _; default: the config's name and the
+    time."""
+    dir: str | None = None
+    """The run folder: result, checkpoints, config; default: runs/NAME."""
+    root: str | None = None
+    """Folder that relative paths of data and runs start at; default: RAYTREC_ROOT of the environment, which
+    cluster nodes set, else the working directory."""
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
+    """Seeds initial weights, epoch order and dropout."""
 
 
 class WarmStartSection(Section):
     """A new run that starts from an earlier run's weights."""
 
-    from_: str | None = Field(
-        None, alias="from", description="A run or checkpoint folder whose weights training starts from."
-    )
-    optimizer: bool = Field(False, description="Also take over the optimizers' state.")
-    tables: dict[str, Literal["exact", "resize", "new", "drop"]] = Field(
-        default_factory=dict,
-        description="What happens to changed tables (or patterns such as 'item*'). exact: an error. resize: "
-        "keep the rows that both have, initialize further ones. new: initialize all. drop: "
-        "ignore the checkpoint's table.",
-    )
-    dense: Literal["exact", "matching"] = Field(
-        "exact", description="matching: initialize dense parameters whose shape changed, instead of an error."
-    )
+    from_: str | None = Field(None, alias="from")
+    """A run or checkpoint folder whose weights training starts from."""
+    optimizer: bool = False
+    """Also take over the optimizers' state."""
+    tables: dict[str, Literal["exact", "resize", "new", "drop"]] = Field(default_factory=dict)
+    """What happens to changed tables (or patterns such as 'item*'). exact: an error. resize: keep the rows
+    that both have, initialize further ones. new: initialize all. drop: ignore the checkpoint's table."""
+    dense: Literal["exact", "matching"] = "exact"
+    """matching: initialize dense parameters whose shape changed, instead of an error."""
 
 
 Folders = str | Annotated[list[str], Field(min_length=1)]
@@ -82,66 +72,56 @@ def _each_once(names: list[str]) -> list[str]:
     return names
 
 
+ReservedColumns = Annotated[list[Annotated[str, Field(min_length=1)]], AfterValidator(_each_once)]
+
+
 class PartitionRange(Section):
-    from_: str | None = Field(
-        None, alias="from", description="First partition, such as date=2026-11-01; null: no bound."
-    )
-    to: str | None = Field(
-        None, description="Last partition, included, such as date=2026-11-07/hour=11; null: no bound."
-    )
+    from_: str | None = Field(None, alias="from")
+    """First partition, such as date=2026-11-01; null: no bound."""
+    to: str | None = None
+    """Last partition, included, such as date=2026-11-07/hour=11; null: no bound."""
 
 
 class DataSection(Section):
-    train: Folders = Field(
-        description="Folder of Parquet files to train on (local, s3:// or gs://), or a list of folders."
-    )
-    partitions: PartitionRange = Field(
-        default_factory=PartitionRange,
-        description="Partitions of data.train to train on, of folders such as date=2026-11-01/hour=07.",
-    )
-    valid: Folders | None = Field(None, description="Evaluated every train.eval_every_steps.")
-    test: Folders | None = Field(None, description="Evaluated at the end; default: data.valid.")
-    schema_path: str | None = Field(
-        None, alias="schema", description="The schema.yaml; default: the one in the folder above data.train."
-    )
+    train: Folders
+    """Folder of Parquet files to train on (local, s3:// or gs://), or a list of folders."""
+    partitions: PartitionRange = Field(default_factory=PartitionRange)
+    """Partitions of data.train to train on, of folders such as date=2026-11-01/hour=07."""
+    valid: Folders | None = None
+    """Evaluated every train.eval_every_steps."""
+    test: Folders | None = None
+    """Evaluated at the end; default: data.valid."""
+    schema_path: str | None = Field(None, alias="schema")
+    """The schema.yaml; default: the one in the folder above data.train."""
     transforms: list[Transform] = Field(
         default_factory=list,
         description="What is applied to columns before the schema sees them: "
         f"{', '.join(BUILT_IN)}, or module:function.",
     )
     reserve_columns: Annotated[list[Annotated[str, Field(min_length=1)]], AfterValidator(_each_once)] = Field(
-        default_factory=list,
-        description="Columns that go along with rows untouched: groups and items of tasks, slices of "
-        "evaluations, keys of predictions. Any type with one value a row; also those of folders key=value.",
+        default_factory=list
     )
-    global_batch_size: Annotated[PositiveInt, Field(lt=2**31)] = Field(
-        2048, description="Rows per step over all workers together."
-    )
-    shuffle: Literal["none", "groups", "window"] = Field(
-        "window",
-        description="none: file order. groups: row groups in a new seeded order each epoch. window: also "
-        "rows within a window of row groups.",
-    )
-    window: Few = Field(
-        2,
-        description="Row groups of each lane whose rows are mixed by shuffle=window; large ones are split "
-        "into pieces of 20,000 rows.",
-    )
-    lanes: Few = Field(
-        24,
-        description="Places of the data that each global batch is read from; also the maximum number of "
-        "workers.",
-    )
-    on_error: Literal["fail", "skip"] = Field(
-        "fail",
-        description="Rows that cannot be read or violate the schema: fail, or skip them. Skipped rows have "
-        "no loss; they are counted (train.skipped_rows) and listed in skipped.jsonl.",
-    )
-    drop_last: bool = Field(False, description="Skip an epoch's last, smaller batch.")
-    readers: Few = Field(1, description="Concurrent Ray Data read tasks for each worker.")
-    buffer_gib: PositiveFloat = Field(
-        0.5, description="GiB of rows read ahead for each worker, in Ray's object store."
-    )
+    """Columns that go along with rows untouched: groups and items of tasks, slices of evaluations, keys of
+    predictions. Any type with one value a row; also those of folders key=value."""
+    global_batch_size: Annotated[PositiveInt, Field(lt=2**31)] = 2048
+    """Rows per step over all workers together."""
+    shuffle: Literal["none", "groups", "window"] = "window"
+    """none: file order. groups: row groups in a new seeded order each epoch. window: also rows within a
+    window of row groups."""
+    window: Few = 2
+    """Row groups of each lane whose rows are mixed by shuffle=window; large ones are split into pieces of
+    20,000 rows."""
+    lanes: Few = 24
+    """Places of the data that each global batch is read from; also the maximum number of workers."""
+    on_error: Literal["fail", "skip"] = "fail"
+    """Rows that cannot be read or violate the schema: fail, or skip them. Skipped rows have no loss; they are
+    counted (train.skipped_rows) and listed in skipped.jsonl."""
+    drop_last: bool = False
+    """Skip an epoch's last, smaller batch."""
+    readers: Few = 1
+    """Concurrent Ray Data read tasks for each worker."""
+    buffer_gib: PositiveFloat = 0.5
+    """GiB of rows read ahead for each worker, in Ray's object store."""
 
     @property
     def schema_uri(self) -> str:

@@ -1,5 +1,6 @@
-"""The features of a run, resolved once from its schema and its model: reader, model, planner and checks share
-this one description. No torch here.
+"""The features of a run, resolved from schema and model.
+
+Reader, model, planner and checks share this one description. No torch here.
 
 What a model reads id by id is decided here. A sequence of which it reads at most L ids is one key of a batch,
 the most recent L ids of each row, the most recent first. A table that such a sequence looks up gives the

@@ -1,4 +1,4 @@
-"""Overrides of a configuration: `section.key=value`, or a whole section as `section={key: value}`.
+"""Overrides of a configuration: `section.key=value`, or a whole section.
 
 `tasks.NAME.key=value` sets a key of the task of that name. Values are YAML. From Python, a mapping does as
 well: {"train.epochs": 3, "model": {"name": "deepfm"}}.

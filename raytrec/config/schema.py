@@ -1,4 +1,4 @@
-"""What a row is: labels, dense columns, sparse features, and the tables that they look up.
+"""schema.yaml: labels, dense columns, sparse features and tables.
 
 A `schema.yaml` next to the data:
 
@@ -58,20 +58,16 @@ class Table(BaseModel):
     """An embedding table of `rows` × `dim` float32 values."""
 
     model_config = ConfigDict(extra="forbid")
-    rows: PositiveInt = Field(description="Number of ids; valid ids are 0 to rows - 1.")
-    dim: PositiveInt = Field(
-        multiple_of=4, le=2**16, description="Width of one embedding; a multiple of 4 (FBGEMM)."
-    )
-    out_of_range: Literal["error", "clamp", "hash"] = Field(
-        "error",
-        description="What an id < 0 or ≥ rows becomes: an error, the nearest valid id, or a hash of it into "
-        "[0, rows). Text ids need 'hash'. Valid ids are never changed.",
-    )
-    ids: Ids = Field(
-        None,
-        description="static: an id is the number of its row. managed, or how: ids are any integers or text "
-        "and get rows as they come.",
-    )
+    rows: PositiveInt
+    """Number of ids; valid ids are 0 to rows - 1."""
+    dim: PositiveInt = Field(multiple_of=4, le=2**16)
+    """Width of one embedding; a multiple of 4 (FBGEMM)."""
+    out_of_range: Literal["error", "clamp", "hash"] = "error"
+    """What an id < 0 or ≥ rows becomes: an error, the nearest valid id, or a hash of it into [0, rows). Text
+    ids need 'hash'. Valid ids are never changed."""
+    ids: Ids = None
+    """static: an id is the number of its row. managed, or how: ids are any integers or text and get rows as
+    they come."""
 
     @model_validator(mode="after")
     def _fits_ids(self) -> Table:
@@ -96,31 +92,32 @@ class Sparse(BaseModel):
     """A sparse feature: a bag (or sequence) of ids per row, looked up in one table."""
 
     model_config = ConfigDict(extra="forbid")
-    table: str = Field(description="The table that the ids look up; features may share one.")
-    pooling: Literal["sum", "mean", "sequence"] = Field(
-        "sum",
-        description="How a bag becomes one vector: sum, mean (an empty bag is 0), or left as a sequence for "
-        "models that read sequences, the most recent id last (others take its mean).",
-    )
-    weights: str | None = Field(None, description="List column with one float per id; default: all 1.")
-    column: str | None = Field(None, description="The Parquet column; default: the feature's name.")
-    side_features: list[str] = Field(
-        default_factory=list,
-        description="List columns with one number or time per id of a sequence, for models that read it id "
-        "by id. Times become seconds since 1970.",
-    )
+    table: str
+    """The table that the ids look up; features may share one."""
+    pooling: Literal["sum", "mean", "sequence"] = "sum"
+    """How a bag becomes one vector: sum, mean (an empty bag is 0), or left as a sequence for models that read
+    sequences, the most recent id last (others take its mean)."""
+    weights: str | None = None
+    """List column with one float per id; default: all 1."""
+    column: str | None = None
+    """The Parquet column; default: the feature's name."""
+    side_features: list[str] = Field(default_factory=list)
+    """List columns with one number or time per id of a sequence, for models that read it id by id. Times
+    become seconds since 1970."""
 
 
 class Schema(BaseModel):
     """The columns of a dataset and the embedding tables behind them."""
 
     model_config = ConfigDict(extra="forbid")
-    labels: list[str] = Field(
-        min_length=1, description="Columns to predict; numbers that their task's loss takes (bce: 0 to 1)."
-    )
-    dense: list[str] = Field(default_factory=list, description="Columns of numbers.")
-    sparse: dict[str, Sparse] = Field(min_length=1, description="Feature name → how it is looked up.")
-    tables: dict[str, Table] = Field(min_length=1, description="Table name → its size.")
+    labels: list[str] = Field(min_length=1)
+    """Columns to predict; numbers that their task's loss takes (bce: 0 to 1)."""
+    dense: list[str] = Field(default_factory=list)
+    """Columns of numbers."""
+    sparse: dict[str, Sparse] = Field(min_length=1)
+    """Feature name → how it is looked up."""
+    tables: dict[str, Table] = Field(min_length=1)
+    """Table name → its size."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Schema:

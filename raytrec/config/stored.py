@@ -1,4 +1,4 @@
-"""Configurations and schemas that a run stored before keys were renamed or removed."""
+"""Stored configurations and schemas whose keys have changed since."""
 
 from __future__ import annotations
 

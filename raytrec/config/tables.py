@@ -1,4 +1,4 @@
-"""The sections `optim` and `plan`: how tables and dense layers are updated, and where tables are."""
+"""The sections `optim` and `plan`."""
 
 from __future__ import annotations
 
@@ -17,44 +17,50 @@ else:  # one file each
 
 
 class EmbeddingOptim(Section):
-    name: Optimizer = Field(
-        "rowwise_adagrad", description="Updates tables in backward (fused); adam on CPU: a dense update."
-    )
-    lr: PositiveFloat = Field(0.02, description="Learning rate.")
-    eps: PositiveFloat = Field(1e-8, description="Added to the root of the second moment (not sgd).")
-    weight_decay: NonNegativeFloat = Field(
-        0.0,
-        description="L2 penalty of whole tables: only where the update is dense (compute_kernel: dense, "
-        "data_parallel, adam on CPU). FBGEMM's fused kernels do not keep it.",
-    )
+    name: Optimizer = "rowwise_adagrad"
+    """Updates tables in backward (fused); adam on CPU: a dense update."""
+    lr: PositiveFloat = 0.02
+    """Learning rate."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment (not sgd)."""
+    weight_decay: NonNegativeFloat = 0.0
+    """L2 penalty of whole tables: only where the update is dense (compute_kernel: dense, data_parallel, adam
+    on CPU). FBGEMM's fused kernels do not keep it."""
 
 
 class TableOptim(Section):
     """What is different for a table from optim.embeddings."""
 
-    name: Optimizer | None = Field(None, description="Optimizer.")
-    lr: PositiveFloat | None = Field(None, description="Learning rate.")
-    eps: PositiveFloat | None = Field(None, description="See optim.embeddings.eps.")
-    weight_decay: NonNegativeFloat | None = Field(None, description="See optim.embeddings.weight_decay.")
+    name: Optimizer | None = None
+    """Optimizer."""
+    lr: PositiveFloat | None = None
+    """Learning rate."""
+    eps: PositiveFloat | None = None
+    """See optim.embeddings.eps."""
+    weight_decay: NonNegativeFloat | None = None
+    """See optim.embeddings.weight_decay."""
 
 
 class DenseOptim(Section):
-    name: Literal["adam", "adagrad", "sgd"] = Field("adam", description="Optimizer of the dense layers.")
-    lr: PositiveFloat = Field(1e-3, description="Learning rate.")
-    eps: PositiveFloat = Field(1e-8, description="Added to the root of the second moment (not sgd).")
-    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty.")
+    name: Literal["adam", "adagrad", "sgd"] = "adam"
+    """Optimizer of the dense layers."""
+    lr: PositiveFloat = 1e-3
+    """Learning rate."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment (not sgd)."""
+    weight_decay: NonNegativeFloat = 0.0
+    """L2 penalty."""
 
 
 class Schedule(Section):
     """Factor on all learning rates as a function of the step alone, so that nothing of it needs saving."""
 
-    warmup_steps: NonNegativeInt = Field(0, description="Steps in which the factor grows to 1, in a line.")
-    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="What follows.")
-    decay_steps: PositiveInt | None = Field(
-        None,
-        description="Steps after the warm-up in which the factor falls to 0; default: until the end of the "
-        "run.",
-    )
+    warmup_steps: NonNegativeInt = 0
+    """Steps in which the factor grows to 1, in a line."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows."""
+    decay_steps: PositiveInt | None = None
+    """Steps after the warm-up in which the factor falls to 0; default: until the end of the run."""
 
     @model_validator(mode="after")
     def _known(self) -> Schedule:
@@ -80,12 +86,9 @@ class Schedule(Section):
 
 class OptimSection(Section):
     embeddings: EmbeddingOptim = Field(default_factory=EmbeddingOptim)
-    tables: dict[str, TableOptim] = Field(
-        default_factory=dict,
-        description="Optimizers of single tables: table, or pattern such as 'item*', to name, lr, eps, "
-        "weight_decay, where they are not those of optim.embeddings. Where several match, later lines "
-        "override earlier ones.",
-    )
+    tables: dict[str, TableOptim] = Field(default_factory=dict)
+    """Optimizers of single tables: table, or pattern such as 'item*', to name, lr, eps, weight_decay, where
+    they are not those of optim.embeddings. Where several match, later lines override earlier ones."""
     dense: DenseOptim = Field(default_factory=DenseOptim)
     schedule: Schedule = Field(default_factory=Schedule)
 
@@ -121,22 +124,18 @@ def _local(value: str) -> str:
 class TablePlan(Section):
     """Constraints of a table; the planner chooses what is not set."""
 
-    sharding_type: Sharding | None = Field(None, description="Sharding type.")
-    ranks: list[NonNegativeInt] | None = Field(
-        None, min_length=1, description="The ranks that hold it. One rank alone means table_wise."
-    )
-    compute_kernel: Literal["fused", "dense", "fused_uvm", "fused_uvm_caching", "fused_mmap"] | None = Field(
-        None,
-        description="fused: in device memory, updated in backward. dense: ordinary gradients and a dense "
-        "update. fused_uvm(_caching): in host memory (with a cache of a fifth of the rows on the device). "
-        "fused_mmap: in a file, for workers on CPU.",
-    )
-    dtype: Annotated[Literal["fp32", "fp16"], BeforeValidator(_trainable)] | None = Field(
-        None,
-        description="Of the weights; default fp32. Sums, gradients and optimizer state stay fp32. On GPUs "
-        "updates round to one of the two nearest values at random, on CPU to the nearest. (FBGEMM trains no "
-        "bf16 and no int8 tables.)",
-    )
+    sharding_type: Sharding | None = None
+    """Sharding type."""
+    ranks: list[NonNegativeInt] | None = Field(None, min_length=1)
+    """The ranks that hold it. One rank alone means table_wise."""
+    compute_kernel: Literal["fused", "dense", "fused_uvm", "fused_uvm_caching", "fused_mmap"] | None = None
+    """fused: in device memory, updated in backward. dense: ordinary gradients and a dense update.
+    fused_uvm(_caching): in host memory (with a cache of a fifth of the rows on the device). fused_mmap: in a
+    file, for workers on CPU."""
+    dtype: Annotated[Literal["fp32", "fp16"], BeforeValidator(_trainable)] | None = None
+    """Of the weights; default fp32. Sums, gradients and optimizer state stay fp32. On GPUs updates round to
+    one of the two nearest values at random, on CPU to the nearest. (FBGEMM trains no bf16 and no int8
+    tables.)"""
 
 
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
@@ -145,14 +144,11 @@ Precision = Literal["fp32", "fp16", "bf16", "int8"]
 class QCommsSection(Section):
     """Quantized collectives: in what precision embeddings and their gradients travel between workers."""
 
-    forward_precision: Precision = Field(
-        "fp32",
-        description="Of embeddings on their way to the dense layers: fp32, fp16, bf16 or int8 (not for "
-        "row_wise, table_row_wise and grid_shard, whose sums are added up on the way).",
-    )
-    backward_precision: Precision = Field(
-        "fp32", description="Of their gradients on their way back to the tables; likewise."
-    )
+    forward_precision: Precision = "fp32"
+    """Of embeddings on their way to the dense layers: fp32, fp16, bf16 or int8 (not for row_wise,
+    table_row_wise and grid_shard, whose sums are added up on the way)."""
+    backward_precision: Precision = "fp32"
+    """Of their gradients on their way back to the tables; likewise."""
 
     @property
     def has_int8(self) -> bool:
@@ -160,34 +156,24 @@ class QCommsSection(Section):
         return "int8" in (self.forward_precision, self.backward_precision)
 
 
+Kernel = Literal["fused", "fused_uvm", "fused_uvm_caching", "fused_mmap"]
+
+
 class PlanSection(Section):
-    sharding_types: list[Sharding] = Field(
-        ["table_wise", "row_wise"],
-        min_length=1,
-        description="Sharding types that the planner may choose from.",
-    )
-    tables: dict[str, TablePlan] = Field(
-        default_factory=dict,
-        description="Constraints: table, or pattern such as 'item*', to sharding_type, ranks, "
-        "compute_kernel, dtype. Where several match, later lines override earlier ones.",
-    )
+    sharding_types: list[Sharding] = Field(["table_wise", "row_wise"], min_length=1)
+    """Sharding types that the planner may choose from."""
+    tables: dict[str, TablePlan] = Field(default_factory=dict)
+    """Constraints: table, or pattern such as 'item*', to sharding_type, ranks, compute_kernel, dtype. Where
+    several match, later lines override earlier ones."""
     compute_kernels: list[Literal["fused", "fused_uvm", "fused_uvm_caching", "fused_mmap"]] = Field(
-        ["fused"],
-        min_length=1,
-        description="Compute kernels that the planner may choose from, where a table's is not set: besides "
-        "fused those of host memory (on GPUs) or of files (on CPU), for tables that memory does not hold.",
+        ["fused"], min_length=1
     )
-    colocate: list[list[str]] = Field(
-        default_factory=list,
-        description="Groups of tables (or patterns); the tables of a group are placed on one rank, "
-        "table-wise.",
-    )
+    """Compute kernels that the planner may choose from, where a table's is not set: besides fused those of
+    host memory (on GPUs) or of files (on CPU), for tables that memory does not hold."""
+    colocate: list[list[str]] = Field(default_factory=list)
+    """Groups of tables (or patterns); the tables of a group are placed on one rank, table-wise."""
     qcomms: QCommsSection = Field(default_factory=QCommsSection)
-    memory_gib: PositiveFloat | None = Field(
-        None, description="Memory for tables on each worker's device, in GiB; default: what it has."
-    )
-    mmap_dir: Annotated[str, AfterValidator(_local)] | None = Field(
-        None,
-        description="Folder on a disk of each node for tables with compute_kernel fused_mmap; default: the "
-        "run folder.",
-    )
+    memory_gib: PositiveFloat | None = None
+    """Memory for tables on each worker's device, in GiB; default: what it has."""
+    mmap_dir: Annotated[str, AfterValidator(_local)] | None = None
+    """Folder on a disk of each node for tables with compute_kernel fused_mmap; default: the run folder."""

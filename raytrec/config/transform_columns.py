@@ -1,4 +1,4 @@
-"""Which columns transforms need and make, and how many ids they draw from. No torch here."""
+"""The columns that transforms read and write. No torch here."""
 
 from __future__ import annotations
 

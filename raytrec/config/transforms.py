@@ -1,4 +1,4 @@
-"""data.transforms: what is done to columns between Parquet and the schema. (data/transform.py does it.)
+"""data.transforms: what is done to columns before the schema. (data/transform.py does it.)
 
     transforms:
       - {do: fill_null, columns: [price], value: 0}
@@ -36,10 +36,10 @@ OWN = "module:function"
 class OnColumns(Section):
     """A transform that makes each of its columns from one column."""
 
-    columns: list[str] = Field(min_length=1, description="Columns to read.")
-    into: list[str] | None = Field(
-        None, description="Columns to write, one for each read; default: the same ones."
-    )
+    columns: list[str] = Field(min_length=1)
+    """Columns to read."""
+    into: list[str] | None = None
+    """Columns to write, one for each read; default: the same ones."""
 
     @model_validator(mode="after")
     def _pairs(self) -> OnColumns:
@@ -61,16 +61,21 @@ class OnColumns(Section):
 class FillNull(OnColumns):
     """Nulls, and NaN among floats, become a value. A list that is null stays so: it is an empty bag."""
 
-    do: Literal["fill_null"] = Field(description="fill_null")
-    value: float | int | str = Field(description="What they become, in the column's own type.")
+    do: Literal["fill_null"]
+    """fill_null"""
+    value: float | int | str
+    """What they become, in the column's own type."""
 
 
 class Clip(OnColumns):
     """Numbers below `low` become `low`, those above `high` become `high`."""
 
-    do: Literal["clip"] = Field(description="clip")
-    low: float | int | None = Field(None, description="The least; default: no bound.")
-    high: float | int | None = Field(None, description="The greatest; default: no bound.")
+    do: Literal["clip"]
+    """clip"""
+    low: float | int | None = None
+    """The least; default: no bound."""
+    high: float | int | None = None
+    """The greatest; default: no bound."""
 
     @model_validator(mode="after")
     def _some_bound(self) -> Clip:
@@ -84,16 +89,17 @@ class Clip(OnColumns):
 class Log(OnColumns):
     """x becomes sign(x) · ln(1 + |x|), as float32."""
 
-    do: Literal["log"] = Field(description="log")
+    do: Literal["log"]
+    """log"""
 
 
 class Bucketize(OnColumns):
     """A number becomes the id of its bucket: how many boundaries are ≤ it. Nulls and NaN have no bucket."""
 
-    do: Literal["bucketize"] = Field(description="bucketize")
-    boundaries: list[float] = Field(
-        min_length=1, description="Rising; n of them make n + 1 buckets, 0 to n: a table of n + 1 rows."
-    )
+    do: Literal["bucketize"]
+    """bucketize"""
+    boundaries: list[float] = Field(min_length=1)
+    """Rising; n of them make n + 1 buckets, 0 to n: a table of n + 1 rows."""
 
     @field_validator("boundaries")
     @classmethod
@@ -106,31 +112,33 @@ class Bucketize(OnColumns):
 class Hash(OnColumns):
     """Integers or text become ids in [0, rows), all of them (schema: out_of_range: hash keeps valid ids)."""
 
-    do: Literal["hash"] = Field(description="hash")
-    rows: PositiveInt = Field(description="Of the table that the ids look up.")
+    do: Literal["hash"]
+    """hash"""
+    rows: PositiveInt
+    """Of the table that the ids look up."""
 
 
 class LookupVocabulary(OnColumns):
     """A value becomes its place in a vocabulary, counted from 0."""
 
-    do: Literal["lookup_vocabulary"] = Field(description="lookup_vocabulary")
-    vocabulary: str = Field(
-        description="A text file with a value in each line, or Parquet, whose first column it is (local, "
-        "s3:// or gs://; every node must reach it)."
-    )
-    unknown: int | None = Field(None, ge=0, description="The id of all other values; default: no id.")
+    do: Literal["lookup_vocabulary"]
+    """lookup_vocabulary"""
+    vocabulary: str
+    """A text file with a value in each line, or Parquet, whose first column it is (local, s3:// or gs://;
+    every node must reach it)."""
+    unknown: int | None = Field(None, ge=0)
+    """The id of all other values; default: no id."""
 
 
 class Binarize(OnColumns):
     """A value becomes 1 or 0, as int8: 1 where it is large enough, or one of those named. Nulls stay null."""
 
-    do: Literal["binarize"] = Field(description="binarize")
-    at_least: float | int | None = Field(None, description="Numbers from here on become 1.")
-    positive: list[bool | int | float | str] | None = Field(
-        None,
-        min_length=1,
-        description="Values that become 1, such as ['yes', 'buy'] (quoted: see YAML's yes).",
-    )
+    do: Literal["binarize"]
+    """binarize"""
+    at_least: float | int | None = None
+    """Numbers from here on become 1."""
+    positive: list[bool | int | float | str] | None = Field(None, min_length=1)
+    """Values that become 1, such as ['yes', 'buy'] (quoted: see YAML's yes)."""
 
     @model_validator(mode="after")
     def _one_rule(self) -> Binarize:
@@ -144,42 +152,32 @@ class Binarize(OnColumns):
 class DatePart(OnColumns):
     """A time becomes a part of it, as int64, which is a number and an id."""
 
-    do: Literal["date_part"] = Field(description="date_part")
+    do: Literal["date_part"]
+    """date_part"""
     part: Literal[
-        "second",
-        "minute",
-        "hour",
-        "weekday",
-        "day",
-        "day_of_year",
-        "week",
-        "month",
-        "quarter",
-        "year",
+        "second", "minute", "hour", "weekday", "day", "day_of_year", "week", "month", "quarter", "year",
         "hour_of_week",
-    ] = Field(
-        description="hour is 0 to 23, weekday 0 (Monday) to 6, hour_of_week 0 to 167, week the ISO week."
-    )
-    timezone: str | None = Field(
-        None, description="Such as Europe/Zurich; default: the column's own, and UTC where it has none."
-    )
-    since_1970: Literal["s", "ms", "us", "ns"] | None = Field(
-        None, description="What numbers count; not needed for columns of dates, times and ISO text."
-    )
+    ]  # fmt: skip
+    """hour is 0 to 23, weekday 0 (Monday) to 6, hour_of_week 0 to 167, week the ISO week."""
+    timezone: str | None = None
+    """Such as Europe/Zurich; default: the column's own, and UTC where it has none."""
+    since_1970: Literal["s", "ms", "us", "ns"] | None = None
+    """What numbers count; not needed for columns of dates, times and ISO text."""
 
 
 class Age(OnColumns):
     """A time becomes the time from it until another one, as float32; below 0 where it is later."""
 
-    do: Literal["age"] = Field(description="age")
-    until: str | None = Field(
-        None, description="The time to count to: 2026-11-01, or 2026-11-01T12:00 (UTC). Durations need none."
-    )
-    until_column: str | None = Field(None, description="A column with that time, instead.")
-    unit: Literal["seconds", "minutes", "hours", "days"] = Field("days", description="Of the number.")
-    since_1970: Literal["s", "ms", "us", "ns"] | None = Field(
-        None, description="What numbers count; not needed for columns of dates, times and ISO text."
-    )
+    do: Literal["age"]
+    """age"""
+    until: str | None = None
+    """The time to count to: 2026-11-01, or 2026-11-01T12:00 (UTC). Durations need none."""
+    until_column: str | None = None
+    """A column with that time, instead."""
+    unit: Literal["seconds", "minutes", "hours", "days"] = "days"
+    """Of the number."""
+    since_1970: Literal["s", "ms", "us", "ns"] | None = None
+    """What numbers count; not needed for columns of dates, times and ISO text."""
 
     @field_validator("until", mode="before")
     @classmethod
@@ -202,14 +200,17 @@ class Cast(OnColumns):
     """A value in another type: text as the number that it spells, whole floats (and decimals) as integers.
     NaN among them becomes null; a number with a fraction cannot become an integer."""
 
-    do: Literal["cast"] = Field(description="cast")
-    to: Literal["int64", "float32", "string"] = Field(description="int64, float32 or string.")
+    do: Literal["cast"]
+    """cast"""
+    to: Literal["int64", "float32", "string"]
+    """int64, float32 or string."""
 
 
 class DropNull(OnColumns):
     """Nulls inside lists are removed; the lists get shorter. (Their weights do not: see fill_null.)"""
 
-    do: Literal["drop_null"] = Field(description="drop_null")
+    do: Literal["drop_null"]
+    """drop_null"""
 
 
 class Sample(Section):
@@ -218,26 +219,22 @@ class Sample(Section):
     Each row draws by itself, other ids in each epoch; in evaluations and predictions always the same.
     """
 
-    do: Literal["sample"] = Field(description="sample")
-    column: str = Field(min_length=1, description="The column to write: a list of ids in each row.")
-    count: Few = Field(description="How many ids; one may come twice.")
-    rows: PositiveInt | None = Field(
-        None, description="Ids are drawn from [0, rows); default: the rows of the table that they look up."
-    )
-    vocabulary: str | None = Field(
-        None,
-        description="A file of the ids to draw from, as of lookup_vocabulary, where they are not numbers "
-        "from 0 on: text, or ids of a managed table.",
-    )
-    exclude: list[str] = Field(
-        default_factory=list,
-        description="Columns of ids, or of lists of them; a row draws none of those that it has there.",
-    )
-    in_evaluations: bool = Field(
-        True,
-        description="Draw in evaluations and predictions, too; false: lists are empty there, for models that "
-        "only learn from them.",
-    )
+    do: Literal["sample"]
+    """sample"""
+    column: str = Field(min_length=1)
+    """The column to write: a list of ids in each row."""
+    count: Few
+    """How many ids; one may come twice."""
+    rows: PositiveInt | None = None
+    """Ids are drawn from [0, rows); default: the rows of the table that they look up."""
+    vocabulary: str | None = None
+    """A file of the ids to draw from, as of lookup_vocabulary, where they are not numbers from 0 on: text, or
+    ids of a managed table."""
+    exclude: list[str] = Field(default_factory=list)
+    """Columns of ids, or of lists of them; a row draws none of those that it has there."""
+    in_evaluations: bool = True
+    """Draw in evaluations and predictions, too; false: lists are empty there, for models that only learn from
+    them."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Sample:
@@ -264,10 +261,14 @@ class Python(Section):
     starts, it is called with no rows, to learn its columns' types.
     """
 
-    do: str = Field(description="module:function")
-    reads: list[str] = Field(default_factory=list, description="Columns that it needs.")
-    writes: list[str] = Field(default_factory=list, description="Columns that it makes or replaces.")
-    options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments.")
+    do: str
+    """module:function"""
+    reads: list[str] = Field(default_factory=list)
+    """Columns that it needs."""
+    writes: list[str] = Field(default_factory=list)
+    """Columns that it makes or replaces."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments."""
 
 
 # A new one is a class above, and its function in data/transform.py.

@@ -188,7 +188,7 @@ class Result(Summary):
     Attributes:
         metrics: the content of result.json: eval.NAME of each metric (eval.TASK.NAME where there are several
             tasks), metrics (their labels, and which values are better), eval.rows, train.rows,
-            bound.by and more on what the time went into (report.bounds),
+            bound.by and more on what the time went into (report.findings),
             train.steps, train.samples_per_s, train.checks_passed, train.checks_failed, world_size,
             seconds, name, mlflow_run_id (None without MLflow), and code, the module:name of the user's that
             the run was made of, if any.

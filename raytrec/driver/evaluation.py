@@ -15,7 +15,7 @@ from typing import Any
 from raytrec.checkpoint.files import find, find_best, find_step, folder_of, newest
 from raytrec.checkpoint.table_starts import schema_of
 from raytrec.common.errors import ConfigError, DataError, RaytrecError
-from raytrec.common.leftovers import owner, remove_leftovers
+from raytrec.common.processes import owner, remove_leftovers
 from raytrec.common.storage import absolute, relative
 from raytrec.config.overrides import Overrides, as_texts, section_of
 from raytrec.config.run_config import RunConfig, load_config

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from raytrec.common.devices import smallest_gpu_memory
 from raytrec.common.errors import ConfigError
-from raytrec.common.installed import OTHER_DEVICE, built_for
+from raytrec.common.machine import OTHER_DEVICE, built_for, smallest_gpu_memory
 from raytrec.compat.ray_core import nodes_without_gpus, starts_nodes
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema

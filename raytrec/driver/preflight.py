@@ -6,7 +6,7 @@ from raytrec.checkpoint.files import find
 from raytrec.checkpoint.table_starts import schema_of, table_starts
 from raytrec.cluster.session import stays_here
 from raytrec.common.errors import ConfigError, SchemaError
-from raytrec.common.installed import built_for, require_compiler
+from raytrec.common.machine import built_for, require_compiler
 from raytrec.config.features import resolve_features
 from raytrec.config.models import check_model
 from raytrec.config.run_config import RunConfig, load_config

@@ -20,10 +20,9 @@ from raytrec.common.errors import RunError
 from raytrec.common.formatting import null_nonfinite
 from raytrec.common.messages import CHECKS, ENDED_EARLY, RANKS, Message, RankLine
 from raytrec.common.redaction import hide_all, hide_yaml
-from raytrec.report.bounds import Times, find_bound
-from raytrec.report.findings import SURE_S, hot_rank, low_utilisation, straggler
+from raytrec.report.findings import SURE_S, Times, find_bound, hot_rank, low_utilisation, straggler
 from raytrec.tracking.aggregate import sum_over_time
-from raytrec.tracking.intervals import StepGroups
+from raytrec.tracking.history import StepGroups
 from raytrec.tracking.journal import Journal, write_whole
 from raytrec.tracking.run_folder import PLAN, RESULT, messages_of
 
@@ -118,7 +117,7 @@ class Record:
         return {"train.checks_passed": self.checks[True], "train.checks_failed": self.checks[False]}
 
     def bound(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The figures bound.… of a run (report.bounds)."""
+        """The figures bound.… of a run (report.findings)."""
         return find_bound(self.times, metrics["seconds"], metrics["train.samples_per_s"])
 
     def result(self, metrics: dict[str, Any], unsaved: RunError | None) -> RunError | None:

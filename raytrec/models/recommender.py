@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.common.installed import require_compiler
+from raytrec.common.machine import require_compiler
 from raytrec.config.evaluation import TowerName
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig

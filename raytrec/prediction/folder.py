@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from raytrec.common.errors import DataError
-from raytrec.common.leftovers import owner, remove_leftovers
+from raytrec.common.processes import owner, remove_leftovers
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import open_filesystem, read_bytes, sync
 from raytrec.config.evaluation import TowerName

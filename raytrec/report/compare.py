@@ -1,4 +1,4 @@
-"""`raytrec compare RUN RUN …`: results side by side, differences of configurations, curves."""
+"""`raytrec compare`: results, configurations and curves of several runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Pages of HTML from templates: one file that asks nothing of the network. What comes from runs is data:
-escaped, and without the secrets of addresses."""
+"""Self-contained pages of HTML from templates.
+
+What comes from runs is data: escaped, and without the secrets of addresses.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from raytrec.common.errors import RunError
-from raytrec.common.leftovers import owner, remove_leftovers
+from raytrec.common.processes import owner, remove_leftovers
 from raytrec.common.redaction import hide
 
 

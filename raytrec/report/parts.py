@@ -1,4 +1,4 @@
-"""The tables of a report, as rows of text with values for sorting."""
+"""The tables of a report, with values for sorting."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def bound_sentence(run: RunFolder) -> str:
 
 
 def bounds(run: RunFolder) -> Sheet:
-    """One row for each part of the run's time (report.bounds)."""
+    """One row for each part of the run's time (report.findings)."""
     found = run.result.get("bound.parts")
     rows = [(str(name), part) for name, part in _items(found) if isinstance(part, dict)]
     columns: dict[str, Callable[[tuple[str, dict]], Cell]] = {

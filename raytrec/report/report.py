@@ -1,4 +1,4 @@
-"""`raytrec report RUN`: everything that a run folder records on one page, and its pictures as files."""
+"""`raytrec report`: one page, and its pictures as files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The course of a run, from its events: groups of workers, faults, saves, pauses."""
+"""The course of a run, from its events."""
 
 from __future__ import annotations
 

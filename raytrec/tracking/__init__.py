@@ -1,1 +1,1 @@
-"""The run folder: written, read as typed messages, and delivered to MLflow."""
+"""The run folder: written, read, and delivered to MLflow."""

@@ -1,4 +1,4 @@
-"""Lines of ranks.jsonl put together: over steps for a rank, over ranks for a table."""
+"""Lines of ranks.jsonl combined over steps and over ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import nan, sqrt
 from typing import Any
 
 from raytrec.common.messages import RankLine
-from raytrec.tracking.intervals import sum_intervals
+from raytrec.tracking.history import sum_intervals
 
 ADDED = ("lookups", "lookup_bytes", "weight_bytes", "state_bytes")  # over the tables of a rank
 WAIT_PHASES = ("input_exchange", "collectives")  # phases in which a rank waits for the others, too

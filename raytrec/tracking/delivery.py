@@ -1,4 +1,4 @@
-"""A run folder brought to MLflow: its lines, files, parameters and tags, and how the run ended."""
+"""Delivers a run folder to MLflow."""
 
 from __future__ import annotations
 

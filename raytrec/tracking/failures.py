@@ -1,4 +1,4 @@
-"""Errors of an MLflow store: whether the same call may work later, and their words for people."""
+"""Errors of an MLflow store: which may pass, and their text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines of a run folder that MLflow has not got yet: those behind the byte up to which it has them.
+"""The lines of a run folder that MLflow lacks. They are those behind the byte up to which it has them.
 
 That byte is kept in the run folder, in mlflow.json, which is replaced after every write to the store. Where a
 driver dies between the two, the next one writes the same again. That does no harm: the time of a metric is

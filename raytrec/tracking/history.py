@@ -1,12 +1,124 @@
-"""The messages of a run, in memory; of steps that were trained again, the later ones."""
+"""The messages of a run, in memory. Of steps that were trained again, the later ones count."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from raytrec.common.messages import Check, Measured, Message, RankLine, RunEvent, Start, Train
+from raytrec.common.messages import (
+    PHASES,
+    Check,
+    Measured,
+    Message,
+    RankLine,
+    RunEvent,
+    Start,
+    Train,
+    recorded_ranks,
+)
 from raytrec.metrics.selection import EVAL, Figure, figures_of
-from raytrec.tracking.intervals import Intervals
+
+MOST_INTERVALS = 600  # that are kept of a run; of a longer one, neighbours are put together, again and again
+LOADS = ("lookups", "lookup_bytes")  # of a table, added up over intervals
+
+
+class Restarts:
+    """Notices lines of another group of workers.
+
+    A line of another attempt, or one that begins before its rank's last one has ended, means that the run has
+    gone back to where the line begins: all later steps are about to be trained again, maybe by fewer ranks.
+    """
+
+    def __init__(self) -> None:
+        self._attempt: int | None = None
+        self._last: dict[int, int] = {}  # rank → step
+
+    def is_first(self, line: RankLine) -> bool:
+        """Whether a line is the first of its group of workers."""
+        first = line.attempt != self._attempt or line.first_step < self._last.get(line.rank, 0)
+        if first:
+            self._attempt, self._last = line.attempt, {}
+        self._last[line.rank] = line.step
+        return first
+
+
+class StepGroups:
+    """Gathers lines until there are those of all recorded ranks of a step."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, dict[int, tuple[RankLine, int]]] = {}  # step → rank → line, its first byte
+        self._restarts = Restarts()
+
+    def add(self, line: RankLine, begin: int = 0) -> list[RankLine] | None:
+        """The lines of all recorded ranks in their order, once the last has come.
+
+        Where a new group of workers begins, the lines of the group before will never be complete.
+
+        Args:
+            begin: the line's first byte in its file.
+        """
+        if self._restarts.is_first(line):
+            self._waiting = {}
+        group = self._waiting.setdefault(line.step, {})
+        group[line.rank] = line, begin
+        if len(group) < len(recorded_ranks(line.world)):
+            return None
+        self._waiting = {later: lines for later, lines in self._waiting.items() if later > line.step}
+        return [group[rank][0] for rank in sorted(group)]
+
+    def begin_of_waiting(self) -> int | None:
+        """The first byte of the lines that wait for other ranks' lines; None: none does."""
+        return min((begin for group in self._waiting.values() for _, begin in group.values()), default=None)
+
+
+class Intervals:
+    """Keeps the lines that count; of more than MOST_INTERVALS steps, sums of neighbours."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, dict[int, RankLine]] = {}
+        self._restarts = Restarts()
+
+    def add(self, line: RankLine) -> None:
+        """Takes a line in the order in which lines were written."""
+        if self._restarts.is_first(line):
+            self._steps = {s: lines for s, lines in self._steps.items() if s <= line.first_step}
+        self._steps.setdefault(line.step, {})[line.rank] = line
+        if len(self._steps) > MOST_INTERVALS:
+            self._halve()
+
+    def lines(self) -> list[RankLine]:
+        """By step and rank."""
+        return [self._steps[step][rank] for step in sorted(self._steps) for rank in sorted(self._steps[step])]
+
+    def _halve(self) -> None:
+        """Puts neighbours together, but not the newest, for which there may be lines to come."""
+        steps = sorted(self._steps)
+        for earlier, later in zip(steps[:-2:2], steps[1:-2:2], strict=False):
+            one, other = self._steps[earlier], self._steps[later]
+            if all(rank in one and line.first_step == earlier for rank, line in other.items()):
+                self._steps[later] = {rank: sum_intervals([one[rank], line]) for rank, line in other.items()}
+                del self._steps[earlier]
+
+
+def sum_intervals(lines: list[RankLine]) -> RankLine:
+    """One rank's intervals as one: seconds, steps, phases and lookups summed; the rest as of the last.
+
+    Args:
+        lines: of one rank, in the order of their steps.
+    """
+    names = dict.fromkeys(name for line in lines for name in line.tables)
+    return replace(
+        lines[-1],
+        first_step=lines[0].first_step,
+        steps=sum(line.steps for line in lines),
+        seconds=sum(line.seconds for line in lines),
+        phases_s={phase: sum(line.phases_s.get(phase, 0.0) for line in lines) for phase in PHASES},
+        tables={name: _summed([line.tables.get(name, {}) for line in lines]) for name in names},
+    )
+
+
+def _summed(entries: list[dict]) -> dict:
+    return {**entries[-1], **{key: sum(entry.get(key) or 0.0 for entry in entries) for key in LOADS}}
 
 
 class History:

@@ -1,4 +1,7 @@
-"""Lines and files on their way into a run folder; they wait in memory while the disk takes nothing."""
+"""Writes lines and files into a run folder, also after full disks.
+
+Lines wait in memory while the disk takes nothing.
+"""
 
 from __future__ import annotations
 

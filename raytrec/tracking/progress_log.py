@@ -1,4 +1,6 @@
-"""A run in the log of its job: lines for people, and messages as JSON for programs that follow the job.
+"""A run in its job's log: lines and JSON messages.
+
+Lines are for people, messages for programs that follow the job.
 
 movielens-20261122-101500  step 120/550 (22%)  80,000 rows/s  NE 0.9101  loss 0.5123  ETA 0:42
 {"raytrec": "train", "step": 120, "rows_per_s": 80000.4, "ne": 0.9101, "loss": 0.51234}

@@ -1,4 +1,4 @@
-"""A run folder, read: recorded messages, and the files that describe the run.
+"""Reads a run folder: messages, and files that describe the run.
 
 Lines are decoded here and nowhere else: one that is torn or not of its file is dropped and counted. After a
 restart, steps since the last checkpoint are trained again; for these, later lines win. Nothing is required:

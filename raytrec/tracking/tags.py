@@ -1,4 +1,4 @@
-"""Descriptions of an MLflow run: parameters, and tags of versions, commit, user, the cluster's shape."""
+"""Parameters and tags of an MLflow run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from raytrec.common.formatting import flatten
-from raytrec.common.installed import installed_versions
+from raytrec.common.machine import installed_versions
 from raytrec.common.redaction import hide, hide_all
 from raytrec.config.run_config import RunConfig
 from raytrec.tracking.translate import NOT_IN_NAMES

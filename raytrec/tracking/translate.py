@@ -1,4 +1,4 @@
-"""Messages of a run as metrics of MLflow: names, values, step and time."""
+"""Messages of a run as metrics of MLflow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from raytrec.common.messages import Check, Final, Measured, Message, RankLine, Result
 from raytrec.tracking.aggregate import ADDED, FIGURES, combine_shards, table_bytes
-from raytrec.tracking.intervals import StepGroups
+from raytrec.tracking.history import StepGroups
 
 # MLflow 3.17 shows metrics whose names begin with system/ on its page "System metrics", under these names and
 # in these units where its own monitor (mlflow/system_metrics) has them.

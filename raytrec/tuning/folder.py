@@ -1,4 +1,4 @@
-"""The folder of a search: what it takes to resume it.
+"""The folder of a search, written and reopened.
 
 FOLDER/search.json      its settings; trials.json: the state of each trial
 FOLDER/base/config.yaml the configuration; FOLDER/space.yaml: the space

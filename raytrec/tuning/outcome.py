@@ -1,4 +1,4 @@
-"""What a search writes when its trials have ended: best.yaml, outcome.json, a run in MLflow, and a table."""
+"""The results of a search: files, table, MLflow run."""
 
 from __future__ import annotations
 

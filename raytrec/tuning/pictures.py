@@ -1,4 +1,4 @@
-"""tune.html: the trials as a table, and pictures of the metric over steps and over each key."""
+"""tune.html: table and pictures of the trials."""
 
 from __future__ import annotations
 
@@ -14,21 +14,7 @@ from matplotlib.ticker import NullLocator
 
 from raytrec.common.formatting import count, number
 from raytrec.report import html
-from raytrec.report.figures.style import (
-    BLUE,
-    GREY,
-    LINES,
-    PANEL,
-    PLAIN,
-    STYLE,
-    alone,
-    few_ticks,
-    fitted,
-    new_figure,
-    step_axis,
-    styled,
-    to_svg,
-)
+from raytrec.report.figures import style
 from raytrec.report.parts import Cell, Sheet
 from raytrec.tuning.outcome import best_text
 from raytrec.tuning.search import Search, State
@@ -50,8 +36,8 @@ def write_page(search: Search, page: Path, names: tuple[str, str]) -> None:
     pictures = ((trial_curves(search), "over steps"), (over_keys(search), "over the drawn values"))
     for name, (made, what) in zip(names, pictures, strict=True):
         if made:
-            svgs.append(to_svg(made, f"{label} {what}"))
-            page.with_name(name).write_text(alone(svgs[-1]), encoding="utf-8", errors="replace")
+            svgs.append(style.to_svg(made, f"{label} {what}"))
+            page.with_name(name).write_text(style.alone(svgs[-1]), encoding="utf-8", errors="replace")
     best = search.best
     states = Counter(trial.state for trial in search.trials)
     summary = f"{count(len(search.trials), 'trial')} compared by {label}: "
@@ -90,7 +76,7 @@ def _sheet(search: Search) -> Sheet:
     return Sheet(["trial", "state", search.figure.label, "step", *keys], rows)
 
 
-@styled
+@style.styled
 def trial_curves(search: Search) -> Figure | None:
     """The metric over steps: a line for each trial, thin and grey if it was not trained to its end."""
     shown = [trial for trial in search.trials if trial.points]
@@ -98,26 +84,26 @@ def trial_curves(search: Search) -> Figure | None:
         return None
     figure, best = search.figure, search.best
     ended = [trial for trial in shown if trial.state == State.FINISHED]
-    made, (axes,) = new_figure(f"{figure.label} over steps; thin lines: not trained to the end", 3.0)
+    made, (axes,) = style.new_figure(f"{figure.label} over steps; thin lines: not trained to the end", 3.0)
     for trial in shown:
         steps = sorted(trial.points)
-        style: dict[str, Any] = {"color": GREY, "linewidth": 0.8, "marker": ".", "markersize": 3}
+        line: dict[str, Any] = {"color": style.GREY, "linewidth": 0.8, "marker": ".", "markersize": 3}
         if trial in ended:
-            colour = LINES[ended.index(trial) % len(LINES)]
-            style |= {"color": colour, "linewidth": 2.2 if trial is best else 1.3}
+            colour = style.LINES[ended.index(trial) % len(style.LINES)]
+            line |= {"color": colour, "linewidth": 2.2 if trial is best else 1.3}
             if len(ended) <= MOST_NAMES or trial is best:
-                style["label"] = f"{trial.number}{' (best)' if trial is best else ''}"
-        axes.plot(steps, [trial.points[step] for step in steps], **style)
+                line["label"] = f"{trial.number}{' (best)' if trial is best else ''}"
+        axes.plot(steps, [trial.points[step] for step in steps], **line)
     axes.set_ylabel(figure.label)
-    axes.yaxis.set_major_formatter(PLAIN)
-    few_ticks(axes.yaxis)
-    step_axis(axes)
+    axes.yaxis.set_major_formatter(style.PLAIN)
+    style.few_ticks(axes.yaxis)
+    style.step_axis(axes)
     if ended:
         made.legend(*axes.get_legend_handles_labels(), ncols=6, loc="outside lower left")
     return made
 
 
-@styled
+@style.styled
 def over_keys(search: Search) -> Figure | None:
     """A panel for each key: its value in each trial, and the metric in the trial's last evaluation."""
     shown = [trial for trial in search.trials if trial.points]
@@ -125,7 +111,7 @@ def over_keys(search: Search) -> Figure | None:
         return None
     figure, best, draws = search.figure, search.best, search.space.draws[:MOST_KEYS]
     rows = -(-len(draws) // COLUMNS)
-    made, panels = new_figure(
+    made, panels = style.new_figure(
         f"{figure.label} over the drawn values; filled: trained to the end",
         0.6 + 1.5 * rows,
         rows,
@@ -137,14 +123,14 @@ def over_keys(search: Search) -> Figure | None:
         for trial in shown:
             value = trial.values[draw.key]
             place = names.index(str(value)) if names else value
-            face = BLUE if trial.state == State.FINISHED else "none"
+            face = style.BLUE if trial.state == State.FINISHED else "none"
             marker, size = ("*", 9) if trial is best else ("o", 4)
-            axes.plot([place], [trial.value], marker, color=BLUE, markerfacecolor=face, markersize=size)
+            axes.plot([place], [trial.value], marker, color=style.BLUE, markerfacecolor=face, markersize=size)
         axes.margins(0.1)  # so that no marker is cut
         _draw_axis(axes, draw, names)
-        axes.set_xlabel(fitted(draw.key, PANEL, STYLE["axes.labelsize"]))
-        axes.yaxis.set_major_formatter(PLAIN)
-        few_ticks(axes.yaxis)
+        axes.set_xlabel(style.fitted(draw.key, style.PANEL, style.STYLE["axes.labelsize"]))
+        axes.yaxis.set_major_formatter(style.PLAIN)
+        style.few_ticks(axes.yaxis)
     for axes in panels[len(draws) :]:
         axes.set_axis_off()
     return made
@@ -154,8 +140,8 @@ def _draw_axis(axes: Axes, draw: Draw, names: list[str]) -> None:
     """Ticks along x: of a choice its names, of a logarithmic range its ends and middle, else round values."""
     if names:
         shown = range(0, len(names), -(-len(names) // MOST_CHOICES))
-        width = PANEL / len(shown) - 4
-        axes.set_xticks(shown, [fitted(names[place], width) for place in shown])
+        width = style.PANEL / len(shown) - 4
+        axes.set_xticks(shown, [style.fitted(names[place], width) for place in shown])
         axes.set_xlim(-0.5, len(names) - 0.5)
     elif draw.kind == "log_uniform":
         low, high = draw.values
@@ -165,5 +151,5 @@ def _draw_axis(axes: Axes, draw: Draw, names: list[str]) -> None:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlim(low * (low / high) ** 0.1, high * (high / low) ** 0.1)
     else:
-        few_ticks(axes.xaxis, 4, whole=draw.kind == "integer")
-        axes.xaxis.set_major_formatter(PLAIN)
+        style.few_ticks(axes.xaxis, 4, whole=draw.kind == "integer")
+        axes.xaxis.set_major_formatter(style.PLAIN)

@@ -1,4 +1,4 @@
-"""Runs the trials of a search, each as a child process `raytrec train`; stops those that fall behind."""
+"""Runs trials as child processes; stops those that fall behind."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from raytrec.cluster.session import ray_session, stays_here
-from raytrec.common.devices import usable_gpus
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import count
-from raytrec.common.installed import built_for
+from raytrec.common.machine import built_for, usable_gpus
 from raytrec.common.terminal import plain
 from raytrec.config.run_config import RunConfig
 from raytrec.driver.console import RunConsole

@@ -1,4 +1,4 @@
-"""A search before it starts: its trials are drawn, and each of their configurations is checked."""
+"""A search and its trials, drawn and checked before they start."""
 
 from __future__ import annotations
 

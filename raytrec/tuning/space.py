@@ -1,4 +1,4 @@
-"""The space of a search: the keys of the configuration that are drawn for each trial, and how.
+"""The space of a search: which keys are drawn, and how.
 
 optim.embeddings.lr: {log_uniform: [0.001, 0.1]}
 model.dropout: {uniform: [0, 0.5]}

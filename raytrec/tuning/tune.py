@@ -1,4 +1,4 @@
-"""`raytrec tune`: trains one configuration many times, with other values for some keys; keeps the best."""
+"""`raytrec tune`: trains a configuration with many values of some keys."""
 
 from __future__ import annotations
 

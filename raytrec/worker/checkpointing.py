@@ -18,7 +18,7 @@ from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.state import LogicalState
 from raytrec.common import messages
 from raytrec.common.errors import RunError
-from raytrec.common.installed import installed_versions
+from raytrec.common.machine import installed_versions
 from raytrec.common.messages import Command, Restart
 from raytrec.common.redaction import hide_all
 from raytrec.config.features import resolve_features

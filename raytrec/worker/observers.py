@@ -16,7 +16,7 @@ from raytrec.checkpoint.state import LogicalState
 from raytrec.checks.live.registry import choose
 from raytrec.checks.live.runner import LiveChecks, Outcome, Position, verdict
 from raytrec.common import messages
-from raytrec.common.installed import installed_versions
+from raytrec.common.machine import installed_versions
 from raytrec.embeddings.taps import Taps
 from raytrec.worker.context import WorkerContext
 from raytrec.worker.heartbeat import Heartbeat

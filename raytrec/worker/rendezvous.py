@@ -18,7 +18,7 @@ from ray.train.torch import TorchConfig
 
 from raytrec.cluster.session import socket_interfaces
 from raytrec.common.errors import ConfigError
-from raytrec.common.installed import OTHER_DEVICE
+from raytrec.common.machine import OTHER_DEVICE
 from raytrec.compat.ray_torch import TorchBackend
 from raytrec.compat.torch_ import bind_store
 

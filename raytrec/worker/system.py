@@ -7,7 +7,7 @@ from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Any
 
-from raytrec.common.devices import cuda_handle
+from raytrec.common.machine import cuda_handle
 
 GPU_EVERY_S = 1.0
 

@@ -70,10 +70,7 @@ def test_figures_of_any_name_are_kept():
     assert messages.Train(step=3, figures={"my.metric": 0.25}).line()["my.metric"] == 0.25
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{}, {"kind": "nothing"}, {"kind": "check", "step": 3}],
-)
+@pytest.mark.parametrize("values", [{}, {"kind": "nothing"}, {"kind": "check", "step": 3}])
 def test_what_is_no_message_is_an_error(values):
     with pytest.raises((KeyError, TypeError)):
         from_json(values)

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small import SCHEMA
 
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hidden_keys, hide, hide_all, hide_yaml
@@ -25,28 +26,11 @@ HOST = st.sampled_from(
     ["host", "host:5000/x", "10.0.0.1/a/b?region=eu", "bucket/part-0.parquet", "db.example.com"]
 )
 SCHEME = st.sampled_from(["http", "https", "s3", "gs", "postgresql", "mysql+pymysql", "git+https", "redis"])
-PARAMETERS = (
-    *(
-        "sig",
-        "X-Amz-Signature",
-        "x-amz-credential",
-        "X-Amz-Security-Token",
-        "X%2DAmz%2DSignature",
-        "pwd",
-        "password",
-    ),
-    *(
-        "secret_key",
-        "access_key",
-        "private_key",
-        "AWSAccessKeyId",
-        "apiKey",
-        "api-key",
-        "token",
-        "auth",
-        "passphrase",
-    ),
-)
+PARAMETERS = [
+    "sig", "X-Amz-Signature", "x-amz-credential", "X-Amz-Security-Token", "X%2DAmz%2DSignature", "pwd",
+    "password", "secret_key", "access_key", "private_key", "AWSAccessKeyId", "apiKey", "api-key", "token",
+    "auth", "passphrase",
+]  # fmt: skip
 NAMES = (*PARAMETERS[5:-3], "DB_PWD", "clientSecret", "credentials", "AZURE_STORAGE_SAS", "jwt")
 
 
@@ -97,12 +81,8 @@ def test_texts(secret, before, after):
 @given(address=addresses(), name=st.sampled_from(NAMES))
 @settings(max_examples=60, deadline=None)
 def test_settings(address, name):
-    values = {
-        "uri": address,
-        "list": [address, {name: SEED}],
-        "tags": {name: f"a {SEED}"},
-        name: [SEED, {"x": SEED}],
-    }
+    values = {"uri": address, "list": [address, {name: SEED}], "tags": {name: f"a {SEED}"}}
+    values[name] = [SEED, {"x": SEED}]
     assert SEED not in str(hide_all(values))
     assert SEED not in hide_yaml(yaml.safe_dump(values))
     assert {"uri", "list", f"tags.{name}"} <= set(hidden_keys(hide_all(values)))
@@ -116,7 +96,6 @@ def test_every_output(address, tmp_path_factory):
     from ray.train.v2._internal.state.schema import _to_json_serializable_value
 
     from raytrec.client.jobs import _check_shown
-    from raytrec.config.schema import Schema
     from raytrec.driver.console import Result, RunConsole, print_summary
     from raytrec.tracking.tags import TEXTS, in_parts, parameters
     from raytrec.worker.context import WorkerTask
@@ -134,10 +113,7 @@ def test_every_output(address, tmp_path_factory):
         print_summary(Result({"name": "run"}, Path(), [f"look at it   {address}"]))
     recorded = [*in_parts(parameters(config), 6000), *in_parts(hide_all(config.tracking.tags), 8000)]
     assert all(len(part) <= TEXTS for part in recorded)
-    schema = Schema.parse(
-        {"labels": ["l"], "sparse": {"a": {"table": "t"}}, "tables": {"t": {"rows": 4, "dim": 4}}}, "test"
-    )
-    shown = _to_json_serializable_value(WorkerTask(config, schema, {}, None, address))
+    shown = _to_json_serializable_value(WorkerTask(config, SCHEMA, {}, None, address))
     try:
         raise RunError(address)
     except RunError as error:
@@ -173,39 +149,33 @@ def test_tags_for_sessions_and_long_numbers_called_token_are_hidden():
     assert hide("token=123456789") == "token=***"
 
 
+NO_SECRETS = """\
+mail me@there.org: now
+tokens=5
+a:b@c
+key=5
+author=me
+tokenizer=bert
+compass=north
+credentials_file=/home/me/key.json
+set warm_start.tables.query_token=new
+set RAY_AUTH_TOKEN_PATH=FILE, or RAY_AUTH_MODE=disabled
+http://host:5000
+http://h/#/experiments/1
+s3://bucket/a@b
+s3://b/date=2026-01-01/x?region=eu
+sqlite:////a/b.db
+abfss://box@account.dfs.core.windows.net/x
+s3://b/session=abc/part-0.parquet
+ssh -p 2222 host
+docker run -p 80:8080 image
+tokens=500000, max_token=100
+token_ids: no such column
+raytrec check config.yaml --password-file x"""
+
+
 def test_what_holds_no_secret_stays():
-    for text in (
-        *(
-            "http://host:5000",
-            "s3://bucket/a@b",
-            "mail me@there.org: now",
-            "tokens=5",
-            "a:b@c",
-            "key=5",
-            "author=me",
-        ),
-        *(
-            "abfss://box@account.dfs.core.windows.net/x",
-            "sqlite:////a/b.db",
-            "set warm_start.tables.query_token=new",
-        ),
-        *(
-            "http://h/#/experiments/1",
-            "tokenizer=bert",
-            "s3://b/date=2026-01-01/x?region=eu",
-            "compass=north",
-            "set RAY_AUTH_TOKEN_PATH=FILE, or RAY_AUTH_MODE=disabled",
-            "credentials_file=/home/me/key.json",
-        ),
-        *(
-            "ssh -p 2222 host",
-            "docker run -p 80:8080 image",
-            "tokens=500000, max_token=100",
-            "token_ids: no such column",
-            "s3://b/session=abc/part-0.parquet",
-            "raytrec check config.yaml --password-file x",
-        ),
-    ):
+    for text in NO_SECRETS.split("\n"):
         assert hide(text) == text
     values = {
         "num_tokens": 5,
@@ -215,26 +185,12 @@ def test_what_holds_no_secret_stays():
         "checks": {"custom": {"mine.token:Check": "warn"}},
     }
     assert hide_all(values) == values
-    assert hide_all({"password": 12345, "pwd": None, "secret": True}) == {
-        "password": "***",
-        "pwd": None,
-        "secret": True,
-    }
+    kept = {"pwd": None, "secret": True}
+    assert hide_all({"password": 12345} | kept) == {"password": "***"} | kept
 
 
 def test_long_text_takes_no_time():
-    for piece in (
-        "a",
-        "a=",
-        "://",
-        "a:b@",
-        "'a': ",
-        "-----BEGIN PRIVATE KEY-----",
-        "?a=b",
-        " ",
-        "eyJaaaaaaaaaaa.",
-        "-p ",
-        "password: ",
-    ):
+    pieces = ["a", "a=", "://", "a:b@", "'a': ", "?a=b", " ", "eyJaaaaaaaaaaa.", "-p ", "password: "]
+    for piece in (*pieces, "-----BEGIN PRIVATE KEY-----"):
         hide(piece * (300_000 // len(piece)))
         hide("http://" + piece * (300_000 // len(piece)))

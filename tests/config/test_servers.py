@@ -2,7 +2,7 @@
 
 import json
 import os
-import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -32,36 +32,30 @@ URIS = {
 }
 
 
-class Listener:
+REFUSED = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+class Listener(socketserver.ThreadingTCPServer):
     """A server on loopback that refuses every request, and keeps what it receives."""
+
+    daemon_threads = True
 
     def __init__(self):
         self.received = []
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.port = self._socket.getsockname()[1]
-        threading.Thread(target=self._serve, daemon=True).start()
+        super().__init__(("127.0.0.1", 0), None)
+        self.port = self.server_address[1]
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    def _serve(self):
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            with connection:
-                self.received.append(connection.recv(1 << 16))
-                connection.sendall(
-                    b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-                )
-
-    def close(self):
-        self._socket.close()
+    def finish_request(self, request, client_address):
+        self.received.append(request.recv(1 << 16))
+        request.sendall(REFUSED)
 
 
 @pytest.fixture
 def listener():
-    listener = Listener()
-    yield listener
-    listener.close()
+    with Listener() as listener:
+        yield listener
+        listener.shutdown()
 
 
 @pytest.fixture
@@ -111,9 +105,8 @@ def checkpoint(folder, config):
 
 
 def evaluate(tmp_path, uri):
-    evaluation.evaluate(
-        checkpoint(tmp_path / "run/checkpoints/step-0000000001", values(tmp_path, uri, "data.test"))
-    )
+    place = tmp_path / "run/checkpoints/step-0000000001"
+    evaluation.evaluate(checkpoint(place, values(tmp_path, uri, "data.test")))
 
 
 def evaluate_away(tmp_path, uri):
@@ -143,15 +136,8 @@ def begin_with_weights(tmp_path, uri):
     driver.train(parquet.settings(tmp_path / "none", tmp_path / "new"), start_from=run)
 
 
-WAYS = [
-    evaluate,
-    evaluate_away,
-    resume,
-    resume_with_ones_own_config,
-    train_uri,
-    train_copied_run,
-    begin_with_weights,
-]
+WAYS = [evaluate, evaluate_away, resume, resume_with_ones_own_config]
+WAYS += [train_uri, train_copied_run, begin_with_weights]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -166,20 +152,16 @@ def test_in_ones_own_configurations_they_are_asked(uri, tmp_path, account, liste
     with pytest.raises(Exception, match=r"b/x|127\.0\.0\.1"):
         driver.train(values(tmp_path, uri, "data.train"))
     sent = b"".join(listener.received).lower()
-    assert (b"authorization: " in sent) == (not uri.startswith("abfs")) and sent, (
-        "else the tests above show nothing"
-    )
+    # Else the tests above show nothing.
+    assert sent and (b"authorization: " in sent) == (not uri.startswith("abfs"))
 
 
+VOCABULARY = {"do": "lookup_vocabulary", "vocabulary": "X"}
 PLACES = [
     ("data", {"train": ["d", "X"]}, "data.train[1]"),
     ("data", {"valid": "X"}, "data.valid"),
     ("data", {"schema": "X"}, "data.schema"),
-    (
-        "data",
-        {"transforms": [{"do": "lookup_vocabulary", "vocabulary": "X"}]},
-        "data.transforms[0].vocabulary",
-    ),
+    ("data", {"transforms": [VOCABULARY]}, "data.transforms[0].vocabulary"),
     ("eval", {"retrieval": {"items": "X"}}, "eval.retrieval.items"),
     ("warm_start", {"from": "X"}, "warm_start.from"),
     ("checkpoint", {"dir": "X"}, "checkpoint.dir"),
@@ -188,60 +170,28 @@ PLACES = [
 
 @pytest.mark.parametrize(("section", "names", "key"), PLACES)
 def test_every_place_of_a_configuration_is_looked_at(section, names, key):
-    uri = URIS["s3"].format(port=9)
-    found = yaml.safe_load(yaml.safe_dump({section: names}).replace("X", uri))
-    assert code_in(found) == {key: uri}
-    binary = yaml.safe_load(
-        yaml.safe_dump({section: names}).replace("X", "!!binary czM6Ly9iP2VuZHBvaW50X292ZXJyaWRlPWg=")
-    )
-    assert code_in(binary) == {key: "s3://b?endpoint_override=h"}
+    uri = "s3://b?endpoint_override=h"
+    for text in (uri, "!!binary czM6Ly9iP2VuZHBvaW50X292ZXJyaWRlPWg="):
+        assert code_in(yaml.safe_load(yaml.safe_dump({section: names}).replace("X", text))) == {key: uri}
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "runs/a?endpoint_override=x",
-        "file:///home/me/a b?c#d",
-        "s3://bucket/a/b=c",
-        "s3://key:secret@bucket/a?region=eu-north-1",
-        "gs://anonymous@bucket",
-        "abfs://box@account.dfs.core.windows.net/a",
-        "abfss://account.blob.core.windows.net/box/a",
-        "abfs://account@box/a",
-    ],
-)
-def test_a_place_in_its_own_cloud_needs_no_trust(place):
-    assert not chooses_server(place)
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        "s3://bucket/a?scheme=http",
-        "s3://bucket/a?region=eu&endpoint_override=host",
-        "s3://bucket?tls_ca_file_path=/x",
-        "s3://bucket?region=eu.example/",
-        "S3://bucket/a",
-        "gs://bucket/a?endpoint%5Foverride=host",
-        "gs://bu%63ket/a",
-        "abfs://box@account.dfs.core.windows.net.example/a",
-        "abfs://account@storage.example:443/box/a",
-        "abfs://box@account.dfs.core.windows.net/a?blob_storage_authority=host",
-        "abfs://evil%2Fx@box/a",
-        "hdfs://namenode:8020/a",
-        "fsspec+http://host/a",
-        "hf://datasets/a",
-        "file://host/a",
-    ],
-)
-def test_any_other_uri_chooses_its_server(place):
-    assert chooses_server(place)
+def test_a_place_in_its_own_cloud_needs_no_trust_and_any_other_uri_chooses_its_server():
+    own = ["runs/a?endpoint_override=x", "file:///home/me/a b?c#d", "s3://bucket/a/b=c"]
+    own += ["s3://key:secret@bucket/a?region=eu-north-1", "gs://anonymous@bucket", "abfs://account@box/a"]
+    own += ["abfs://box@account.dfs.core.windows.net/a", "abfss://account.blob.core.windows.net/box/a"]
+    assert [place for place in own if chooses_server(place)] == []
+    other = ["s3://bucket/a?scheme=http", "s3://bucket/a?region=eu&endpoint_override=host", "S3://bucket/a"]
+    other += ["s3://bucket?tls_ca_file_path=/x", "s3://bucket?region=eu.example/", "gs://bu%63ket/a"]
+    other += ["gs://bucket/a?endpoint%5Foverride=host", "abfs://account@storage.example:443/box/a"]
+    other += ["abfs://box@account.dfs.core.windows.net.example/a", "abfs://evil%2Fx@box/a"]
+    other += ["abfs://box@account.dfs.core.windows.net/a?blob_storage_authority=host", "file://host/a"]
+    other += ["hdfs://namenode:8020/a", "fsspec+http://host/a", "hf://datasets/a"]
+    assert [place for place in other if not chooses_server(place)] == []
 
 
 def test_a_place_of_the_users_own_takes_its_place(tmp_path, account):
-    (tmp_path / "a.yaml").write_text(
-        yaml.safe_dump(values(tmp_path, URIS["s3"].format(port=9), "data.train"))
-    )
+    theirs = values(tmp_path, URIS["s3"].format(port=9), "data.train")
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(theirs))
     mine = "s3://mine/x?endpoint_override=storage.mine:9000"
     assert load_config((tmp_path / "a.yaml").as_uri(), [f"data.train={mine}"]).data.train == mine
 
@@ -326,14 +276,11 @@ def test_the_best_configuration_of_a_foreign_search_names_no_code(tmp_path, acco
     folder = tmp_path / "search"
     (folder / "base").mkdir(parents=True)
     (folder / "search.json").write_text("{}")
-    config = parquet.settings(tmp_path / "none", tmp_path / "run") | {
-        "model": {"name": "theirs_search:Model"}
-    }
+    config = parquet.settings(tmp_path / "none", tmp_path / "run")
+    config["model"] = {"name": "theirs_search:Model"}
     for file in (folder / "best.yaml", folder / "base/config.yaml"):
         file.write_text(yaml.safe_dump(config))
-        with pytest.raises(
-            ConfigError, match=r"model\.name: theirs_search:Model.*\n.*--allow-code|--allow-code"
-        ):
+        with pytest.raises(ConfigError, match=r"model\.name: theirs_search:Model"):
             driver.train(file)
         assert "theirs_search" not in sys.modules
         assert load_config(file, allow_code=True).model.name == "theirs_search:Model"

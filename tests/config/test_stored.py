@@ -41,17 +41,11 @@ def in_old_keys(values: dict) -> dict:
 def _sections(values, above):
     found = [values]
     for part in above:
-        found = (
-            [each.get(part) for each in found if isinstance(each, dict)]
-            if part != "*"
-            else [
-                inner
-                for each in found
-                if each
-                for inner in (each.values() if isinstance(each, dict) else each)
-            ]
-        )
-    return [each for each in found if isinstance(each, dict)]
+        if part == "*":
+            found = [inner for each in found for inner in (each.values() if isinstance(each, dict) else each)]
+        else:
+            found = [each[part] for each in found if each.get(part)]
+    return found
 
 
 def test_a_stored_configuration_in_old_keys_is_the_same_configuration():

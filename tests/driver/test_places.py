@@ -10,8 +10,8 @@ import pynvml
 import pytest
 from waiting import wait_for
 
-from raytrec.common.devices import smallest_gpu_memory
 from raytrec.common.errors import ConfigError
+from raytrec.common.machine import smallest_gpu_memory
 from raytrec.config.run_config import RunConfig
 from raytrec.driver import launch, nodes, session
 from raytrec.driver import run as driver

@@ -15,7 +15,7 @@ from ranks import on_ranks
 from small import SCHEMA, batches, build, config, train
 
 from raytrec.common.errors import RunError
-from raytrec.common.pages import bring_in
+from raytrec.common.memory import bring_in
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import load_config
 from raytrec.embeddings.mapped import MappedFiles

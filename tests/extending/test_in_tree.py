@@ -84,7 +84,7 @@ def add_metric(tree):
 def add_check(tree):
     copied(tree, "shop_check.py", "raytrec/checks/live/patience.py")
     setting = '    patience: Reaction = Field("stop", description="A run is over in time.")\n'
-    inserted(tree, "raytrec/config/monitoring.py", "    custom: dict[", setting)
+    inserted(tree, "raytrec/config/training.py", "    custom: dict[", setting)
 
 
 def add_optimizer(tree):

@@ -1,7 +1,7 @@
 """Small file systems, to fill."""
 
 import subprocess
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -21,3 +21,10 @@ def small_disk(place, size, busy=False):
         yield place
     finally:
         subprocess.run(["umount", *(["-l"] if busy else []), str(place)], check=True)
+
+
+def fill(place):
+    """Takes all the room that is left."""
+    with suppress(OSError), open(place / "ballast", "ab", buffering=0) as file:
+        while True:
+            file.write(bytes(1000))

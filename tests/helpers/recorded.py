@@ -7,48 +7,24 @@ from pathlib import Path
 
 import numpy as np
 
+from raytrec.common.messages import PHASES
 from raytrec.metrics.selection import figures_of
+from raytrec.tracking.aggregate import OF_IDS
 
 BEGIN_S = 1.8e9
 KNOWN = {figure.key: figure.record() for figure in figures_of()}
 METRICS = [KNOWN[key] for key in ("auc", "ne", "logloss", "calibration")]  # as a run describes them
-PHASES = (
-    "data",
-    "copy",
-    "input_exchange",
-    "tables",
-    "forward",
-    "backward",
-    "optimizer",
-    "collectives",
-    "other",
-)
 PHASE_S = (0.1, 0.02, 0.2, 0.4, 0.6, 1.2, 0.1, 0.6, 0.28)  # of an interval of 100 steps, 3.5 s together
 CAUSE = "rank 1 (pid 7 on 10.0.0.7) died at step 220"
+SAVED = {"event": "saved", "error": None, "seconds": 0.2}
 EVENTS = (
     {"event": "started", "unix_s": 0, "attempt": 1, "workers": 2},
     {"event": "start", "unix_s": 1, "total": 500, "step": 0, "workers": 2, "metrics": METRICS},
-    {
-        "event": "saved",
-        "unix_s": 6,
-        "step": 150,
-        "folder": "c/1",
-        "error": None,
-        "blocked_s": 0.01,
-        "seconds": 0.2,
-    },
+    SAVED | {"unix_s": 6, "step": 150, "folder": "c/1", "blocked_s": 0.01},
     {"event": "failed", "unix_s": 9, "cause": CAUSE, "rank": 1, "step": 220, "again": True},
     {"event": "started", "unix_s": 20, "attempt": 2, "workers": 2},
     {"event": "start", "unix_s": 21, "total": 500, "step": 150, "workers": 2, "metrics": METRICS},
-    {
-        "event": "saved",
-        "unix_s": 34,
-        "step": 500,
-        "folder": "c/2",
-        "error": None,
-        "blocked_s": 0.03,
-        "seconds": 0.2,
-    },
+    SAVED | {"unix_s": 34, "step": 500, "folder": "c/2", "blocked_s": 0.03},
 )
 CONFIG = """run: {name: recorded, dir: /runs/recorded}
 data: {train: data/train, global_batch_size: 2048}
@@ -78,14 +54,10 @@ def record(
     write_lines(folder / "checks.jsonl", checks(100 * intervals))
     write_lines(folder / "events.jsonl", [e | {"unix_s": e["unix_s"] + BEGIN_S} for e in EVENTS])
     plan = [
-        {
-            "table": name,
-            "sharding_type": "table_wise" if i else "row_wise",
-            "compute_kernel": "fused",
-            "ranks": holders(i, ranks),
-        }
+        {"table": name, "sharding_type": "table_wise", "compute_kernel": "fused", "ranks": holders(i, ranks)}
         for i, name in enumerate(names)
     ]
+    plan[0]["sharding_type"] = "row_wise"
     (folder / "plan.json").write_text(json.dumps(plan))
     (folder / "config.yaml").write_text(CONFIG)
     spec = {"tables": {name: {"rows": 100 * (i + 1), "dim": 16} for i, name in enumerate(names)}}
@@ -143,16 +115,8 @@ def shard(table: int, parts: int) -> dict:
         "weight_norm": 3.0,
         "gradient_norm": 0.04,
         "update_norm": 0.004,
-        "state_norm": None,
         "dead_share": 0.25,
-        "changed_share": None,
-        "cache_hit_rate": None,
-        "collision_rate": None,
-        "occupancy": None,
-        "admitted_ids": None,
-        "evicted_ids": None,
-        "fallback_share": None,
-        "id_age": None,
+        **dict.fromkeys(("state_norm", "changed_share", "cache_hit_rate", "collision_rate", *OF_IDS)),
     }
 
 
@@ -165,13 +129,8 @@ def metrics(last: int) -> list[dict]:
     again = [(step, 21 + 0.035 * (step - 150)) for step in range(160, last + 1, 20)]
     lines = []
     for step, at_s in first + again:
-        figures = {
-            "logloss": 0.5 + 2 / step,
-            "ne": 0.9 + 2 / step,
-            "calibration": 1 + 1 / step,
-            "rows": 20 * 2048,
-        }
-        when = {"step": step, "unix_s": BEGIN_S + at_s}
+        figures = {"logloss": 0.5 + 2 / step, "ne": 0.9 + 2 / step, "calibration": 1 + 1 / step}
+        when = {"step": step, "unix_s": BEGIN_S + at_s, "rows": 20 * 2048}
         lines.append({"kind": "train", **when, **figures, "rows_per_s": 60_000.0})
         if step % 100 == 0:
             lines.append({"kind": "eval", **when, **figures, "auc": 0.8 - 2 / step, "curves": curves()})
@@ -195,21 +154,13 @@ def curves(power: float = 0.3) -> dict:
 
 def checks(last: int) -> list[dict]:
     """Five checks each 100 steps; parity fails once."""
-    names = ("shards", "replicas", "parity", "conservation", "numerics")
+    good = {"passed": True, "figure": 1e-7, "limit": 1e-4, "text": "as it should"}
+    bad = good | {"passed": False, "text": "table table_1 on rank 1 differs by 0.2"}
+    outcomes = {(300, "parity"): bad}
     return [
-        {
-            "step": step,
-            "unix_s": BEGIN_S + step,
-            "check": name,
-            "passed": not (name == "parity" and step == 300),
-            "figure": 1e-7,
-            "limit": 1e-4,
-            "text": "table table_1 on rank 1 differs by 0.2"
-            if name == "parity" and step == 300
-            else "as it should",
-        }
+        {"step": step, "unix_s": BEGIN_S + step, "check": name, **outcomes.get((step, name), good)}
         for step in range(0, last + 1, 100)
-        for name in names
+        for name in ("shards", "replicas", "parity", "conservation", "numerics")
     ]
 
 

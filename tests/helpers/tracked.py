@@ -1,11 +1,14 @@
-"""A run folder whose run is tracked."""
+"""A run folder whose run is tracked, and what MLflow has of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from time import time
 from typing import Any
 
+from raytrec.common.messages import Compared
 from raytrec.config.run_config import RunConfig, load_config
+from raytrec.tracking.journal import append_line
 
 
 def config(folder: Path, values: dict[str, Any]) -> RunConfig:
@@ -15,3 +18,21 @@ def config(folder: Path, values: dict[str, Any]) -> RunConfig:
     made = load_config({"data": {"train": "d"}, **values, "run": run})
     (folder / "config.yaml").write_text(made.to_yaml())
     return made
+
+
+def add(folder: Path, figures: dict[str, Any], step: int, unix_s: float | None = None) -> None:
+    """A line of the run folder, whose figures have their own names in MLflow."""
+    append_line(folder, Compared(step=step, unix_s=time() if unix_s is None else unix_s, figures=figures))
+
+
+def client(uri: str) -> Any:
+    """MLflow's client of a store."""
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri)
+
+
+def history(uri: str, run_id: str, name: str) -> list[tuple[int, float, int]]:
+    """(step, value, ms) of a metric, by step."""
+    found = client(uri).get_metric_history(run_id, name)
+    return sorted((each.step, each.value, each.timestamp) for each in found)

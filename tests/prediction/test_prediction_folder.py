@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from raytrec.checkpoint.files import folder_of
 from raytrec.cli import app
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
-from raytrec.common.leftovers import owner
+from raytrec.common.processes import owner
 from raytrec.config.run_config import load_config
 from raytrec.prediction import predict as predicting
 from raytrec.prediction.folder import Counts, PredictionFolder

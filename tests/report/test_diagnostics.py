@@ -67,9 +67,8 @@ def test_waiting_is_not_to_blame_for_slowness():
 
 
 def test_one_rank_alone_and_ranks_without_times_are_no_stragglers():
-    assert straggler(lines({})) is None
-    assert straggler([]) is None
-    assert straggler([replace(line, seconds=0.0) for line in lines({}, {})]) is None
+    for ranks in (lines({}), [], [replace(line, seconds=0.0) for line in lines({}, {})]):
+        assert straggler(ranks) is None
 
 
 def test_gpus_that_wait_for_data():
@@ -82,11 +81,8 @@ def test_gpus_that_wait_for_data():
 
 
 def test_gpus_that_wait_for_one_another_or_have_little_to_do():
-    for phase, cure in (
-        ("input_exchange", "plan"),
-        ("backward", "data.global_batch_size"),
-        ("other", "save"),
-    ):
+    cures = {"input_exchange": "plan", "backward": "data.global_batch_size", "other": "save"}
+    for phase, cure in cures.items():
         idle = lines({phase: 4.0}, {phase: 4.0}, seconds=8.0, system={"gpu_percent": 49})
         assert cure in low_utilisation(idle), phase
 

@@ -74,30 +74,21 @@ def test_reliability_and_roc_are_those_of_the_last_evaluation(run, tmp_path):
 
 def test_two_tasks_have_a_panel_for_each_metric_and_a_line_for_each_curve(tmp_path):
     record(tmp_path)
-    lines = (tmp_path / "metrics.jsonl").read_text()
+    lines = (tmp_path / "metrics.jsonl").read_text().replace('"metric": "auc"', '"metric": "click.auc"')
     names = "auc", "ne", "logloss", "calibration", "roc", "reliability"
     for name in names:
         lines = lines.replace(f'"{name}":', f'"click.{name}":')
-    written = [
-        json.loads(line.replace('"metric": "auc"', '"metric": "click.auc"'))
-        for line in lines.split("\n")
-        if line
-    ]
-    for line in written:
-        line["like.mae"] = 5.0
-        if curves := line.get("curves"):
-            curves |= {
-                name.replace("click", "like"): curve | {"metric": "like.x"} for name, curve in curves.items()
-            }
+    written = [json.loads(line) | {"like.mae": 5.0} for line in lines.splitlines()]
+    for curves in (line["curves"] for line in written if "curves" in line):
+        of_click = {name.replace("click", "like"): curve for name, curve in curves.items()}
+        curves |= {name: curve | {"metric": "like.x"} for name, curve in of_click.items()}
     write_lines(tmp_path / "metrics.jsonl", written)
     described = [figure.record() for figure in figures_of() if figure.key in (*names, "mae")]
     for each in described:
         task = "like" if each["key"] == "mae" else "click"
         each |= {"key": f"{task}.{each['key']}", "label": f"{task}: {each['label']}"}
-    write_lines(
-        tmp_path / "events.jsonl",
-        [{"event": "start", "total": 500, "step": 0, "workers": 2, "metrics": described}],
-    )
+    start = {"event": "start", "total": 500, "step": 0, "workers": 2, "metrics": described}
+    write_lines(tmp_path / "events.jsonl", [start])
     run = RunFolder.read(tmp_path)
     panels = {axes.get_ylabel() for axes in learning.curves(run).axes}
     assert panels == {"click: NE", "click: log loss", "click: AUC", "like: MAE"}
@@ -154,10 +145,8 @@ def test_only_the_last_group_of_workers_is_on_the_map(tmp_path):
 def test_phases_are_milliseconds_a_step(run):
     (axes,) = phases.in_total(run).axes
     widths = {c.get_label(): [bar.get_width() for bar in c] for c in axes.containers}
-    assert widths == {
-        phase.replace("_", " "): pytest.approx([10 * s, 10 * s])
-        for phase, s in zip(PHASES, PHASE_S, strict=True)
-    }
+    names = [phase.replace("_", " ") for phase in PHASES]
+    assert widths == {name: pytest.approx([10 * s] * 2) for name, s in zip(names, PHASE_S, strict=True)}
     assert [t.get_text() for t in axes.get_yticklabels()] == ["rank 0", "rank 1"]
     first, second = phases.over_steps(run).axes
     assert (first.get_title("left"), second.get_title("left")) == ("rank 0", "rank 1")

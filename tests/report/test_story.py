@@ -16,22 +16,10 @@ NAMES = ["user", "item", "tag"]
 def test_shards_come_together(tmp_path):
     """Table 0 has its rows on both ranks: sums, norms over all of its rows, means by rows and lookups."""
     one, two = (interval(NAMES, rank, 2, 100) for rank in (0, 1))
-    one["tables"]["user"] |= {
-        "rows": 30,
-        "dead_share": 1.0,
-        "gradient_norm": 3.0,
-        "lookups": 10,
-        "max_abs": 0.1,
-    }
-    two["tables"]["user"] |= {
-        "rows": 10,
-        "dead_share": 0.0,
-        "gradient_norm": 4.0,
-        "lookups": 30,
-        "max_abs": None,
-    }
-    one["tables"]["user"] |= {"touched_rows": 2, "unique_ratio": 0.2, "read_ids": 300, "changed_share": 0.0}
-    two["tables"]["user"] |= {"touched_rows": 18, "unique_ratio": 0.6, "read_ids": 100, "changed_share": 1.0}
+    keys = ("rows", "dead_share", "gradient_norm", "lookups", "max_abs", "touched_rows", "unique_ratio")
+    keys += ("read_ids", "changed_share")
+    one["tables"]["user"] |= zip(keys, (30, 1.0, 3.0, 10, 0.1, 2, 0.2, 300, 0.0), strict=True)
+    two["tables"]["user"] |= zip(keys, (10, 0.0, 4.0, 30, None, 18, 0.6, 100, 1.0), strict=True)
     write_lines(tmp_path / "ranks.jsonl", [one, two])
     run = RunFolder.read(tmp_path)
     whole = run.tables["user"][100]
@@ -84,10 +72,8 @@ def test_a_clock_that_went_back_before_a_resume_leaves_the_story_as_it_was(tmp_p
     ]
     write_lines(tmp_path / "events.jsonl", began + again)
     steps = {5020: 10, 5038: 20, 1010: 30, 1030: 40}
-    write_lines(
-        tmp_path / "metrics.jsonl",
-        [{"kind": "train", "step": step, "unix_s": at} for at, step in steps.items()],
-    )
+    trained = [{"kind": "train", "step": step, "unix_s": at} for at, step in steps.items()]
+    write_lines(tmp_path / "metrics.jsonl", trained)
     told = story(RunFolder.read(tmp_path))
     assert [(g.begin_s, g.end_s, g.workers) for g in told.groups] == [(0, 40, 2), (40, 70, 3)]
     assert [step for _, step in told.progress] == [0, 10, 20, 20, 30, 40, 40]

@@ -1,5 +1,7 @@
 """What tests of tracking share."""
 
+import multiprocessing
+
 import pytest
 
 
@@ -9,3 +11,11 @@ def stores():
 
     with made_once():
         yield
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """A way to start processes that have imported MLflow already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["raytrec.tracking.delivery", "mlflow.store.tracking.sqlalchemy_store"])
+    return context

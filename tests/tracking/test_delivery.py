@@ -14,13 +14,13 @@ from uuid import uuid4
 
 import pytest
 import tracked
+from tracked import add, client
 
 from raytrec.common.errors import ConfigError
-from raytrec.common.messages import METRICS, Compared
+from raytrec.common.messages import METRICS
 from raytrec.tracking.delivery import Delivery
 from raytrec.tracking.failures import may_pass, unreachable
 from raytrec.tracking.feed import Feed
-from raytrec.tracking.journal import append_line
 from raytrec.tracking.store import KEY, PARENT_NAME, Store
 from raytrec.tracking.tags import run_tags
 
@@ -44,15 +44,8 @@ def run(place, request, tmp_path):
     return make
 
 
-def add(folder, figures, step, unix_s=None):
-    """A line of the run folder, whose figures have their own names in MLflow."""
-    append_line(folder, Compared(step=step, unix_s=time() if unix_s is None else unix_s, figures=figures))
-
-
-def client(delivery):
-    from mlflow import MlflowClient
-
-    return MlflowClient(delivery.uri)
+def steps_of(delivery, name="loss"):
+    return [step for step, _, _ in tracked.history(delivery.uri, delivery.run_id, name)]
 
 
 def test_what_is_in_the_folder_is_in_the_store(run, tmp_path):
@@ -74,7 +67,7 @@ def test_what_is_in_the_folder_is_in_the_store(run, tmp_path):
     assert delivery.finish("FINISHED", 60) is None
     assert said == []
 
-    run = client(delivery).get_run(delivery.run_id)
+    run = client(delivery.uri).get_run(delivery.run_id)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
     assert run.data.params["optim.embeddings.name"] == "rowwise_adagrad"
     assert run.data.params["warm_start.from"] == "http://me:***@host:5000/run"
@@ -83,9 +76,8 @@ def test_what_is_in_the_folder_is_in_the_store(run, tmp_path):
     assert (tags["cluster.nodes"], tags["team"], tags["api_key"]) == ("3", "search", "***")
     many = {f"many/{i}": float(i) for i in range(2500)}
     assert run.data.metrics == {"loss": 1 / 50, "table/item_/rows": 3.0, **many}
-    history = client(delivery).get_metric_history(delivery.run_id, "loss")
-    assert [m.step for m in history] == list(range(50))
-    assert [m.timestamp for m in history] == [(10**9 + step) * 1000 for step in range(50)]
+    wanted = [(step, 1 / (step + 1), (10**9 + step) * 1000) for step in range(50)]
+    assert tracked.history(delivery.uri, delivery.run_id, "loss") == wanted
     kept = tmp_path.parent / "mlartifacts" / delivery.run_id / "artifacts"
     found = sorted(str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file())
     assert found == ["config.yaml", "pictures/curves.svg", "plan.json"]
@@ -102,11 +94,10 @@ def test_what_the_store_refuses_is_dropped_and_counted_and_the_rest_is_there(run
     assert said == [], "nothing that waiting would help"
     again, _ = run(run={"seed": 2})  # MLflow keeps a param as it was first written
     assert again.finish("FAILED", 60) is None, "they are not written again"
-    stored = client(delivery).get_run(delivery.run_id)
+    stored = client(delivery.uri).get_run(delivery.run_id)
     assert again.run_id == delivery.run_id
     assert (stored.info.status, stored.data.params["run.seed"]) == ("FAILED", "1")
-    history = client(delivery).get_metric_history(delivery.run_id, "loss")
-    assert [m.value for m in history] == [1.0, 2.0]
+    assert [value for _, value, _ in tracked.history(delivery.uri, delivery.run_id, "loss")] == [1.0, 2.0]
 
 
 def test_a_run_is_resumed_or_a_new_one_made_which_has_all_of_it(run, tmp_path):
@@ -116,16 +107,16 @@ def test_a_run_is_resumed_or_a_new_one_made_which_has_all_of_it(run, tmp_path):
     before = delivery.run_id
     again, _ = run()
     again.deliver()
-    assert again.run_id == before and client(again).get_run(before).info.status == "RUNNING"
+    assert again.run_id == before and client(again.uri).get_run(before).info.status == "RUNNING"
     add(tmp_path, {"loss": 0.5}, 2)
     again.finish("FINISHED", 60)
-    assert [m.step for m in client(again).get_metric_history(before, "loss")] == [1, 2]
+    assert steps_of(again) == [1, 2]
 
-    client(again).delete_run(before)
+    client(again.uri).delete_run(before)
     other, _ = run()
     assert other.finish("FINISHED", 60) is None
     assert other.run_id not in (None, before)
-    assert [m.step for m in client(other).get_metric_history(other.run_id, "loss")] == [1, 2]
+    assert steps_of(other) == [1, 2]
 
 
 def test_a_run_is_made_once_although_the_answer_got_lost(place):

@@ -2,7 +2,6 @@
 full disk, lines that are torn."""
 
 import json
-import multiprocessing
 import os
 import signal
 import sqlite3
@@ -59,11 +58,7 @@ def expected(steps):
 
 
 def stored(uri, run_id, names):
-    from mlflow import MlflowClient
-
-    client = MlflowClient(uri)
-    found = {name: client.get_metric_history(run_id, name) for name in names}
-    return {name: sorted((m.step, m.value, m.timestamp) for m in metrics) for name, metrics in found.items()}
+    return {name: tracked.history(uri, run_id, name) for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +106,6 @@ def drive(uri, folder, first, last, dies_after, told):
         if step % 10 == 0:
             delivery.deliver()
     delivery.finish("FINISHED", 60)
-
-
-@pytest.fixture(scope="module")
-def processes():
-    context = multiprocessing.get_context("forkserver")  # its children have imported MLflow already
-    context.set_forkserver_preload(["raytrec.tracking.delivery", "mlflow.store.tracking.sqlalchemy_store"])
-    return context
 
 
 def begin(processes, *args):
@@ -218,13 +206,17 @@ def test_lines_of_a_group_that_was_lost_wait_for_nobody(tmp_path):
 
 
 def test_torn_lines_and_others_are_passed_over(tmp_path):
-    whole = json.dumps(message("train", 1).line())
-    (tmp_path / "metrics.jsonl").write_text(whole + "\n" + whole[:20])
+    one, two, three = (json.dumps(message("train", step).line()) + "\n" for step in (1, 2, 3))
     feed = Feed(tmp_path)
-    assert [r.step for r in records(feed)] == [1]
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write("\n" + json.dumps(message("train", 2).line()) + "\n[]\n{}\n")  # as the next driver does
-    assert [r.step for r in records(feed)] == [2]
+
+    def add(text):
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.write(text)
+        return [r.step for r in records(feed)]
+
+    assert add(one + two[:20]) == [1]
+    assert add(two[20:] + three[:20]) == [2], "once it is whole"
+    assert add("\n" + three + "[]\n{}\n") == [3], "as the next driver does"
     assert feed.dropped == 2, "a line that is not a message; what is torn never was one"
 
 
@@ -245,9 +237,7 @@ def test_a_disk_that_is_full(uri, tmp_path):
         delivery.deliver()
         record = Record(folder)
         add_all(folder, 1, 2)
-        with open(folder / "ballast", "ab", buffering=0) as file, pytest.raises(OSError, match="No space"):
-            while True:
-                file.write(bytes(1000))
+        disks.fill(folder)
         wide = {f"wide/{i}": float(i) for i in range(300)}  # more than is left of the file's last page
         record.keep(messages.Train(step=1, unix_s=1e9, figures=wide))
         for step in range(2, 30):
@@ -264,18 +254,6 @@ def test_a_disk_that_is_full(uri, tmp_path):
         wanted = expected(range(1, 31))
         assert stored(uri, delivery.run_id, wanted) == wanted
         assert (folder / "checks.jsonl").read_text().count("\n") == 30
-
-
-def test_lines_are_kept_while_nothing_is_tracked(tmp_path, uri):
-    """A run that is resumed with tracking.enabled=true has all of it in MLflow."""
-    folder = tmp_path / "off"
-    folder.mkdir()
-    record = Record(folder)
-    for step in (1, 2):
-        for kind in ("train", "check", *range(RANKS)):
-            record.keep(message(kind, step))
-    assert record.close() == []
-    check(uri, folder, range(1, 3))
 
 
 def test_what_is_missing_at_the_end_is_written_later(uri, tmp_path, monkeypatch, capsys):
@@ -306,17 +284,6 @@ def test_what_is_missing_at_the_end_is_written_later(uri, tmp_path, monkeypatch,
         run_id = json.loads((folder / NOTE).read_text())["run_id"]
         wanted = expected(range(1, 4))
         assert stored(uri, run_id, wanted) == wanted
-    from mlflow import MlflowClient
-
-    client = MlflowClient(uri)
+    client = tracked.client(uri)
     assert client.get_run(run_id).info.status == "FINISHED"
     assert {file.path for file in client.list_artifacts(run_id)} == {"config.yaml", "result.json"}
-
-
-def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path):
-    whole, feed = json.dumps(message("train", 1).line()) + "\n", Feed(tmp_path)
-    for part in (whole[:20], whole[20:]):
-        assert records(feed) == []
-        with open(tmp_path / "metrics.jsonl", "a") as file:
-            file.write(part)
-    assert [r.step for r in records(feed)] == [1]

@@ -7,6 +7,7 @@ import os
 
 import disks
 import pytest
+from disks import fill
 
 from raytrec.common.messages import RankLine, Result, Start, Train
 from raytrec.driver.recorder import Record, Watch, write_json, write_text
@@ -19,16 +20,6 @@ def disk(tmp_path):
     """A file system of 1 MiB."""
     with disks.small_disk(tmp_path / "disk", "1m") as place:
         yield place
-
-
-def fill(disk):
-    """Takes all the room that is left."""
-    with open(disk / "ballast", "ab", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(1000))
-        except OSError:
-            return
 
 
 def lines(path):
@@ -97,15 +88,8 @@ def test_a_file_is_written_whole_or_not_at_all(disk):
     assert sorted(p.name for p in disk.iterdir()) == ["ballast", "result.json"], "nothing in part is left"
 
 
-NAMES = [each.name for each in dataclasses.fields(RankLine)]
-
-
-class Console:
-    def __init__(self):
-        self.said = []
-
-    def warn(self, text):
-        self.said.append(text)
+class Console(list):
+    warn = list.append
 
 
 def test_a_result_that_cannot_be_written_is_told_with_what_to_do(disk):
@@ -120,15 +104,15 @@ def test_a_result_that_cannot_be_written_is_told_with_what_to_do(disk):
     assert "the result cannot be written: No space left on device" in error.what
     assert f"raytrec train --resume {disk}" in error.do
     (lost,) = record.close()
-    assert "the run folder lacks" in lost and len(console.said) == 1
+    assert "the run folder lacks" in lost and len(console) == 1
     assert not (disk / "result.json").exists()
 
 
 def test_a_message_that_cannot_be_recorded_does_not_end_the_recording(tmp_path):
-    console = Console()
+    console, names = Console(), [each.name for each in dataclasses.fields(RankLine)]
     watch = Watch(console, Record(tmp_path))
     for _ in range(2):
-        watch.receive(RankLine(**dict.fromkeys(NAMES)))  # without its rank, or anything else
+        watch.receive(RankLine(**dict.fromkeys(names)))  # without its rank, or anything else
     watch.receive(Train(step=2, figures={"logloss": 0.5}))
     assert lines(tmp_path / "metrics.jsonl")[0]["step"] == 2
-    assert len(console.said) == 1 and "messages of kind rank are not recorded" in console.said[0]
+    assert len(console) == 1 and "messages of kind rank are not recorded" in console[0]

@@ -8,19 +8,19 @@ import socket
 import subprocess
 import sys
 from threading import Timer
-from time import monotonic, perf_counter, sleep, time
+from time import monotonic, perf_counter, sleep
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import psutil
 import pytest
 import tracked
+from tracked import add, client
+from waiting import wait_for
 
 from raytrec.common.errors import ConfigError
-from raytrec.common.messages import Compared
 from raytrec.driver.track import Follower
 from raytrec.tracking.delivery import Delivery
-from raytrec.tracking.journal import append_line
 
 
 class Server:
@@ -47,15 +47,14 @@ class Server:
             self._process = subprocess.Popen(
                 command, env=os.environ | quiet, stdout=log, stderr=log, start_new_session=True
             )
+        wait_for(self._answers, "MLflow's server", 120)
 
-    def wait(self):
-        until = monotonic() + 120
-        while monotonic() < until:
-            try:
-                return urlopen(f"{self.uri}/health", timeout=5).close()
-            except (URLError, TimeoutError, ConnectionError):
-                sleep(0.2)
-        raise TimeoutError((self.folder / "server.log").read_text())
+    def _answers(self):
+        try:
+            urlopen(f"{self.uri}/health", timeout=5).close()
+        except (URLError, TimeoutError, ConnectionError):
+            return False
+        return True
 
     def kill(self):
         if self._process:
@@ -71,26 +70,8 @@ def server(tmp_path_factory):
     server.kill()
 
 
-def client(uri):
-    from mlflow import MlflowClient
-
-    return MlflowClient(uri)
-
-
-def add(folder, figures, step):
-    """A line of the run folder, whose figures have their own names in MLflow."""
-    append_line(folder, Compared(step=step, unix_s=time(), figures=figures))
-
-
-def wait_until(condition, seconds=120):
-    until = monotonic() + seconds
-    while not condition():
-        assert monotonic() < until, "in vain"
-        sleep(0.1)
-
-
 def history(uri, run_id, name):
-    return [(m.step, m.value) for m in client(uri).get_metric_history(run_id, name)]
+    return [(step, value) for step, value, _ in tracked.history(uri, run_id, name)]
 
 
 def follow(uri, folder, **tracking):
@@ -101,19 +82,17 @@ def follow(uri, folder, **tracking):
 
 
 def run_id_of(follower):
-    wait_until(lambda: (follower.check(), follower.run_id)[1])
-    return follower.run_id
+    return wait_for(lambda: (follower.check(), follower.run_id)[1], "a run in MLflow", 120)
 
 
 def test_server_that_comes_after_the_start(server, tmp_path):
     follower, said = follow(server.uri, tmp_path, parent_run="grid")
-    wait_until(lambda: (follower.check(), said)[1])
+    wait_for(lambda: (follower.check(), said)[1], "a warning")
     assert follower.ready() is follower.run_id is None
     for step in range(100):
         add(tmp_path, {"loss": step / 100}, step)
     assert len(said) == 1 and "Connection refused" in said[0] and "kept in the run folder" in said[0]
     server.start()
-    server.wait()
     run_id = run_id_of(follower)
     assert follower.close("FINISHED") is None
     assert len(said) == 2 and said[1].startswith("MLflow is back")
@@ -127,7 +106,6 @@ def test_server_that_comes_after_the_start(server, tmp_path):
 @pytest.mark.survive
 def test_server_killed_while_metrics_come_in(server, tmp_path):
     server.start()
-    server.wait()
     follower, said = follow(server.uri, tmp_path)
     run_id, steps = run_id_of(follower), iter(range(10**6))
 
@@ -141,7 +119,7 @@ def test_server_killed_while_metrics_come_in(server, tmp_path):
             follower.check()
 
     hand_over(3)
-    wait_until(lambda: history(server.uri, run_id, "m0"))
+    wait_for(lambda: history(server.uri, run_id, "m0"), "figures in MLflow")
     server.kill()
     hand_over(60, until=lambda: said)
     (tmp_path / "plan.json").write_text("kept")
@@ -182,7 +160,7 @@ def ctrl_c():
 def test_ctrl_c_ends_the_waiting(server, tmp_path, ctrl_c):
     server.kill()
     follower, said = follow(server.uri, tmp_path)
-    wait_until(lambda: (follower.check(), said)[1])
+    wait_for(lambda: (follower.check(), said)[1], "a warning")
     Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     began = perf_counter()
     assert "(interrupted)" in follower.close("KILLED", patience_s=60)
@@ -210,7 +188,7 @@ def test_the_process_ends_by_itself_when_its_driver_dies(server, tmp_path):
     sleep(1)
     driver.kill()
     driver.join(30)
-    wait_until(lambda: not psutil.pid_exists(process) or psutil.Process(process).status() == "zombie", 60)
+    wait_for(lambda: not psutil.pid_exists(process) or psutil.Process(process).status() == "zombie", "end")
     assert client(uri).get_run(run_id).info.status == "FAILED"
     lines = (tmp_path / "metrics.jsonl").read_text().count("\n")
     assert len(history(uri, run_id, "loss")) == lines, "what it had written is delivered"
@@ -257,16 +235,12 @@ def write_a_run(uri, folder, writer, gate, results):
     results.put((writer, delivery.run_id, lost, said))
 
 
-def test_eight_processes_write_into_one_new_sqlite_file(tmp_path):
+def test_eight_processes_write_into_one_new_sqlite_file(tmp_path, processes):
     uri = f"sqlite:///{tmp_path}/new/mlflow.db"
-    processes = multiprocessing.get_context("forkserver")  # its children have imported MLflow already
-    preload = ["raytrec.tracking.delivery", "mlflow.store.tracking.sqlalchemy_store"]
-    processes.set_forkserver_preload(preload)
     gate, results = processes.Barrier(WRITERS), processes.Queue()
     for writer in range(WRITERS):
-        processes.Process(
-            target=write_a_run, args=(uri, tmp_path, writer, gate, results), daemon=True
-        ).start()
+        args = uri, tmp_path, writer, gate, results
+        processes.Process(target=write_a_run, args=args, daemon=True).start()
     found = sorted(results.get(timeout=120) for _ in range(WRITERS))
     assert [(lost, said) for _, _, lost, said in found] == [(None, [])] * WRITERS
 

@@ -6,10 +6,9 @@ import pytest
 import recorded
 from recorded import interval, record, write_lines
 
-from raytrec.common.decoding import from_line
 from raytrec.common.errors import RunError
 from raytrec.common.messages import METRICS, RANKS, Eval, Final, Train
-from raytrec.tracking import intervals
+from raytrec.tracking import history
 from raytrec.tracking.aggregate import last_group, skip_warmup
 from raytrec.tracking.run_folder import RunFolder, existing_run, read_lines
 
@@ -134,13 +133,11 @@ def test_a_resumed_run_counts_attempts_from_0_again(tmp_path):
     second = [interval(NAMES, rank, 2, step, seconds=2.0) for step in (250, 350) for rank in (1, 0)]
     write_lines(tmp_path / RANKS, first + second)
     found = [(line.step, line.rank, line.seconds) for line in RunFolder.read(tmp_path).ranks]
-    assert found == [
-        (100, 0, 1.0), (100, 1, 1.0), (250, 0, 2.0), (250, 1, 2.0), (350, 0, 2.0), (350, 1, 2.0)
-    ]  # fmt: skip
+    assert found == [(step, rank, 1.0 + (step > 100)) for step in (100, 250, 350) for rank in (0, 1)]
 
 
 def test_long_runs_are_put_together_and_nothing_is_lost_from_sums(tmp_path, monkeypatch):
-    monkeypatch.setattr(intervals, "MOST_INTERVALS", 10)
+    monkeypatch.setattr(history, "MOST_INTERVALS", 10)
     lines = [interval(NAMES, rank, 2, 100 * k) for k in range(1, 51) for rank in (0, 1)]
     write_lines(tmp_path / RANKS, lines)
     kept = RunFolder.read(tmp_path).ranks
@@ -148,7 +145,7 @@ def test_long_runs_are_put_together_and_nothing_is_lost_from_sums(tmp_path, monk
     for rank in (0, 1):
         mine = [line for line in kept if line.rank == rank]
         assert [line.first_step for line in mine] == [0, *(line.step for line in mine[:-1])], "no gaps"
-        total = intervals.sum_intervals(mine)
+        total = history.sum_intervals(mine)
         assert (total.steps, total.first_step) == (5000, 0)
         assert total.seconds == pytest.approx(50 * 3.5)
         assert total.phases_s["backward"] == pytest.approx(50 * 1.2)
@@ -165,13 +162,3 @@ def test_folders_that_are_not_runs_are_errors_for_people(tmp_path):
     assert error.value.do
     write_lines(tmp_path / METRICS, recorded.metrics(100))
     assert existing_run(tmp_path) == tmp_path
-
-
-def test_lines_of_another_process_are_taken_as_those_of_a_file_are():
-    """As of a run on a cluster, whose lines come over the network."""
-    from raytrec.tracking.run_folder import History
-
-    run = History()
-    for step in (1, 2, 1):
-        run.add(from_line(METRICS, {"kind": "train", "step": step, "loss": step / 2}))
-    assert [line.figure("loss") for line in run.figures(Train)] == [0.5]

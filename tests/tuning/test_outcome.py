@@ -3,18 +3,16 @@
 import json
 import re
 
-import parquet
 import pytest
 from drawn_texts import collisions, drawn_texts
+from test_searching import prepared
 
 from raytrec.config.run_config import load_config
 from raytrec.config.trust import is_ours
-from raytrec.driver.prepare import resolve
 from raytrec.tuning.folder import write_search
 from raytrec.tuning.outcome import print_outcome, write_outcome
 from raytrec.tuning.pictures import over_keys, trial_curves
-from raytrec.tuning.search import Settings, State, prepare_search
-from raytrec.tuning.space import Space
+from raytrec.tuning.search import Settings, State
 
 SPACE = """\
 optim.dense.lr: {log_uniform: [0.001, 0.1]}
@@ -24,17 +22,10 @@ model.top_mlp: {choice: [[16], [32, 16]]}
 """
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return parquet.dataset(tmp_path_factory.mktemp("outcome"), train=600, valid=100, test=100)
-
-
 @pytest.fixture
-def search(data, tmp_path):
+def search(tiny_data, tmp_path):
     """Its first trial has finished, the second was stopped, the third failed, the fourth is to begin."""
-    values = parquet.settings(data, tmp_path / "s", train__eval_every_steps=2, tracking__enabled=False)
-    config = resolve(load_config(values), "own.yaml", "tune")
-    made = prepare_search(config, Space.parse(SPACE, "space.yaml"), Settings(trials=4))
+    made = prepared(tiny_data, tmp_path, SPACE, Settings(trials=4), tracking__enabled=False)
     write_search(made)
     key = made.figure.key
     for trial, state, points in zip(
@@ -50,7 +41,7 @@ def search(data, tmp_path):
     return made
 
 
-def test_what_is_written(search, data, capsys):
+def test_what_is_written(search, tiny_data, capsys):
     warned = []
     write_outcome(search, warned.append)
     assert not warned and search.best is search.trials[0]
@@ -61,7 +52,7 @@ def test_what_is_written(search, data, capsys):
     assert is_ours(search.folder / "best.yaml")
     config = load_config(search.folder / "best.yaml")
     assert config.optim.dense.lr == search.trials[0].values["optim.dense.lr"]
-    assert config.run.name is None is config.run.dir and config.data.test == f"{data}/test"
+    assert config.run.name is None is config.run.dir and config.data.test == f"{tiny_data}/test"
     assert config.tracking.parent_run is None
 
     page = (search.folder / "tune.html").read_text()
@@ -90,17 +81,15 @@ optim.schedule: {choice: [{}, {decay: linear, decay_steps: 1000}]}
 
 def wide_search(data, tmp_path):
     """12 trials of many keys, which have ended."""
-    values = parquet.settings(data, tmp_path / "s", train__eval_every_steps=2, tracking__enabled=False)
-    config = resolve(load_config(values), "own.yaml", "tune")
-    made = prepare_search(config, Space.parse(WIDE_SPACE, "space.yaml"), Settings(trials=12))
+    made = prepared(data, tmp_path, WIDE_SPACE, Settings(trials=12), tracking__enabled=False)
     for trial in made.trials:
         trial.state, trial.step = State.FINISHED, 200
         trial.points = {100: 0.7, 200: 0.7 + 0.01 * trial.number}
     return made
 
 
-def test_pictures_have_plain_tick_labels_and_whole_markers_in_wide_panels(data, tmp_path):
-    made = wide_search(data, tmp_path)
+def test_pictures_have_plain_tick_labels_and_whole_markers_in_wide_panels(tiny_data, tmp_path):
+    made = wide_search(tiny_data, tmp_path)
     picture = over_keys(made)
     assert collisions(picture) == [] == collisions(trial_curves(made))
     texts = [drawn.text for drawn in drawn_texts(picture)]
@@ -128,9 +117,9 @@ def test_the_data_that_the_best_was_chosen_on_is_named(search, capsys, kind):
     assert load_config(search.folder / "best.yaml").data.valid == search.config.data.valid
 
 
-def test_a_table_that_is_too_wide_for_the_terminal_breaks_no_words(data, tmp_path, capsys, monkeypatch):
+def test_a_table_that_is_too_wide_for_the_terminal_breaks_no_words(tiny_data, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    made = wide_search(data, tmp_path)
+    made = wide_search(tiny_data, tmp_path)
     print_outcome(made)
     table = capsys.readouterr().out
     assert all(len(line) <= 80 for line in table.splitlines() if "│" in line)

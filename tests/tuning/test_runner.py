@@ -5,15 +5,12 @@ import signal
 import sys
 from threading import Timer
 
-import parquet
 import pytest
+from test_searching import prepared
 
-from raytrec.config.run_config import load_config
-from raytrec.driver.prepare import resolve
 from raytrec.tuning import runner
 from raytrec.tuning.folder import write_search
-from raytrec.tuning.search import Settings, State, prepare_search
-from raytrec.tuning.space import Space
+from raytrec.tuning.search import Settings, State
 
 # What takes the place of `raytrec train`: {} is what it does in the folder of its run.
 TRIAL = """\
@@ -30,22 +27,14 @@ def evaluate(step, value):
 STOPS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return parquet.dataset(tmp_path_factory.mktemp("runner"), train=600, valid=100)
-
-
 @pytest.fixture
-def run(data, tmp_path, monkeypatch):
+def run(tiny_data, tmp_path, monkeypatch):
     """Runs a search whose trials do something else; its trials, and the signal that ended it."""
     monkeypatch.setattr(runner, "LOOK_AT_TRIALS_S", 0.01)
 
     def inner(body, trials=1, at_once=1):
-        values = parquet.settings(data, tmp_path / "s", train__eval_every_steps=1, train__epochs=4)
-        config = resolve(load_config(values), "own.yaml", "tune")
-        search = prepare_search(
-            config, Space.parse("model.dropout: {uniform: [0, 0.5]}", "s"), Settings(trials, "auc")
-        )
+        steps = {"eval_every_steps": 1, "max_steps": 20}
+        search = prepared(tiny_data, tmp_path, settings=Settings(trials, "auc"), train=steps)
         write_search(search)
         script = TRIAL.format(key=search.figure.key, body=body)
         monkeypatch.setattr(runner, "COMMAND", (sys.executable, "-c", script))

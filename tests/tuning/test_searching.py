@@ -21,36 +21,32 @@ from raytrec.tuning.tune import tune
 SPACE = "optim.dense.lr: {log_uniform: [0.001, 0.1]}\nmodel.dropout: {uniform: [0, 0.5]}\n"
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return parquet.dataset(tmp_path_factory.mktemp("search"), train=600, valid=100, test=100)
-
-
 def values(data, tmp_path, **changes):
+    """Of a configuration; changes are section__key=value, or whole sections."""
     whole = {key: changes.pop(key) for key in list(changes) if "__" not in key}
-    return parquet.settings(data, tmp_path / "search", train__eval_every_steps=2, **changes) | whole
+    return parquet.settings(data, tmp_path / "s", train__eval_every_steps=2, **changes) | whole
 
 
 def prepared(data, tmp_path, space=SPACE, settings=None, **changes):
+    """A search of those values."""
     config = resolve(load_config(values(data, tmp_path, **changes)), "own.yaml", "tune")
     return prepare_search(config, Space.parse(space, "space.yaml"), settings or Settings(trials=3))
 
 
-def test_trials_have_what_was_drawn_in_folders_of_their_own(data, tmp_path):
-    search = prepared(data, tmp_path)
+def test_trials_have_what_was_drawn_in_folders_of_their_own(tiny_data, tmp_path):
+    search = prepared(tiny_data, tmp_path)
     assert [trial.number for trial in search.trials] == [1, 2, 3]
     assert [trial.folder.name for trial in search.trials] == ["trial-001", "trial-002", "trial-003"]
     for trial in search.trials:
         config = trial.config
         assert config.optim.dense.lr == trial.values["optim.dense.lr"]
         assert config.model.dropout == trial.values["model.dropout"]
-        assert config.run.dir == str(trial.folder) and config.run.name.endswith(trial.folder.name[-4:])
-        assert config.tracking.parent_run == search.config.run.name and config.data.test is None
-        assert (trial.total, trial.rows(2)) == (5, 2 * 128)
+        assert config.run.dir == str(trial.folder)
+        assert (trial.total, trial.rows(2)) == (16, 2 * 128)
     assert search.figure.better in ("higher", "lower")
-    again = prepared(data, tmp_path)
+    again = prepared(tiny_data, tmp_path)
     assert [t.values for t in again.trials] == [t.values for t in search.trials]
-    other = prepared(data, tmp_path, settings=Settings(trials=3, seed=1))
+    other = prepared(tiny_data, tmp_path, settings=Settings(trials=3, seed=1))
     assert [t.values for t in other.trials] != [t.values for t in search.trials]
 
 
@@ -68,19 +64,19 @@ def test_trials_have_what_was_drawn_in_folders_of_their_own(data, tmp_path):
         ("data.train.x: {choice: [1]}", 1, "a value"),
     ],
 )
-def test_a_space_that_the_configuration_refuses(data, tmp_path, space, line, mistake):
+def test_a_space_that_the_configuration_refuses(tiny_data, tmp_path, space, line, mistake):
     with pytest.raises(ConfigError) as error:
-        prepared(data, tmp_path, space)
+        prepared(tiny_data, tmp_path, space)
     assert mistake in error.value.what and error.value.where == f"space.yaml, line {line}"
-    assert not (tmp_path / "search").exists()
+    assert not (tmp_path / "s").exists()
 
 
-def test_values_that_are_refused_together(data, tmp_path):
+def test_values_that_are_refused_together(tiny_data, tmp_path):
     space = "data.lanes: {choice: [1, 6]}\nscaling.num_workers: {choice: [1, 2]}"
     with pytest.raises(ConfigError, match=r"data.lanes = 1: "):  # with the 2 workers of the configuration
-        prepared(data, tmp_path, space)
+        prepared(tiny_data, tmp_path, space)
     with pytest.raises(ConfigError, match=r"trial \d \(.*num_workers = 2.*lanes") as error:
-        prepared(data, tmp_path, space, Settings(trials=4), scaling__num_workers=1)
+        prepared(tiny_data, tmp_path, space, Settings(trials=4), scaling__num_workers=1)
     assert "a choice of whole sections" in error.value.do
 
 
@@ -93,15 +89,11 @@ def test_values_that_are_refused_together(data, tmp_path):
         ({"plan__tables": {"none": {"ranks": [0]}}}, ConfigError, "none"),
     ],
 )
-def test_a_configuration_that_cannot_be_run(data, tmp_path, changes, error, mistake):
-    given = values(data, tmp_path)
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        given[section] = {**given.get(section, {}), name: value} if name else value
+def test_a_configuration_that_cannot_be_run(tiny_data, tmp_path, changes, error, mistake):
     (tmp_path / "space.yaml").write_text(SPACE)
     with pytest.raises(error) as found:
-        tune(given, str(tmp_path / "space.yaml"))
-    assert mistake in str(found.value) and not (tmp_path / "search").exists()
+        tune(values(tiny_data, tmp_path, **changes), str(tmp_path / "space.yaml"))
+    assert mistake in str(found.value) and not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize(
@@ -119,35 +111,33 @@ def test_a_configuration_that_cannot_be_run(data, tmp_path, changes, error, mist
         ({"resume": "/nowhere"}, "--resume takes CONFIG and space from the folder"),
     ],
 )
-def test_options_that_are_wrong(data, tmp_path, options, mistake):
+def test_options_that_are_wrong(tiny_data, tmp_path, options, mistake):
     (tmp_path / "space.yaml").write_text(SPACE)
     given = {"space": str(tmp_path / "space.yaml"), "at_once": 1} | options
     with pytest.raises((ConfigError, RunError)) as error:
-        tune(values(data, tmp_path), **given)
-    assert mistake in str(error.value) and not (tmp_path / "search").exists()
+        tune(values(tiny_data, tmp_path), **given)
+    assert mistake in str(error.value) and not (tmp_path / "s").exists()
 
 
-def test_the_space_is_beside_the_configuration_and_not_below_the_root_of_a_cluster(
-    data, tmp_path, monkeypatch
-):
+def test_the_space_is_not_looked_for_below_the_root_of_a_cluster(tiny_data, tmp_path, monkeypatch):
     """A job's working directory has both: what was submitted."""
     (tmp_path / "space.yaml").write_text("optim.dense.lrr: {uniform: [0, 1]}")
     (tmp_path / "root").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAYTREC_ROOT", str(tmp_path / "root"))
     with pytest.raises(ConfigError, match=r"optim\.dense\.lrr"):
-        tune(values(data, tmp_path), "space.yaml")
+        tune(values(tiny_data, tmp_path), "space.yaml")
 
 
-def test_a_metric_by_its_name(data, tmp_path):
-    search = prepared(data, tmp_path)
+def test_a_metric_by_its_name(tiny_data, tmp_path):
+    search = prepared(tiny_data, tmp_path)
     for figure in Selection.of_config(search.config, search.schema).figures:
-        named = prepared(data, tmp_path, settings=Settings(trials=1, metric=figure.key))
+        named = prepared(tiny_data, tmp_path, settings=Settings(trials=1, metric=figure.key))
         assert named.figure == figure and figure.better == METRICS.parts[figure.key].better
 
 
-def test_a_search_is_taken_up_where_it_was(data, tmp_path):
-    search = prepared(data, tmp_path)
+def test_a_search_is_taken_up_where_it_was(tiny_data, tmp_path):
+    search = prepared(tiny_data, tmp_path)
     assert not is_search(search.folder)
     write_search(search)
     assert is_search(search.folder) and [t.state for t in search.trials] == [State.WAITING] * 3
@@ -162,12 +152,8 @@ def test_a_search_is_taken_up_where_it_was(data, tmp_path):
     before = {t.folder: (t.folder / "config.yaml").read_text() for t in search.trials}
 
     again = reopen(search.folder, 4, allow_code=False)
-    assert [t.state for t in again.trials] == [
-        State.INTERRUPTED,
-        State.STOPPED,
-        State.FINISHED,
-        State.WAITING,
-    ]
+    states = [State.INTERRUPTED, State.STOPPED, State.FINISHED, State.WAITING]
+    assert [t.state for t in again.trials] == states
     assert [t.points for t in again.trials] == [{2: 0.1}, {2: 0.2}, {2: 0.3}, {}]
     assert [t.values for t in again.trials[:3]] == [t.values for t in search.trials]
     write_search(again)
@@ -179,20 +165,21 @@ def test_a_search_is_taken_up_where_it_was(data, tmp_path):
         reopen(tmp_path, None, allow_code=False)
 
 
+KEYS = ("state", "values", "error")
+
+
 @pytest.mark.parametrize(
     "change, mistake",
     [
-        (lambda trial: trial.pop("state"), "trials.json of the search cannot be read: KeyError: 'state'"),
-        (lambda trial: trial.pop("values"), "trials.json of the search cannot be read: KeyError: 'values'"),
-        (lambda trial: trial.pop("error"), "trials.json of the search cannot be read: KeyError: 'error'"),
+        *((lambda trial, key=key: trial.pop(key), f"cannot be read: KeyError: '{key}'") for key in KEYS),
         (lambda trial: trial.update(state="odd"), "trials.json of the search cannot be read"),
         (lambda trial: trial["values"].pop("model.dropout"), "trial 2 of the search is not what its space"),
         (lambda trial: trial.update(values=[]), "trial 2 of the search is not what its space draws"),
         (lambda trial: trial["values"].update({"model.dropout": "much"}), "trial 2 .*its space draws"),
     ],
 )
-def test_a_trial_that_was_changed_cannot_be_resumed(data, tmp_path, change, mistake):
-    search = prepared(data, tmp_path)
+def test_a_trial_that_was_changed_cannot_be_resumed(tiny_data, tmp_path, change, mistake):
+    search = prepared(tiny_data, tmp_path)
     write_search(search)
     file = search.folder / "trials.json"
     records = json.loads(file.read_text())
@@ -204,8 +191,8 @@ def test_a_trial_that_was_changed_cannot_be_resumed(data, tmp_path, change, mist
 
 @pytest.mark.parametrize("name", ["search.json", "trials.json", "space.yaml", "base/config.yaml"])
 @pytest.mark.parametrize("text", [None, "", "{}", "[{}]", "null", '{"settings": {"factor": "x"}}'])
-def test_a_damaged_file_of_a_search_is_an_error_for_people(data, tmp_path, name, text):
-    search = prepared(data, tmp_path)
+def test_a_damaged_file_of_a_search_is_an_error_for_people(tiny_data, tmp_path, name, text):
+    search = prepared(tiny_data, tmp_path)
     write_search(search)
     (search.folder / name).unlink()
     if text is not None:
@@ -214,10 +201,10 @@ def test_a_damaged_file_of_a_search_is_an_error_for_people(data, tmp_path, name,
         reopen(search.folder, None, allow_code=False)
 
 
-def test_a_search_of_somebody_elses_may_not_bring_code(data, tmp_path, monkeypatch):
+def test_a_search_of_somebody_elses_may_not_bring_code(tiny_data, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
-    search = prepared(data, tmp_path)
+    search = prepared(tiny_data, tmp_path)
     write_search(search)
     reopen(search.folder, None, allow_code=False)
     for folder in (search.trials[1].folder, search.folder / "base"):
@@ -239,23 +226,23 @@ def test_a_search_of_somebody_elses_may_not_bring_code(data, tmp_path, monkeypat
         reopen(search.folder, 4, allow_code=False)
 
 
-CODE = [
-    ("tasks.bought.metrics", ["theirs:Metric"]),
-    ("model", {"name": "theirs:Net"}),
-    ("data.train", "s3://b/x?endpoint_override=theirs:9000"),
-]
-
-
-@pytest.mark.parametrize(("key", "value"), CODE)
-def test_a_space_or_trials_from_elsewhere_may_not_draw_code(data, tmp_path, monkeypatch, key, value):
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tasks.bought.metrics", ["theirs:Metric"]),
+        ("model", {"name": "theirs:Net"}),
+        ("data.train", "s3://b/x?endpoint_override=theirs:9000"),
+    ],
+)
+def test_a_space_or_trials_from_elsewhere_may_not_draw_code(tiny_data, tmp_path, monkeypatch, key, value):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     tasks = [{"name": "bought"}]
-    search = prepared(data, tmp_path, tasks=tasks)
+    search = prepared(tiny_data, tmp_path, tasks=tasks)
     drawn = tmp_path / "drawn.yaml"
     drawn.write_text(json.dumps({key: {"choice": [value]}}))
     with pytest.raises(ConfigError, match="names code to run"):
-        tune(values(data, tmp_path, tasks=tasks), drawn.as_uri())
+        tune(values(tiny_data, tmp_path, tasks=tasks), drawn.as_uri())
     write_search(search)
     trials = search.folder / "trials.json"
     records = json.loads(trials.read_text())
@@ -268,8 +255,8 @@ def test_a_space_or_trials_from_elsewhere_may_not_draw_code(data, tmp_path, monk
         reopen(search.folder, None, allow_code=False)
 
 
-def test_the_same_command_finds_its_search(data, tmp_path):
-    given = values(data, tmp_path) | {"run": {"root": str(tmp_path)}}
+def test_the_same_command_finds_its_search(tiny_data, tmp_path):
+    given = values(tiny_data, tmp_path) | {"run": {"root": str(tmp_path)}}
     space, settings = Space.parse(SPACE, "space.yaml"), Settings(trials=3)
 
     def new(*overrides):
@@ -289,8 +276,8 @@ def test_the_same_command_finds_its_search(data, tmp_path):
     assert newest_like(later, space, settings, named=False) is None
 
 
-def test_trials_that_run_at_a_time_fill_the_processors(data, tmp_path, monkeypatch):
-    search = prepared(data, tmp_path, "data.readers: {choice: [1, 3]}", Settings(trials=2))
+def test_trials_that_run_at_a_time_fill_the_processors(tiny_data, tmp_path, monkeypatch):
+    search = prepared(tiny_data, tmp_path, "data.readers: {choice: [1, 3]}", Settings(trials=2))
     configs = [trial.config for trial in search.trials]  # of 2 workers: 4 and 8 processors
     for processors, places in ((4, 1), (16, 2), (17, 2)):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, processors=processors: set(range(processors)))
@@ -298,11 +285,11 @@ def test_trials_that_run_at_a_time_fill_the_processors(data, tmp_path, monkeypat
     assert runner.find_room(configs, 3) == [{}] * 3
 
 
-def test_trials_on_one_machine_share_its_gpus(data, tmp_path, monkeypatch):
+def test_trials_on_one_machine_share_its_gpus(tiny_data, tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr(runner, "built_for", lambda: "cuda")
     monkeypatch.setattr(runner, "usable_gpus", lambda: ["0", "1", "2", "3", "4"])
-    configs = [trial.config for trial in prepared(data, tmp_path, scaling__device="auto").trials]
+    configs = [trial.config for trial in prepared(tiny_data, tmp_path, scaling__device="auto").trials]
 
     def places(at_once=None):
         return [place.get("CUDA_VISIBLE_DEVICES") for place in runner.find_room(configs, at_once)]
@@ -314,8 +301,8 @@ def test_trials_on_one_machine_share_its_gpus(data, tmp_path, monkeypatch):
     assert places(2) == [None, None]
 
 
-def test_trials_on_a_cluster_fill_its_nodes(data, tmp_path, monkeypatch):
-    configs = [trial.config for trial in prepared(data, tmp_path).trials]  # 2 workers of 2 CPUs each
+def test_trials_on_a_cluster_fill_its_nodes(tiny_data, tmp_path, monkeypatch):
+    configs = [trial.config for trial in prepared(tiny_data, tmp_path).trials]  # 2 workers of 2 CPUs each
     for config in configs:
         config.scaling.address, config.scaling.device = "10.0.0.1:6379", "auto"
     nodes = [{"Resources": {"CPU": cpus}} for cpus in (8.0, 3.0, 1.0)]

@@ -6,11 +6,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import parquet
 import pytest
 import yaml
+from waiting import wait_for
 
 from raytrec.checkpoint.files import newest
 from raytrec.common.errors import RunError
@@ -34,13 +34,8 @@ class Broken(nn.Module):
 SEED_OF_TWO, SEED_OF_THREE = 0, 5  # by which so many choices come in their order
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return parquet.dataset(tmp_path_factory.mktemp("tune"), train=1000, valid=128, test=64)
-
-
 def settings(data, folder, **changes):
-    changes = {"train__eval_every_steps": 4, "train__epochs": 4, "tracking__enabled": False} | changes
+    changes = {"train__eval_every_steps": 4, "train__epochs": 2, "tracking__enabled": False} | changes
     changes["scaling__num_workers"] = 1
     return parquet.settings(data, folder, **changes)
 
@@ -55,11 +50,11 @@ def state_of(folder):
     return {record["trial"]: record["state"] for record in json.loads((folder / "trials.json").read_text())}
 
 
-def test_a_search(data, tmp_path, capfd, monkeypatch):
+def test_a_search(tiny_data, tmp_path, capfd, monkeypatch):
     (tmp_path / "broken_model.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     space = write_space(tmp_path, {"model": {"choice": [GOOD, BAD, BROKEN]}})
-    given = settings(data, tmp_path / "s", scaling__max_failures=0)
+    given = settings(tiny_data, tmp_path / "s", scaling__max_failures=0)
     outcome = tune(given, space, trials=3, seed=SEED_OF_THREE, at_once=1, grace_steps=4)
     shown = capfd.readouterr().err
     print(shown)
@@ -71,24 +66,19 @@ def test_a_search(data, tmp_path, capfd, monkeypatch):
     assert driver_of(bad.folder)["status"] == "STOPPED" and not (bad.folder / "result.json").exists()
 
     result = json.loads((good.folder / "result.json").read_text())
-    assert (
-        result[f"eval.{outcome.figure.key}"] == good.value and result["eval.rows"] == 128
-    )  # not of data.test
+    assert result[f"eval.{outcome.figure.key}"] == good.value and result["eval.rows"] == 501  # of data.valid
     folder = tmp_path / "s"
-    assert (
-        json.loads((folder / "outcome.json").read_text())
-        == outcome.metrics
-        == json.loads(json.dumps(outcome.metrics))
-    )
+    written = json.loads((folder / "outcome.json").read_text())
+    assert written == outcome.metrics == json.loads(json.dumps(outcome.metrics))
     assert outcome.metrics["best"]["trial"] == good.number and state_of(folder)[bad.number] == "stopped"
     config = load_config(folder / "best.yaml")
-    assert config.model.top_mlp == [16] and config.data.test == f"{data}/test" and config.run.dir is None
+    assert config.model.top_mlp == [16] and config.data.test == f"{tiny_data}/test" and config.run.dir is None
     assert f"{good.value:.4f}" in (folder / "best.yaml").read_text().splitlines()[0]
     page = (folder / "tune.html").read_text()
     assert page.count("<svg") == 2 and "it is broken" in page and not re.search(r'(src|href)="http', page)
     assert "trial 1 begins" in shown and f"trial {bad.number} stopped at step" in shown
     with pytest.raises(RunError, match="there is a search already"):
-        tune(settings(data, tmp_path / "s"), space, trials=3)
+        tune(settings(tiny_data, tmp_path / "s"), space, trials=3)
 
 
 def command(*arguments):
@@ -100,22 +90,6 @@ def command(*arguments):
         text=True,
         start_new_session=True,
     )
-
-
-def wait_for(condition, what, process, limit=240):
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert process.poll() is None, f"it ended before {what}: {process.communicate()}"
-        assert time.monotonic() < deadline, f"no {what}"
-        time.sleep(0.05)
-
-
-def wait_for_end(folder, limit=60):
-    """Until no process drives a trial."""
-    deadline = time.monotonic() + limit
-    while is_alive(driver_of(folder)):
-        assert time.monotonic() < deadline, "it does not end"
-        time.sleep(0.05)
 
 
 def saved(folder):
@@ -134,21 +108,21 @@ def starts(folder):
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name
 )
-def test_a_search_is_ended_and_resumed(data, tmp_path, number):
+def test_a_search_is_ended_and_resumed(tiny_data, tmp_path, number):
     """Trials that have ended stay as they are; one that runs saves, and is trained on from there."""
     space = write_space(tmp_path, {"model": {"choice": [GOOD, GOOD | {"top_mlp": [600, 600]}]}})
     config, folder = tmp_path / "own.yaml", tmp_path / "s"
-    changes = {"train__epochs": 20, "train__eval_every_steps": 20, "checkpoint__every_steps": 5}
-    config.write_text(yaml.safe_dump(settings(data, folder, **changes)))
+    changes = {"train__epochs": 10, "train__eval_every_steps": 20, "checkpoint__every_steps": 5}
+    config.write_text(yaml.safe_dump(settings(tiny_data, folder, **changes)))
     arguments = ("tune", config, "--space", space, "--trials", 2, "--at-once", 1, "--seed", SEED_OF_TWO)
     process = command(*arguments, "--grace-steps", 10_000)
     first, second = folder / "trial-001", folder / "trial-002"
-    wait_for(lambda: saved(second), "checkpoint of the second trial", process)
+    wait_for(lambda: saved(second) or process.poll() is not None, "checkpoint of the second trial", 240)
     before = (first / "result.json").read_bytes()
     os.kill(process.pid, number)
     said = process.communicate(timeout=120)[1]
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), said
-    wait_for_end(second)  # of a search that was killed: its trial saves
+    wait_for(lambda: not is_alive(driver_of(second)), "end of the trial of a search that was killed")
     reached = saved(second)
     assert 0 < reached < 160 and not (second / "result.json").exists()
     assert driver_of(second)["status"] == "STOPPED"
@@ -168,24 +142,3 @@ def test_a_search_is_ended_and_resumed(data, tmp_path, number):
     result = train(undisturbed).metrics
     metric = outcome["metric"]["key"]
     assert outcome["trials"][1]["value"] == result[f"eval.{metric}"]
-
-
-@pytest.mark.survive
-def test_the_parent_in_mlflow(data, tmp_path):
-    from mlflow import MlflowClient
-
-    space = write_space(tmp_path, {"optim.dense.lr": {"choice": [0.01, 0.02]}})
-    tracking = {"report": False, "uri": f"sqlite:///{tmp_path}/mlflow.db", "experiment": "search"}
-    given = settings(data, tmp_path / "s") | {"tracking": tracking}
-    outcome = tune(given, space, trials=2)
-    client = MlflowClient(tracking["uri"])
-    experiment = client.get_experiment_by_name("search").experiment_id
-    runs = {run.info.run_name: run for run in client.search_runs([experiment])}
-    parent = runs.pop(outcome.config.run.name)
-    assert sorted(runs) == [f"{outcome.config.run.name}-001", f"{outcome.config.run.name}-002"]
-    assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
-    assert parent.data.params == {"space.optim.dense.lr": "choice [0.01, 0.02]"}
-    assert parent.data.metrics[f"eval.{outcome.figure.key}"] == outcome.best.value
-    assert parent.data.tags["best.trial"] == str(outcome.best.number)
-    files = {file.path for file in client.list_artifacts(parent.info.run_id)}
-    assert files >= {"best.yaml", "tune.html", "space.yaml"}

@@ -9,7 +9,7 @@ from small import batches, build, config, train
 from torch import nn
 
 from raytrec.common.errors import ConfigError
-from raytrec.common.installed import require_compiler
+from raytrec.common.machine import require_compiler
 
 ROWS = {"sharding_type": "row_wise"}
 # All of torch.compile but the C++ compiler, which takes long: `make parity` has that one, too.

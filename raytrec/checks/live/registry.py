@@ -1,4 +1,4 @@
-"""The registry of live checks: a new one is a file in this folder and its setting in config/monitoring.py.
+"""The registry of live checks: a new one is a file in this folder and its setting in config/training.py.
 
     @check("replicas")
     class Replicas(Check):
@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from raytrec.checks.live.outcome import Check
 from raytrec.common.errors import ConfigError
 from raytrec.common.registry import Registry
-from raytrec.config.monitoring import ChecksSection
 from raytrec.config.run_config import RunConfig
+from raytrec.config.training import ChecksSection
 
 CHECKS: Registry[type[Check]] = Registry("check", __package__)
 WHERE = "checks.custom"

@@ -1,4 +1,4 @@
-"""The `model` section: one kind for each model, so that a key which a model does not read is refused.
+"""The `model` section: one kind for each model. A key that a model does not read is refused.
 
 A new model is its section here, in the file of its family and registered with the path of its class, and a
 file in raytrec/models.
@@ -25,23 +25,19 @@ class PythonSection(ModelSection):
     """A class of yours, built from (Schema, this section); its contract: raytrec/models/__init__.py."""
 
     gives_vectors: ClassVar[bool | None] = None
-    name: str = Field(description="module:Class, on Python's path or in the folder of the command.")
-    options: dict[str, Any] = Field(default_factory=dict, description="Whatever the class reads from it.")
-    max_length: Lengths | None = Field(
-        None,
-        description="The most recent so many ids of a sequence feature are given to the model, one by one; "
-        "or feature: ids, for each that is. Default: the mean of sequences.",
-    )
-    gives_loss: bool = Field(
-        False,
-        description="Whether its outputs are followed by one more column: a loss of the model's own.",
-    )
+    name: str
+    """module:Class, on Python's path or in the folder of the command."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Whatever the class reads from it."""
+    max_length: Lengths | None = None
+    """The most recent so many ids of a sequence feature are given to the model, one by one; or feature: ids,
+    for each that is. Default: the mean of sequences."""
+    gives_loss: bool = False
+    """Whether its outputs are followed by one more column: a loss of the model's own."""
 
-    towers: Towers | None = Field(
-        None,
-        description="For retrieval, of a class with methods query and item: which features and dense columns "
-        "(or patterns) the vectors of each tower are made from.",
-    )
+    towers: Towers | None = None
+    """For retrieval, of a class with methods query and item: which features and dense columns (or patterns)
+    the vectors of each tower are made from."""
 
     @property
     def retrieves(self) -> bool:  # type: ignore[override]

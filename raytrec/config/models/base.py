@@ -1,4 +1,4 @@
-"""What the sections of all models have in common, and the registry that they are in."""
+"""The base of all model sections, and their registry."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class ModelSection(Section):
     retrieves: ClassVar[bool] = False
     own_loss_of_last: ClassVar[bool] = False
     name: str
+    """The model."""
 
     @property
     def own_loss(self) -> bool:

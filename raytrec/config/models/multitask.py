@@ -1,4 +1,4 @@
-"""Models of several tasks: shared layers, experts, and tasks that depend on each other."""
+"""Models of several tasks."""
 
 from __future__ import annotations
 
@@ -17,55 +17,62 @@ from raytrec.config.schema import Schema
 class SharedBottomSection(ModelSection):
     """One MLP that all tasks share, and a tower for each (models/experts.py)."""
 
-    name: Literal["shared_bottom"] = Field(description="The model.")
-    bottom_mlp: Annotated[Sizes, Field(min_length=1)] = Field(
-        [128], description="Sizes of the layers that all tasks share."
-    )
-    tower_mlp: Sizes = Field([64], description="Hidden sizes of each task's tower.")
-    dropout: Dropout = Field(0.0, description="Dropout in all layers while training.")
+    name: Literal["shared_bottom"]
+    bottom_mlp: Annotated[Sizes, Field(min_length=1)] = Field([128])
+    """Sizes of the layers that all tasks share."""
+    tower_mlp: Sizes = Field([64])
+    """Hidden sizes of each task's tower."""
+    dropout: Dropout = 0.0
+    """Dropout in all layers while training."""
 
 
 @model("mmoe", "raytrec.models.experts:MMoE")
 class MMoESection(ModelSection):
     """Experts that all tasks share, a gate and a tower for each task (models/experts.py)."""
 
-    name: Literal["mmoe"] = Field(description="The model.")
-    experts: Few = Field(4, description="Experts, each an MLP over all inputs.")
-    expert_mlp: Annotated[Sizes, Field(min_length=1)] = Field(
-        [64], description="Sizes of an expert's layers."
-    )
-    tower_mlp: Sizes = Field([32], description="Hidden sizes of each task's tower.")
-    dropout: Dropout = Field(0.0, description="Dropout in experts and towers while training.")
+    name: Literal["mmoe"]
+    experts: Few = 4
+    """Experts, each an MLP over all inputs."""
+    expert_mlp: Annotated[Sizes, Field(min_length=1)] = Field([64])
+    """Sizes of an expert's layers."""
+    tower_mlp: Sizes = Field([32])
+    """Hidden sizes of each task's tower."""
+    dropout: Dropout = 0.0
+    """Dropout in experts and towers while training."""
 
 
 @model("ple", "raytrec.models.experts:PLE")
 class PLESection(ModelSection):
     """Levels of experts, shared ones and those of each task, with gates between them (models/experts.py)."""
 
-    name: Literal["ple"] = Field(description="The model.")
-    levels: Annotated[Few, Field(le=100)] = Field(
-        2, description="Extraction levels, one after the other; 1 is CGC, the paper's single level."
-    )
-    shared_experts: Few = Field(2, description="Experts of each level that all tasks read.")
-    task_experts: Few = Field(2, description="Experts of each level for each task, which it alone reads.")
-    expert_mlp: Annotated[Sizes, Field(min_length=1)] = Field(
-        [64], description="Sizes of an expert's layers."
-    )
-    tower_mlp: Sizes = Field([32], description="Hidden sizes of each task's tower.")
-    dropout: Dropout = Field(0.0, description="Dropout in experts and towers while training.")
+    name: Literal["ple"]
+    levels: Annotated[Few, Field(le=100)] = 2
+    """Extraction levels, one after the other; 1 is CGC, the paper's single level."""
+    shared_experts: Few = 2
+    """Experts of each level that all tasks read."""
+    task_experts: Few = 2
+    """Experts of each level for each task, which it alone reads."""
+    expert_mlp: Annotated[Sizes, Field(min_length=1)] = Field([64])
+    """Sizes of an expert's layers."""
+    tower_mlp: Sizes = Field([32])
+    """Hidden sizes of each task's tower."""
+    dropout: Dropout = 0.0
+    """Dropout in experts and towers while training."""
 
 
 @model("esmm", "raytrec.models.esmm:ESMM")
 class ESMMSection(ModelSection):
     """P(click), and P(click and conversion) = P(click) · P(conversion | click) (models/esmm.py)."""
 
-    name: Literal["esmm"] = Field(description="The model.")
-    click: str = Field(description="The task whose label is the click.")
-    conversion: str = Field(
-        description="The task whose label is the conversion, 0 where there was no click; all rows count."
-    )
-    tower_mlp: Sizes = Field([128, 64], description="Hidden sizes of the two towers.")
-    dropout: Dropout = Field(0.0, description="Dropout in both towers while training.")
+    name: Literal["esmm"]
+    click: str
+    """The task whose label is the click."""
+    conversion: str
+    """The task whose label is the conversion, 0 where there was no click; all rows count."""
+    tower_mlp: Sizes = Field([128, 64])
+    """Hidden sizes of the two towers."""
+    dropout: Dropout = 0.0
+    """Dropout in both towers while training."""
 
     def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
         for key in ("click", "conversion"):
@@ -95,20 +102,17 @@ class ESMMSection(ModelSection):
 class DBMTLSection(ModelSection):
     """A tower for each task, which reads those of the tasks that it depends on, too (models/dbmtl.py)."""
 
-    name: Literal["dbmtl"] = Field(description="The model.")
-    relations: dict[str, list[str]] | None = Field(
-        None,
-        description="Task → the tasks that it depends on, as {bought: [clicked]}; default: each on all "
-        "before it.",
-    )
-    bottom_mlp: Sizes = Field([128], description="Sizes of the layers that all tasks share.")
-    tower_mlp: Annotated[Sizes, Field(min_length=1)] = Field(
-        [64], description="Sizes of each task's own layers below the relations."
-    )
-    relation_mlp: Annotated[Sizes, Field(min_length=1)] = Field(
-        [32], description="Sizes of each task's layers over its own and those that it depends on."
-    )
-    dropout: Dropout = Field(0.0, description="Dropout in all layers while training.")
+    name: Literal["dbmtl"]
+    relations: dict[str, list[str]] | None = None
+    """Task → the tasks that it depends on, as {bought: [clicked]}; default: each on all before it."""
+    bottom_mlp: Sizes = Field([128])
+    """Sizes of the layers that all tasks share."""
+    tower_mlp: Annotated[Sizes, Field(min_length=1)] = Field([64])
+    """Sizes of each task's own layers below the relations."""
+    relation_mlp: Annotated[Sizes, Field(min_length=1)] = Field([32])
+    """Sizes of each task's layers over its own and those that it depends on."""
+    dropout: Dropout = 0.0
+    """Dropout in all layers while training."""
 
     def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
         self.order(list(tasks))

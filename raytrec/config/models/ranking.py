@@ -1,4 +1,4 @@
-"""Models that read pooled embeddings of any features: DLRM, DCN-V2, DeepFM and their kin."""
+"""Models of pooled embeddings: DLRM, DCN-V2, DeepFM and their kin."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from raytrec.config.schema import Schema
 class DlrmSection(ModelSection):
     """Dot products of all pairs of embeddings (models/dlrm.py)."""
 
-    name: Literal["dlrm"] = Field("dlrm", description="The model.")
-    bottom_mlp: Sizes = Field(
-        [128], description="Hidden sizes between the dense columns and their embedding."
-    )
-    top_mlp: Sizes = Field([128, 64], description="Hidden sizes between interactions and logit.")
-    dropout: Dropout = Field(0.0, description="Dropout in the top MLP while training.")
+    name: Literal["dlrm"] = "dlrm"
+    bottom_mlp: Sizes = Field([128])
+    """Hidden sizes between the dense columns and their embedding."""
+    top_mlp: Sizes = Field([128, 64])
+    """Hidden sizes between interactions and logit."""
+    dropout: Dropout = 0.0
+    """Dropout in the top MLP while training."""
 
     def check(self, schema: Schema) -> None:
         one_dim(schema, self.name)
@@ -41,19 +42,19 @@ class DlrmSection(ModelSection):
 class DcnSection(ModelSection):
     """Cross layers over all embeddings side by side: DCN-V2 (models/dcn.py)."""
 
-    name: Literal["dcn"] = Field("dcn", description="The model.")
-    bottom_mlp: Sizes = Field(
-        [], description="Sizes of layers over the dense columns; []: the columns enter as they are."
-    )
-    cross_layers: Annotated[Few, Field(le=1000)] = Field(3, description="Cross layers, one after the other.")
-    cross_rank: Size | None = Field(
-        None, description="Rank of each cross layer's matrix, as a product U V; default: one full matrix."
-    )
-    deep: Literal["stacked", "parallel"] = Field(
-        "stacked", description="top_mlp reads what the cross layers give, or also their input."
-    )
-    top_mlp: Sizes = Field([128, 64], description="Hidden sizes of the deep layers.")
-    dropout: Dropout = Field(0.0, description="Dropout in the top MLP while training.")
+    name: Literal["dcn"] = "dcn"
+    bottom_mlp: Sizes = Field([])
+    """Sizes of layers over the dense columns; []: the columns enter as they are."""
+    cross_layers: Annotated[Few, Field(le=1000)] = 3
+    """Cross layers, one after the other."""
+    cross_rank: Size | None = None
+    """Rank of each cross layer's matrix, as a product U V; default: one full matrix."""
+    deep: Literal["stacked", "parallel"] = "stacked"
+    """top_mlp reads what the cross layers give, or also their input."""
+    top_mlp: Sizes = Field([128, 64])
+    """Hidden sizes of the deep layers."""
+    dropout: Dropout = 0.0
+    """Dropout in the top MLP while training."""
 
     def check(self, schema: Schema) -> None:
         if self.bottom_mlp and not schema.dense:
@@ -72,15 +73,15 @@ Names = Annotated[list[str], Field(min_length=1)]
 class WideDeepSection(ModelSection):
     """A linear model of ids and columns, and an MLP over their embeddings (models/wide_deep.py)."""
 
-    name: Literal["wide_deep"] = Field(description="The model.")
-    wide: Names = Field(
-        ["*"],
-        description="Sparse features and dense columns (or patterns) of the linear part; crosses of columns "
-        "belong here.",
-    )
-    deep: Names = Field(["*"], description="Those of the MLP. Each feature and column is in one of the two.")
-    top_mlp: Sizes = Field([128, 64], description="Hidden sizes of the MLP.")
-    dropout: Dropout = Field(0.0, description="Dropout in the MLP while training.")
+    name: Literal["wide_deep"]
+    wide: Names = Field(["*"])
+    """Sparse features and dense columns (or patterns) of the linear part; crosses of columns belong here."""
+    deep: Names = Field(["*"])
+    """Those of the MLP. Each feature and column is in one of the two."""
+    top_mlp: Sizes = Field([128, 64])
+    """Hidden sizes of the MLP."""
+    dropout: Dropout = 0.0
+    """Dropout in the MLP while training."""
 
     def check(self, schema: Schema) -> None:
         self.parts(schema)
@@ -111,9 +112,11 @@ class WideDeepSection(ModelSection):
 class DeepFMSection(ModelSection):
     """A factorization machine, and an MLP over the same vectors (models/deepfm.py)."""
 
-    name: Literal["deepfm"] = Field(description="The model.")
-    top_mlp: Sizes = Field([128, 64], description="Hidden sizes of the MLP.")
-    dropout: Dropout = Field(0.0, description="Dropout in the MLP while training.")
+    name: Literal["deepfm"]
+    top_mlp: Sizes = Field([128, 64])
+    """Hidden sizes of the MLP."""
+    dropout: Dropout = 0.0
+    """Dropout in the MLP while training."""
 
     def check(self, schema: Schema) -> None:
         one_dim(schema, self.name)
@@ -126,14 +129,14 @@ class DeepFMSection(ModelSection):
 class XDeepFMSection(ModelSection):
     """A compressed interaction network, an MLP and a linear model (models/deepfm.py)."""
 
-    name: Literal["xdeepfm"] = Field(description="The model.")
-    cin: Annotated[Sizes, Field(min_length=1)] = Field(
-        [32, 32],
-        description="Feature maps of each layer of the compressed interaction network; layer k has products "
-        "of k + 1 features.",
-    )
-    top_mlp: Sizes = Field([128, 64], description="Hidden sizes of the MLP.")
-    dropout: Dropout = Field(0.0, description="Dropout in the MLP while training.")
+    name: Literal["xdeepfm"]
+    cin: Annotated[Sizes, Field(min_length=1)] = Field([32, 32])
+    """Feature maps of each layer of the compressed interaction network; layer k has products of k + 1
+    features."""
+    top_mlp: Sizes = Field([128, 64])
+    """Hidden sizes of the MLP."""
+    dropout: Dropout = 0.0
+    """Dropout in the MLP while training."""
 
     def check(self, schema: Schema) -> None:
         one_dim(schema, self.name)
@@ -149,21 +152,24 @@ Stream = Annotated[Sizes, Field(min_length=1)]
 class FinalMLPSection(ModelSection):
     """Two MLPs, each over inputs that it weighs, and a bilinear form of both (models/final_mlp.py)."""
 
-    name: Literal["final_mlp"] = Field(description="The model.")
-    mlp1: Stream = Field([128, 64], description="Sizes of the first stream's layers.")
-    mlp2: Stream = Field([128, 64], description="Sizes of the second stream's layers.")
-    gating: bool = Field(
-        True, description="Whether each stream weighs its inputs (the paper's feature selection)."
-    )
-    gate1: list[str] = Field(
-        [],
-        description="Sparse features and dense columns (or patterns) that the weights of the first stream's "
-        "inputs follow from, such as the user's; []: weights are the same for all rows.",
-    )
-    gate2: list[str] = Field([], description="The same for the second stream, such as the item's.")
-    gate_mlp: Sizes = Field([64], description="Hidden sizes of the network that gives the weights.")
-    heads: Few = Field(1, description="Parts that the streams are cut into, each with its own bilinear form.")
-    dropout: Dropout = Field(0.0, description="Dropout in both streams while training.")
+    name: Literal["final_mlp"]
+    mlp1: Stream = Field([128, 64])
+    """Sizes of the first stream's layers."""
+    mlp2: Stream = Field([128, 64])
+    """Sizes of the second stream's layers."""
+    gating: bool = True
+    """Whether each stream weighs its inputs (the paper's feature selection)."""
+    gate1: list[str] = Field([])
+    """Sparse features and dense columns (or patterns) that the weights of the first stream's inputs follow
+    from, such as the user's; []: weights are the same for all rows."""
+    gate2: list[str] = Field([])
+    """The same for the second stream, such as the item's."""
+    gate_mlp: Sizes = Field([64])
+    """Hidden sizes of the network that gives the weights."""
+    heads: Few = 1
+    """Parts that the streams are cut into, each with its own bilinear form."""
+    dropout: Dropout = 0.0
+    """Dropout in both streams while training."""
 
     def check(self, schema: Schema) -> None:
         if not self.gating and (self.gate1 or self.gate2):
@@ -197,22 +203,17 @@ class FinalMLPSection(ModelSection):
 class MaskNetSection(ModelSection):
     """Layers whose inputs are multiplied by masks that each row's embeddings give (models/masknet.py)."""
 
-    name: Literal["masknet"] = Field(description="The model.")
-    arrangement: Literal["parallel", "serial"] = Field(
-        "parallel",
-        description="Blocks side by side over the embeddings, or each over what the one before it gives.",
-    )
-    blocks: Annotated[Sizes, Field(min_length=1)] = Field(
-        [64, 64], description="Width of what each mask block gives."
-    )
-    reduction: PositiveFloat = Field(
-        2.0, description="Hidden width of a block's mask network, as a multiple of the mask's width."
-    )
-    top_mlp: Sizes = Field(
-        [64],
-        description="Hidden sizes between the blocks and the logit; [] is the serial model of the paper.",
-    )
-    dropout: Dropout = Field(0.0, description="Dropout in the top MLP while training.")
+    name: Literal["masknet"]
+    arrangement: Literal["parallel", "serial"] = "parallel"
+    """Blocks side by side over the embeddings, or each over what the one before it gives."""
+    blocks: Annotated[Sizes, Field(min_length=1)] = Field([64, 64])
+    """Width of what each mask block gives."""
+    reduction: PositiveFloat = 2.0
+    """Hidden width of a block's mask network, as a multiple of the mask's width."""
+    top_mlp: Sizes = Field([64])
+    """Hidden sizes between the blocks and the logit; [] is the serial model of the paper."""
+    dropout: Dropout = 0.0
+    """Dropout in the top MLP while training."""
 
     def check(self, schema: Schema) -> None:
         one_dim(schema, self.name)

@@ -1,4 +1,4 @@
-"""Models of a query and an item, which can learn from drawn items."""
+"""Models of a query and an item."""
 
 from __future__ import annotations
 
@@ -16,19 +16,14 @@ class SampledSection(ModelSection):
     """A model that can hold each row's item against others, drawn for it (models/parts/sampled.py)."""
 
     own_loss_of_last: ClassVar[bool] = True
-    negatives: str | None = Field(
-        None,
-        description="A feature of ids that a row's item is held against, such as data.transforms makes by "
-        "do: sample: the model's own loss (tasks: [{loss: from_model}]); default: it has none.",
-    )
-    max_negatives: Few = Field(
-        100, description="The most ids of `negatives` that are read of a row; what is not there is padded."
-    )
-    loss: Literal["softmax", "bce", "bpr"] = Field(
-        "softmax",
-        description="What is learned from an item and its negatives: cross-entropy of the softmax over all "
-        "of them; binary cross-entropy of each; or that it has a higher score than they, pair by pair.",
-    )
+    negatives: str | None = None
+    """A feature of ids that a row's item is held against, such as data.transforms makes by do: sample: the
+    model's own loss (tasks: [{loss: from_model}]); default: it has none."""
+    max_negatives: Few = 100
+    """The most ids of `negatives` that are read of a row; what is not there is padded."""
+    loss: Literal["softmax", "bce", "bpr"] = "softmax"
+    """What is learned from an item and its negatives: cross-entropy of the softmax over all of them; binary
+    cross-entropy of each; or that it has a higher score than they, pair by pair."""
 
     @property
     def own_loss(self) -> bool:
@@ -55,12 +50,13 @@ class MfSection(SampledSection):
 
     gives_vectors: ClassVar[bool | None] = True
     retrieves: ClassVar[bool] = True
-    name: Literal["mf"] = Field(description="The model.")
-    user: str = Field("user", description="The feature of who asks.")
-    item: str = Field("item", description="The feature of what is recommended.")
-    bias: bool = Field(
-        True, description="The last number of each embedding is the user's or the item's bias, no factor."
-    )
+    name: Literal["mf"]
+    user: str = "user"
+    """The feature of who asks."""
+    item: str = "item"
+    """The feature of what is recommended."""
+    bias: bool = True
+    """The last number of each embedding is the user's or the item's bias, no factor."""
 
     def check(self, schema: Schema) -> None:
         feature_of(schema, self.user, "model.user")
@@ -83,19 +79,20 @@ class MfSection(SampledSection):
 class NcfSection(SampledSection):
     """Products of a user's and an item's embeddings, and an MLP over them: NeuMF (models/ncf.py)."""
 
-    name: Literal["ncf"] = Field(description="The model.")
-    user: str = Field("user", description="The feature of who asks.")
-    item: str = Field("item", description="The feature of what is recommended.")
-    gmf_dim: NonNegativeInt | None = Field(
-        None,
-        description="The first so many numbers of each embedding are for the products, the others for the "
-        "MLP; 0: an MLP alone; all: products alone. Default: half of them.",
-    )
-    shared: bool = Field(
-        False, description="Products and MLP read the whole of the same embeddings; without gmf_dim."
-    )
-    mlp: Annotated[Sizes, Field(min_length=1)] = Field([64, 32, 16], description="Sizes of the MLP's layers.")
-    dropout: Dropout = Field(0.0, description="Dropout in the MLP while training.")
+    name: Literal["ncf"]
+    user: str = "user"
+    """The feature of who asks."""
+    item: str = "item"
+    """The feature of what is recommended."""
+    gmf_dim: NonNegativeInt | None = None
+    """The first so many numbers of each embedding are for the products, the others for the MLP; 0: an MLP
+    alone; all: products alone. Default: half of them."""
+    shared: bool = False
+    """Products and MLP read the whole of the same embeddings; without gmf_dim."""
+    mlp: Annotated[Sizes, Field(min_length=1)] = Field([64, 32, 16])
+    """Sizes of the MLP's layers."""
+    dropout: Dropout = 0.0
+    """Dropout in the MLP while training."""
 
     def check(self, schema: Schema) -> None:
         feature_of(schema, self.user, "model.user")
@@ -136,10 +133,10 @@ class NcfSection(SampledSection):
 
 
 class Towers(Section):
-    query: list[str] = Field(
-        min_length=1, description="Sparse features and dense columns (or patterns) of who or what asks."
-    )
-    item: list[str] = Field(min_length=1, description="Those of what is recommended.")
+    query: list[str] = Field(min_length=1)
+    """Sparse features and dense columns (or patterns) of who or what asks."""
+    item: list[str] = Field(min_length=1)
+    """Those of what is recommended."""
 
     def members(self, names: list[str]) -> dict[str, set[str]]:
         """query and item → those of some features and dense columns that their patterns name.
@@ -159,23 +156,20 @@ class TwoTowerSection(SampledSection):
 
     gives_vectors: ClassVar[bool | None] = True
     retrieves: ClassVar[bool] = True
-    name: Literal["two_tower"] = Field(description="The model.")
-    towers: Towers = Field(
-        description="Which features belong to which tower: each to one. Patterns as 'user*'."
-    )
-    tower_mlp: Annotated[Sizes, Field(min_length=1)] = Field(
-        [128, 64], description="Sizes of each tower's layers; the last is the width of its vectors."
-    )
-    normalize: bool = Field(
-        False, description="Vectors of length 1: retrieval by cosine instead of by dot product."
-    )
-    temperature: PositiveFloat | None = Field(
-        None,
-        description="What scores are divided by, at first if it is learned; default: 0.2 of cosines, of dot "
-        "products the root of the vectors' width.",
-    )
-    learn_temperature: bool = Field(True, description="The temperature is learned, or stays what it is.")
-    dropout: Dropout = Field(0.0, description="Dropout after each tower's hidden layers while training.")
+    name: Literal["two_tower"]
+    towers: Towers
+    """Which features belong to which tower: each to one. Patterns as 'user*'."""
+    tower_mlp: Annotated[Sizes, Field(min_length=1)] = Field([128, 64])
+    """Sizes of each tower's layers; the last is the width of its vectors."""
+    normalize: bool = False
+    """Vectors of length 1: retrieval by cosine instead of by dot product."""
+    temperature: PositiveFloat | None = None
+    """What scores are divided by, at first if it is learned; default: 0.2 of cosines, of dot products the
+    root of the vectors' width."""
+    learn_temperature: bool = True
+    """The temperature is learned, or stays what it is."""
+    dropout: Dropout = 0.0
+    """Dropout after each tower's hidden layers while training."""
 
     def check(self, schema: Schema) -> None:
         of_item = self.members(schema)["item"]

@@ -1,4 +1,4 @@
-"""Models that read sequences: for the item in question (DIN, DIEN, BST), or the next one (SASRec, HSTU)."""
+"""Models of sequences: DIN, DIEN, BST, SASRec, HSTU."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ from raytrec.config.schema import Schema
 class TargetedSection(ModelSection):
     """A model that reads each sequence for a target: such as an item that may come next."""
 
-    max_length: Few = Field(
-        50,
-        description="The most recent so many ids of a sequence feature are read; the last id is the newest.",
-    )
-    target: str | None = Field(
-        None,
-        description="The feature that sequences are attended for; default: the one that shares their table.",
-    )
+    max_length: Few = 50
+    """The most recent so many ids of a sequence feature are read; the last id is the newest."""
+    target: str | None = None
+    """The feature that sequences are attended for; default: the one that shares their table."""
+    dropout: Dropout = 0.0
+    """Dropout in the top MLP while training."""
 
     def sequences(self, schema: Schema) -> list[str]:
         """The sequences that are read for a target, in the schema's order."""
@@ -96,15 +94,13 @@ class TargetedSection(ModelSection):
 class SequenceSection(TargetedSection):
     """Attention over sequences, for the item in question, before DLRM's dot products (models/dlrm.py)."""
 
-    name: Literal["sequence"] = Field(description="The model.")
-    attention_mlp: Sizes = Field(
-        [32], description="Hidden sizes between an id with its target and its score."
-    )
-    bottom_mlp: Sizes = Field(
-        [128], description="Hidden sizes between the dense columns and their embedding."
-    )
-    top_mlp: Sizes = Field([128, 64], description="Hidden sizes between interactions and logit.")
-    dropout: Dropout = Field(0.0, description="Dropout in the top MLP while training.")
+    name: Literal["sequence"]
+    attention_mlp: Sizes = Field([32])
+    """Hidden sizes between an id with its target and its score."""
+    bottom_mlp: Sizes = Field([128])
+    """Hidden sizes between the dense columns and their embedding."""
+    top_mlp: Sizes = Field([128, 64])
+    """Hidden sizes between interactions and logit."""
 
     def check(self, schema: Schema) -> None:
         one_dim(schema, self.name)
@@ -115,12 +111,11 @@ class SequenceSection(TargetedSection):
 class DinSection(TargetedSection):
     """Deep Interest Network: sequences summed by weights that depend on the target (models/din.py)."""
 
-    name: Literal["din"] = Field(description="The model.")
-    attention_mlp: Sizes = Field(
-        [36], description="Hidden sizes between an id with its target and its weight."
-    )
-    top_mlp: Sizes = Field([200, 80], description="Hidden sizes between all vectors side by side and logit.")
-    dropout: Dropout = Field(0.0, description="Dropout in the top MLP while training.")
+    name: Literal["din"]
+    attention_mlp: Sizes = Field([36])
+    """Hidden sizes between an id with its target and its weight."""
+    top_mlp: Sizes = Field([200, 80])
+    """Hidden sizes between all vectors side by side and logit."""
 
     def check(self, schema: Schema) -> None:
         self.check_dims(schema)
@@ -130,15 +125,14 @@ class DinSection(TargetedSection):
 class DienSection(TargetedSection):
     """Deep Interest Evolution Network: interests as they change towards the target (models/dien.py)."""
 
-    name: Literal["dien"] = Field(description="The model.")
-    negatives: str | None = Field(
-        None,
-        description="A feature of ids that a sequence's are held against, one for each, such as "
-        "data.transforms makes by do: sample: the auxiliary loss; default: there is none.",
-    )
-    auxiliary_weight: PositiveFloat = Field(1.0, description="Factor of the auxiliary loss.")
-    top_mlp: Sizes = Field([200, 80], description="Hidden sizes between all vectors side by side and logit.")
-    dropout: Dropout = Field(0.0, description="Dropout in the top MLP while training.")
+    name: Literal["dien"]
+    negatives: str | None = None
+    """A feature of ids that a sequence's are held against, one for each, such as data.transforms makes by do:
+    sample: the auxiliary loss; default: there is none."""
+    auxiliary_weight: PositiveFloat = 1.0
+    """Factor of the auxiliary loss."""
+    top_mlp: Sizes = Field([200, 80])
+    """Hidden sizes between all vectors side by side and logit."""
 
     @property
     def own_loss(self) -> bool:
@@ -173,13 +167,17 @@ class DienSection(TargetedSection):
 class BstSection(TargetedSection):
     """Behavior Sequence Transformer: attention between a sequence's ids and its target (models/bst.py)."""
 
-    name: Literal["bst"] = Field(description="The model.")
-    blocks: Annotated[Few, Field(le=1000)] = Field(1, description="Transformer layers, one after the other.")
-    heads: Annotated[Few, Field(le=1000)] = Field(2, description="Heads of attention in each of them.")
-    feedforward: Size = Field(64, description="Hidden size between attention and a layer's result.")
-    attention_dropout: Dropout = Field(0.0, description="Dropout of what a layer adds, while training.")
-    top_mlp: Sizes = Field([256, 128], description="Hidden sizes between all vectors side by side and logit.")
-    dropout: Dropout = Field(0.0, description="Dropout in the top MLP while training.")
+    name: Literal["bst"]
+    blocks: Annotated[Few, Field(le=1000)] = 1
+    """Transformer layers, one after the other."""
+    heads: Annotated[Few, Field(le=1000)] = 2
+    """Heads of attention in each of them."""
+    feedforward: Size = 64
+    """Hidden size between attention and a layer's result."""
+    attention_dropout: Dropout = 0.0
+    """Dropout of what a layer adds, while training."""
+    top_mlp: Sizes = Field([256, 128])
+    """Hidden sizes between all vectors side by side and logit."""
 
     def check(self, schema: Schema) -> None:
         self.check_dims(schema)
@@ -193,20 +191,24 @@ class NextItemSection(SampledSection):
 
     gives_vectors: ClassVar[bool | None] = True
     retrieves: ClassVar[bool] = True
-    history: str = Field("history", description="The sequence of items so far, the most recent last.")
-    item: str = Field("item", description="The feature of the item that comes next, or might.")
-    max_length: Few = Field(50, description="The most recent so many items of the history are read.")
-    blocks: Annotated[Few, Field(le=1000)] = Field(2, description="Layers, one after the other.")
-    heads: Annotated[Few, Field(le=1000)] = Field(1, description="Heads of attention in each of them.")
-    dropout: Dropout = Field(0.2, description="Dropout of what a layer adds, and of its input, in training.")
-    positions: Literal["recency", "order"] = Field(
-        "recency",
-        description="Positions are counted from the most recent item of a history, or from its oldest.",
-    )
-    normalize: bool = Field(
-        False, description="Vectors of length 1: scores are cosines instead of dot products."
-    )
-    temperature: PositiveFloat = Field(1.0, description="What scores are divided by.")
+    history: str = "history"
+    """The sequence of items so far, the most recent last."""
+    item: str = "item"
+    """The feature of the item that comes next, or might."""
+    max_length: Few = 50
+    """The most recent so many items of the history are read."""
+    blocks: Annotated[Few, Field(le=1000)] = 2
+    """Layers, one after the other."""
+    heads: Annotated[Few, Field(le=1000)] = 1
+    """Heads of attention in each of them."""
+    dropout: Dropout = 0.2
+    """Dropout of what a layer adds, and of its input, in training."""
+    positions: Literal["recency", "order"] = "recency"
+    """Positions are counted from the most recent item of a history, or from its oldest."""
+    normalize: bool = False
+    """Vectors of length 1: scores are cosines instead of dot products."""
+    temperature: PositiveFloat = 1.0
+    """What scores are divided by."""
 
     def sequence_lengths(self, schema: Schema) -> dict[str, int]:
         """The history, too, is read id by id."""
@@ -234,13 +236,11 @@ class NextItemSection(SampledSection):
 class SasrecSection(NextItemSection):
     """Self-attention over a history, for the next item (models/sasrec.py)."""
 
-    name: Literal["sasrec"] = Field(description="The model.")
-    feedforward: Size | None = Field(
-        None, description="Width between the two layers of a block's network; default: the table's dim."
-    )
-    attention_dropout: Dropout = Field(
-        0.0, description="Dropout of attention weights in training; more than 0 is slow on CPU."
-    )
+    name: Literal["sasrec"]
+    feedforward: Size | None = None
+    """Width between the two layers of a block's network; default: the table's dim."""
+    attention_dropout: Dropout = 0.0
+    """Dropout of attention weights in training; more than 0 is slow on CPU."""
 
     def check(self, schema: Schema) -> None:
         super().check(schema)
@@ -252,19 +252,16 @@ class SasrecSection(NextItemSection):
 class HstuSection(NextItemSection):
     """Pointwise aggregated attention over a history, for the next item (models/hstu.py)."""
 
-    name: Literal["hstu"] = Field(description="The model.")
-    width: Size | None = Field(
-        None, description="Width of u, v, queries and keys over all heads; default: the table's dim."
-    )
-    time: str | None = Field(
-        None,
-        description="A column of times of the history's ids (schema: sparse.HISTORY.side_features): "
-        "attention knows how long lies between two items; default: only how many items do.",
-    )
-    normalize: bool = Field(
-        True, description="Vectors of length 1: scores are cosines instead of dot products."
-    )
-    temperature: PositiveFloat = Field(0.05, description="What scores are divided by.")
+    name: Literal["hstu"]
+    width: Size | None = None
+    """Width of u, v, queries and keys over all heads; default: the table's dim."""
+    time: str | None = None
+    """A column of times of the history's ids (schema: sparse.HISTORY.side_features): attention knows how long
+    lies between two items; default: only how many items do."""
+    normalize: bool = True
+    """Vectors of length 1: scores are cosines instead of dot products."""
+    temperature: PositiveFloat = 0.05
+    """What scores are divided by."""
 
     def check(self, schema: Schema) -> None:
         super().check(schema)

@@ -1,1 +1,1 @@
-"""Pictures of a run: each function takes a RunFolder and gives a Figure, or None without data."""
+"""Pictures of a run: functions from RunFolder to Figure. Each gives None without data."""

@@ -1,4 +1,4 @@
-"""All pictures of a run: their names, in the order in which they are shown, and what they need."""
+"""All pictures of a run, in their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of how well runs predict: metrics over steps, of several runs, too; reliability, ROC."""
+"""Metrics over steps, reliability and ROC."""
 
 from __future__ import annotations
 
@@ -13,75 +13,59 @@ from matplotlib.figure import Figure
 from raytrec.common.formatting import number
 from raytrec.common.messages import Eval, Final, Measured, Train
 from raytrec.metrics.selection import Figure as Metric
-from raytrec.report.figures.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    LINES,
-    MUTED,
-    ORANGE,
-    PERCENT,
-    PLAIN,
-    WIDTH,
-    few_ticks,
-    fitted,
-    new_figure,
-    restart_lines,
-    step_axis,
-    styled,
-    thinned,
-)
+from raytrec.report.figures import style
 from raytrec.tracking.history import History
 
 # kind → its label, colour, marker and size of markers
 STYLES: dict[type[Measured], tuple[str, str, str | None, float]] = {
-    Train: ("training", BLUE, None, 0),
-    Eval: ("evaluation", ORANGE, "o", 3.5),
-    Final: ("final evaluation", GREEN, "D", 5),
+    Train: ("training", style.BLUE, None, 0),
+    Eval: ("evaluation", style.ORANGE, "o", 3.5),
+    Final: ("final evaluation", style.GREEN, "D", 5),
 }
 DASHES = ("-", "--", ":")  # more runs than colours: the colours again, dashed
 
 
-@styled
+@style.styled
 def curves(run: History) -> Figure | None:
     """Each metric over steps: of training, of evaluations, of the final one."""
     return _over_steps(run, [each for each in _measured(run) if not each.is_ratio])
 
 
-@styled
+@style.styled
 def ratios(run: History) -> Figure | None:
     """Metrics that should be 1 over steps, such as the sum of predictions ÷ the sum of labels."""
     return _over_steps(run, [each for each in _measured(run) if each.is_ratio], right=1)
 
 
-@styled
+@style.styled
 def reliability(run: History) -> Figure | None:
     """Predicted against actual rates of the last evaluation, by bins of predictions, and the bins' rows."""
     evaluation, curves = _last_curves(run, "reliability", ("predicted", "actual"))
     if not curves:
         return None
     title = f"Predicted and actual rates at step {evaluation.step:,}"
-    made, (above, below) = new_figure(title, 3.6, 2, sharex=True, height_ratios=(4, 1))
+    made, (above, below) = style.new_figure(title, 3.6, 2, sharex=True, height_ratios=(4, 1))
     top = 1.05 * max(value for curve in curves for key in ("predicted", "actual") for value in curve[key])
     top = max(top, 1e-9)
-    above.plot([0, top], [0, top], color=MUTED, linewidth=0.8, label="as predicted")
-    for curve, colour in zip(curves, cycle(LINES)):
-        style = {"color": colour, "marker": "o", "markersize": 3.5, "label": curve["name"]}
-        above.plot(curve["predicted"], curve["actual"], **style)
+    above.plot([0, top], [0, top], color=style.MUTED, linewidth=0.8, label="as predicted")
+    for curve, colour in zip(curves, cycle(style.LINES)):
+        line = {"color": colour, "marker": "o", "markersize": 3.5, "label": curve["name"]}
+        above.plot(curve["predicted"], curve["actual"], **line)
         rows = [number(count) for count in _list(curve["written"].get("rows"))]
         if len(rows) == len(curve["predicted"]):
-            below.vlines(curve["predicted"], 0, rows, color=colour if len(curves) > 1 else GREY, linewidth=4)
+            bars = colour if len(curves) > 1 else style.GREY
+            below.vlines(curve["predicted"], 0, rows, color=bars, linewidth=4)
     above.set(ylabel="actual rate", xlim=(0, top), ylim=(0, top))
     above.legend(loc="upper left")
     below.set_ylim(bottom=0)
     below.set(ylabel="rows", xlabel="predicted rate")
-    few_ticks(below.yaxis, 2)
+    style.few_ticks(below.yaxis, 2)
     for axis in (above.yaxis, below.xaxis):
-        axis.set_major_formatter(PERCENT)
+        axis.set_major_formatter(style.PERCENT)
     return made
 
 
-@styled
+@style.styled
 def roc(run: History) -> Figure | None:
     """The ROC curve of the last evaluation."""
     evaluation, curves = _last_curves(run, "roc", ("fpr", "tpr"))
@@ -90,19 +74,19 @@ def roc(run: History) -> Figure | None:
     areas = {each.key: _reached(each, evaluation) for each in run.metrics_of_tasks}
     named = [areas.get(str(curve["written"].get("metric"))) for curve in curves]
     area = ": " + ", ".join(filter(None, named)) if any(named) else ""
-    made, (axes,) = new_figure(f"ROC at step {evaluation.step:,}{area}", WIDTH * 0.8)
-    axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.8, label="chance")
-    for curve, colour in zip(curves, cycle(LINES)):
+    made, (axes,) = style.new_figure(f"ROC at step {evaluation.step:,}{area}", style.WIDTH * 0.8)
+    axes.plot([0, 1], [0, 1], color=style.MUTED, linewidth=0.8, label="chance")
+    for curve, colour in zip(curves, cycle(style.LINES)):
         axes.plot(curve["fpr"], curve["tpr"], color=colour, label=curve["name"])
     axes.set(xlabel="false positive rate", ylabel="true positive rate", xlim=(0, 1), ylim=(0, 1.01))
     axes.set_box_aspect(1)
     axes.legend(loc="lower right")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(PERCENT)
+        axis.set_major_formatter(style.PERCENT)
     return made
 
 
-@styled
+@style.styled
 def overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
     """A picture of each metric that should be low or high, in training and evaluations: a line for each run.
 
@@ -117,18 +101,18 @@ def overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
     }
     pictures = []
     for (kind, name), title in found.items():
-        made, (axes,) = new_figure(title, 1.9 + 0.2 * -(-len(runs) // 2))
+        made, (axes,) = style.new_figure(title, 1.9 + 0.2 * -(-len(runs) // 2))
         for index, (run, called) in enumerate(zip(runs, names, strict=True)):
-            colour, dash = LINES[index % len(LINES)], DASHES[index // len(LINES) % len(DASHES)]
-            steps, values = thinned(*points(run, kind, name))
-            marker = "." if kind is Eval else None
-            axes.plot(steps, values, label=fitted(called, 130), color=colour, linestyle=dash, marker=marker)
+            turn, place = divmod(index, len(style.LINES))
+            line: dict[str, Any] = {"color": style.LINES[place], "linestyle": DASHES[turn % len(DASHES)]}
+            line |= {"label": style.fitted(called, 130), "marker": "." if kind is Eval else None}
+            axes.plot(*style.thinned(*points(run, kind, name)), **line)
             if kind is Eval:
                 final = points(run, Final, name)
-                axes.plot(*final, color=colour, linestyle="none", marker="D", markersize=5)
-        axes.yaxis.set_major_formatter(PLAIN)
-        few_ticks(axes.yaxis)
-        step_axis(axes)
+                axes.plot(*final, color=style.LINES[place], linestyle="none", marker="D", markersize=5)
+        axes.yaxis.set_major_formatter(style.PLAIN)
+        style.few_ticks(axes.yaxis)
+        style.step_axis(axes)
         made.legend(ncols=2, loc="outside lower left")
         pictures.append(made)
     return pictures
@@ -149,13 +133,13 @@ def _over_steps(run: History, found: list[Metric], right: float | None = None) -
     if not found:
         return None
     height = 0.75 + 1.35 * len(found)
-    made, axes = new_figure(_what_was_reached(run, found), height, len(found), sharex=True)
+    made, axes = style.new_figure(_what_was_reached(run, found), height, len(found), sharex=True)
     for panel, metric in zip(axes, found, strict=True):
         if right is not None:
-            panel.axhline(right, color=MUTED, linewidth=0.8)
+            panel.axhline(right, color=style.MUTED, linewidth=0.8)
         _draw(panel, run, metric.key)
         panel.set_ylabel(metric.label)
-    step_axis(axes[-1])
+    style.step_axis(axes[-1])
     # The first panel may lack a kind: training has no AUC, and evaluations have no training loss.
     kinds = {
         label: line for panel in axes for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
@@ -168,10 +152,11 @@ def _draw(axes: Axes, run: History, name: str) -> None:
     for kind, (label, colour, marker, size) in STYLES.items():
         steps, values = points(run, kind, name)
         if steps:
-            axes.plot(*thinned(steps, values), color=colour, marker=marker, markersize=size, label=label)
-    restart_lines(axes, run.restarts)
-    axes.yaxis.set_major_formatter(PLAIN)
-    few_ticks(axes.yaxis)
+            line: dict[str, Any] = {"color": colour, "marker": marker, "markersize": size, "label": label}
+            axes.plot(*style.thinned(steps, values), **line)
+    style.restart_lines(axes, run.restarts)
+    axes.yaxis.set_major_formatter(style.PLAIN)
+    style.few_ticks(axes.yaxis)
 
 
 def points(run: History, kind: type[Measured], name: str) -> tuple[list[int], list[float]]:

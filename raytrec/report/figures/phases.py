@@ -8,54 +8,36 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from raytrec.common.messages import PHASES, RankLine, Train
+from raytrec.report.figures import style
 from raytrec.report.figures.learning import points
-from raytrec.report.figures.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    WHOLE,
-    YELLOW,
-    few_ticks,
-    lowest_panels,
-    new_figure,
-    restart_lines,
-    step_axis,
-    styled,
-    thinned,
-)
 from raytrec.report.findings import straggler
 from raytrec.tracking.aggregate import by_rank, own_time, skip_warmup, sum_over_time
 from raytrec.tracking.run_folder import RunFolder
 
-COLOURS = dict(zip(PHASES, (ORANGE, YELLOW, PURPLE, INK, SKY, BLUE, GREEN, VERMILION, GREY), strict=True))
+COLOURS = dict(zip(PHASES, style.NINE, strict=True))
 MOST_BARS = 16
 MOST_PANELS = 6
 
 
-@styled
+@style.styled
 def throughput(run: RunFolder) -> Figure | None:
     """Rows trained a second by all ranks together, over steps."""
     steps, rates = points(run, Train, "rows_per_s")
     if not steps:
         return None
     usual = median(rates)
-    made, (axes,) = new_figure(f"Speed: {usual:,.0f} rows/s in the median", 1.9)
-    axes.plot(*thinned(steps, rates), color=BLUE)
-    restart_lines(axes, run.restarts)
+    made, (axes,) = style.new_figure(f"Speed: {usual:,.0f} rows/s in the median", 1.9)
+    axes.plot(*style.thinned(steps, rates), color=style.BLUE)
+    style.restart_lines(axes, run.restarts)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("rows/s")
-    few_ticks(axes.yaxis)
-    axes.yaxis.set_major_formatter(WHOLE)
-    step_axis(axes)
+    style.few_ticks(axes.yaxis)
+    axes.yaxis.set_major_formatter(style.WHOLE)
+    style.step_axis(axes)
     return made
 
 
-@styled
+@style.styled
 def in_total(run: RunFolder) -> Figure | None:
     """Milliseconds a step in each phase, a bar for each rank of the last group of workers."""
     ranks = [line for line in sum_over_time(skip_warmup(run.ranks)) if line.steps]
@@ -63,7 +45,7 @@ def in_total(run: RunFolder) -> Figure | None:
         return None
     shown, which = _slowest(ranks, MOST_BARS)
     title = _title(ranks) or f"Time of a step{which}"
-    made, (axes,) = new_figure(title, 1.6 + 0.2 * len(shown))
+    made, (axes,) = style.new_figure(title, 1.6 + 0.2 * len(shown))
     left = [0.0] * len(shown)
     for phase in PHASES:
         widths = [line.phase_s(phase) / line.steps * 1e3 for line in shown]
@@ -79,7 +61,7 @@ def in_total(run: RunFolder) -> Figure | None:
     return made
 
 
-@styled
+@style.styled
 def over_steps(run: RunFolder) -> Figure | None:
     """Milliseconds a step in each phase over steps, a panel for each rank."""
     ranks = [line for line in sum_over_time(run.ranks) if line.steps]
@@ -88,16 +70,16 @@ def over_steps(run: RunFolder) -> Figure | None:
     shown, which = _slowest(ranks, MOST_PANELS)
     columns = 2 if len(shown) > 1 else 1
     rows = -(-len(shown) // columns)
-    made, panels = new_figure(
+    made, panels = style.new_figure(
         f"Time of a step over steps{which}", 1.2 + 1.15 * rows, rows, columns, sharex=True, sharey=True
     )
     lines = by_rank(run.ranks)
     for axes, total in zip(panels, shown, strict=False):
         _stack(axes, lines[total.rank])
         axes.set_title(f"rank {total.rank}")
-        restart_lines(axes, run.restarts, label=None)
-        few_ticks(axes.yaxis)
-    lowest_panels(panels, len(shown), columns)
+        style.restart_lines(axes, run.restarts, label=None)
+        style.few_ticks(axes.yaxis)
+    style.lowest_panels(panels, len(shown), columns)
     made.supylabel("ms a step", fontsize=8.5)
     made.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
     return made

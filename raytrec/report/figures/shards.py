@@ -1,4 +1,4 @@
-"""Shard maps: memory and lookups of each table on each rank."""
+"""Memory and lookups of each table on each rank."""
 
 from __future__ import annotations
 
@@ -13,17 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from raytrec.common.formatting import bytes_text, percent
 from raytrec.common.messages import RankLine
-from raytrec.report.figures.style import (
-    BLUE,
-    BYTES,
-    NAME_POINTS,
-    PERCENT,
-    ROUND,
-    VERMILION,
-    fitted,
-    new_figure,
-    styled,
-)
+from raytrec.report.figures import style
 from raytrec.tracking.aggregate import last_group, sum_over_time, table_bytes
 from raytrec.tracking.run_folder import RunFolder
 
@@ -33,7 +23,7 @@ WRITTEN_RANKS = 4  # up to so many, cells show their value
 MAP = "cividis"
 
 
-@styled
+@style.styled
 def by_memory(run: RunFolder) -> Figure | None:
     """Tables × ranks: bytes of weights and optimizer state, as of each rank's last interval."""
     ranks = sum_over_time(last_group(run.ranks))
@@ -42,12 +32,12 @@ def by_memory(run: RunFolder) -> Figure | None:
         return None
     each = f", {_spread(held)}" if len(ranks) > 1 else ""
     title = f"Memory of tables: {bytes_text(held.sum())} on {_ranks(ranks)}{each}"
-    made, axes = _draw(held, names, ranks, title, BYTES, LogNorm(held[held > 0].min() / 2, held.max()))
+    made, axes = _draw(held, names, ranks, title, style.BYTES, LogNorm(held[held > 0].min() / 2, held.max()))
     axes.set_ylabel("total")
     return made
 
 
-@styled
+@style.styled
 def by_load(run: RunFolder) -> Figure | None:
     """Tables × ranks: share of all bytes looked up since the group of workers last changed."""
     ranks = sum_over_time(last_group(run.ranks))
@@ -61,7 +51,7 @@ def by_load(run: RunFolder) -> Figure | None:
         if len(ranks) > 1
         else f"Load: share of {bytes_text(looked.sum())} looked up, by table"
     )
-    made, axes = _draw(shares, names, ranks, title, PERCENT, PowerNorm(0.5, 0, shares.max()))
+    made, axes = _draw(shares, names, ranks, title, style.PERCENT, PowerNorm(0.5, 0, shares.max()))
     axes.set_ylabel("share")
     return made
 
@@ -77,7 +67,7 @@ def _matrix(ranks: list[RankLine], value: Callable[[dict], float]) -> tuple[np.n
         return np.zeros((0, len(ranks))), []
     names = sorted(cells, key=lambda name: (-cells[name].sum(), name))
     own, others = names[:MOST_TABLES], names[MOST_TABLES:]
-    rows, labels = [cells[name] for name in own], [fitted(name, NAME_POINTS) for name in own]
+    rows, labels = [cells[name] for name in own], [style.fitted(name, style.NAME_POINTS) for name in own]
     if others:
         rows.append(np.sum([cells[name] for name in others], axis=0))
         labels.append(f"{len(others)} other tables")
@@ -94,9 +84,10 @@ def _draw(
 ) -> tuple[Figure, Axes]:
     """The map, with the ranks' totals as bars above it; the bars' axes are given back to be named."""
     height = 0.16 * len(names)
-    made, (bars, grid) = new_figure(title, 2.0 + height, 2, sharex=True, height_ratios=(0.6, 0.3 + height))
+    ratios = 0.6, 0.3 + height
+    made, (bars, grid) = style.new_figure(title, 2.0 + height, 2, sharex=True, height_ratios=ratios)
     totals = cells.sum(axis=0)
-    colours = [VERMILION if total > UNEVEN * totals.mean() else BLUE for total in totals]
+    colours = [style.VERMILION if total > UNEVEN * totals.mean() else style.BLUE for total in totals]
     bars.bar(range(len(ranks)), totals, color=colours, width=0.8)
     bars.set_yticks([0, totals.max()])
     bars.yaxis.set_major_formatter(kind)
@@ -107,7 +98,7 @@ def _draw(
     grid.set_xlabel("rank")
     grid.grid(visible=False)
     grid.tick_params(length=0)
-    grid.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=ROUND))
+    grid.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=style.ROUND))
     grid.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _rank_at(ranks, x)))
     if len(ranks) <= WRITTEN_RANKS:
         _write(grid, cells, kind, norm)

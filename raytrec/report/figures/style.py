@@ -1,4 +1,4 @@
-"""One quiet style for all pictures, and how they become PNG or SVG. No pyplot: nothing here is global.
+"""One style for all pictures, as PNG or SVG. No pyplot: nothing here is global.
 
 Sizes are chosen so that a picture can be read on a page 360 pixels wide, and side by side on a wide one.
 """
@@ -39,6 +39,7 @@ BLUE, ORANGE, GREEN, VERMILION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
 PURPLE, SKY, YELLOW, GREY = "#cc79a7", "#56b4e9", "#f0e442", "#999999"
 THEME = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", BLUE: "var(--blue)"}
 LINES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)
+NINE = (ORANGE, YELLOW, PURPLE, INK, SKY, BLUE, GREEN, VERMILION, GREY)  # for the phases of a step
 
 STYLE: dict[str, Any] = {
     "font.size": 8.5,

@@ -1,4 +1,4 @@
-"""Health of tables: row norms over time, rows never trained, gradients and updates."""
+"""Health of tables: row norms, untrained rows, gradients, updates."""
 
 from __future__ import annotations
 
@@ -9,28 +9,12 @@ from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from raytrec.report.figures.style import (
-    BLUE,
-    GREY,
-    LINES,
-    NAME_POINTS,
-    PANEL,
-    PERCENT,
-    PLAIN,
-    STYLE,
-    few_ticks,
-    fitted,
-    lowest_panels,
-    new_figure,
-    restart_lines,
-    step_axis,
-    styled,
-)
+from raytrec.report.figures import style
 from raytrec.tracking.aggregate import BINS
 from raytrec.tracking.run_folder import RunFolder
 
 EDGES = np.logspace(-4, 2, BINS + 1)  # of row_norm_counts
-FADING = LinearSegmentedColormap.from_list("fading", [to_rgba(BLUE, 0.0), to_rgba(BLUE, 1.0)])
+FADING = LinearSegmentedColormap.from_list("fading", [to_rgba(style.BLUE, 0.0), to_rgba(style.BLUE, 1.0)])
 MOST_MAPS = 12
 MOST_NAMED = 5  # lines of a panel that have a colour and a name
 
@@ -43,7 +27,7 @@ PANELS = (
 )
 
 
-@styled
+@style.styled
 def row_norms(run: RunFolder) -> Figure | None:
     """The distribution of a table's row norms over steps: a panel for each of the most loaded tables."""
     measured = {
@@ -57,7 +41,7 @@ def row_norms(run: RunFolder) -> Figure | None:
     which = f"; the {MOST_MAPS} most loaded of {len(measured)} tables" if len(measured) > MOST_MAPS else ""
     columns = 2 if len(shown) > 1 else 1
     rows = -(-len(shown) // columns)
-    made, panels = new_figure(
+    made, panels = style.new_figure(
         f"Norms of rows over steps (stronger: more rows){which}",
         0.8 + 0.95 * rows,
         rows,
@@ -69,17 +53,17 @@ def row_norms(run: RunFolder) -> Figure | None:
         steps = sorted(measured[name])
         shares = np.array([np.array(measured[name][s]) / sum(measured[name][s]) for s in steps]).T
         axes.pcolormesh(_borders(steps), EDGES, shares, cmap=FADING, vmin=0, rasterized=True)
-        axes.set_title(fitted(name, PANEL, STYLE["axes.titlesize"]))
+        axes.set_title(style.fitted(name, style.PANEL, style.STYLE["axes.titlesize"]))
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(FixedLocator([1e-4, 1e-2, 1, 100]))
         axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(PLAIN)
-    lowest_panels(panels, len(shown), columns)
+        axes.yaxis.set_major_formatter(style.PLAIN)
+    style.lowest_panels(panels, len(shown), columns)
     made.supylabel("norm of a row", fontsize=8.5)
     return made
 
 
-@styled
+@style.styled
 def health(run: RunFolder) -> Figure | None:
     """Dead rows, distinct ids, gradient and update norms of all tables over steps; the highest are named."""
     lines = {key: _known(run.tables, key) for key, _, _ in PANELS}
@@ -89,7 +73,7 @@ def health(run: RunFolder) -> Figure | None:
     title = "Tables over steps" + (
         f" (the {MOST_NAMED} highest at the end are named)" if len(run.tables) > MOST_NAMED else ""
     )
-    made, panels = new_figure(title, 0.6 + 1.2 * len(found), len(found), sharex=True)
+    made, panels = style.new_figure(title, 0.6 + 1.2 * len(found), len(found), sharex=True)
     for axes, (key, label, is_share) in zip(panels, found, strict=True):
         ordered = sorted(lines[key].items(), key=lambda item: item[1][-1][1], reverse=True)
         for index, (name, points) in enumerate(reversed(ordered)):
@@ -97,16 +81,16 @@ def health(run: RunFolder) -> Figure | None:
             named = place < MOST_NAMED
             axes.plot(
                 *zip(*points, strict=True),
-                color=LINES[place] if named else GREY,
+                color=style.LINES[place] if named else style.GREY,
                 linewidth=1.3 if named else 0.6,
-                label=fitted(name, NAME_POINTS) if named else None,
+                label=style.fitted(name, style.NAME_POINTS) if named else None,
             )
         axes.set_ylabel(label)
-        axes.yaxis.set_major_formatter(PERCENT if is_share else PLAIN)
-        few_ticks(axes.yaxis, 3)
-        restart_lines(axes, run.restarts, label=None)
+        axes.yaxis.set_major_formatter(style.PERCENT if is_share else style.PLAIN)
+        style.few_ticks(axes.yaxis, 3)
+        style.restart_lines(axes, run.restarts, label=None)
         axes.legend(*_reversed(axes.get_legend_handles_labels()), loc="center left", bbox_to_anchor=(1, 0.5))
-    step_axis(panels[-1])
+    style.step_axis(panels[-1])
     return made
 
 

@@ -1,4 +1,4 @@
-"""Events and checks of a run: workers and steps over time, with faults and saves; checks over steps."""
+"""Workers, steps, faults, saves and checks over time."""
 
 from __future__ import annotations
 
@@ -7,49 +7,33 @@ from matplotlib.figure import Figure
 
 from raytrec.common.formatting import count, duration, short
 from raytrec.common.messages import Check
-from raytrec.report.figures.style import (
-    BLUE,
-    GREEN,
-    INK,
-    MUTED,
-    ORANGE,
-    PLAIN,
-    PURPLE,
-    SKY,
-    VERMILION,
-    WHOLE,
-    few_ticks,
-    new_figure,
-    restart_lines,
-    step_axis,
-    styled,
-)
+from raytrec.report.figures import style
 from raytrec.report.run_timeline import Mark, Story, story
 from raytrec.tracking.run_folder import RunFolder
 
 MARKS = {  # event: its name, colour, marker
-    "failed": ("failure", VERMILION, "X"),
-    "hang": ("hang", PURPLE, "P"),
-    "not saved": ("save failed", VERMILION, "v"),
-    "asked": ("restart or stop asked for", ORANGE, "^"),
-    "waiting": ("too few nodes", MUTED, "s"),
-    "stopped": ("stopped", INK, "s"),
-    "saved": ("saved", GREEN, "|"),
+    "failed": ("failure", style.VERMILION, "X"),
+    "hang": ("hang", style.PURPLE, "P"),
+    "not saved": ("save failed", style.VERMILION, "v"),
+    "asked": ("restart or stop asked for", style.ORANGE, "^"),
+    "waiting": ("too few nodes", style.MUTED, "s"),
+    "stopped": ("stopped", style.INK, "s"),
+    "saved": ("saved", style.GREEN, "|"),
 }
 
 
-@styled
+@style.styled
 def elastic(run: RunFolder) -> Figure | None:
     """Above: workers. Below: the step that the run was at, going back after a failure; and its marks."""
     told = story(run)
     if not told.groups:
         return None
     unit, seconds = _unit(max(group.end_s for group in told.groups))
-    made, (workers, steps) = new_figure(_title(told), 3.9, 2, sharex=True, height_ratios=(1, 2))
+    made, (workers, steps) = style.new_figure(_title(told), 3.9, 2, sharex=True, height_ratios=(1, 2))
     _workers(workers, told, seconds)
     _steps(steps, told, seconds)
     steps.set_xlabel(f"{unit} since the start")
-    steps.xaxis.set_major_formatter(PLAIN)
+    steps.xaxis.set_major_formatter(style.PLAIN)
     made.legend(*steps.get_legend_handles_labels(), loc="outside lower left", ncols=3)
     return made
 
@@ -57,22 +41,22 @@ def elastic(run: RunFolder) -> Figure | None:
 def _workers(axes: Axes, told: Story, unit_s: int) -> None:
     for group in told.groups:
         begin, end = group.begin_s / unit_s, group.end_s / unit_s
-        axes.bar(begin, group.workers, end - begin, align="edge", color=SKY)
+        axes.bar(begin, group.workers, end - begin, align="edge", color=style.SKY)
         if group.resumed_after_s:
-            axes.axvline(begin, color=MUTED, linewidth=0.8, linestyle=":")
+            axes.axvline(begin, color=style.MUTED, linewidth=0.8, linestyle=":")
             text = f"resumed after {duration(group.resumed_after_s)}"
             above = axes.get_xaxis_transform()
             axes.text(begin, 1.02, text, transform=above, fontsize=6.5, ha="center", va="bottom")
     axes.set_ylabel("workers")
     axes.set_ylim(0, 1.15 * max(1, *(group.workers for group in told.groups)))
-    few_ticks(axes.yaxis, whole=True)
+    style.few_ticks(axes.yaxis, whole=True)
 
 
 def _steps(axes: Axes, told: Story, unit_s: int) -> None:
     begins = [group.begin_s for group in told.groups]
     for begin, end in zip(begins, [*begins[1:], float("inf")], strict=True):
         points = [(at / unit_s, step) for at, step in told.progress if begin <= at < end]
-        axes.plot([at for at, _ in points], [step for _, step in points], color=BLUE, linewidth=1)
+        axes.plot([at for at, _ in points], [step for _, step in points], color=style.BLUE, linewidth=1)
     for kind, (name, colour, marker) in MARKS.items():
         marks = [mark for mark in told.marks if mark.kind == kind]
         times, heights = [mark.at_s / unit_s for mark in marks], [_height(mark, told) for mark in marks]
@@ -80,8 +64,8 @@ def _steps(axes: Axes, told: Story, unit_s: int) -> None:
             axes.scatter(times, heights, c=colour, marker=marker, s=32, label=name, zorder=3)
     axes.set_ylabel("step")
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(WHOLE)
-    few_ticks(axes.yaxis, whole=True)
+    axes.yaxis.set_major_formatter(style.WHOLE)
+    style.few_ticks(axes.yaxis, whole=True)
 
 
 def _height(mark: Mark, told: Story) -> int:
@@ -108,18 +92,18 @@ def _unit(seconds: float) -> tuple[str, int]:
     return ("minutes", 60) if seconds < 3 * 3600 else ("hours", 3600)
 
 
-@styled
+@style.styled
 def checks(run: RunFolder) -> Figure | None:
     """A line for each check: a dot where it passed, a cross where it failed."""
     if not run.checks:
         return None
     names = list(dict.fromkeys(line.check for line in run.checks))
     failed = [line for line in run.checks if not line.passed]
-    made, (axes,) = new_figure(_checks_title(run.checks, failed), 1.3 + 0.2 * len(names))
+    made, (axes,) = style.new_figure(_checks_title(run.checks, failed), 1.3 + 0.2 * len(names))
     passed = [line for line in run.checks if line.passed]
     for lines, colour, marker, size, label in (
-        (passed, GREEN, "o", 12, "passed"),
-        (failed, VERMILION, "X", 45, "failed"),
+        (passed, style.GREEN, "o", 12, "passed"),
+        (failed, style.VERMILION, "X", 45, "failed"),
     ):
         if not lines:
             continue
@@ -127,8 +111,8 @@ def checks(run: RunFolder) -> Figure | None:
         axes.scatter([line.step for line in lines], places, c=colour, marker=marker, s=size, label=label)
     axes.set_yticks(range(len(names)), [short(name) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
-    restart_lines(axes, run.restarts)
-    step_axis(axes)
+    style.restart_lines(axes, run.restarts)
+    style.step_axis(axes)
     made.legend(ncols=3, loc="outside lower left")
     return made
 

@@ -6,8 +6,8 @@ from raytrec.checks.live.outcome import Check, Outcome
 from raytrec.checks.live.registry import CHECKS, all_checks, check, choose
 from raytrec.checks.live.runner import verdict
 from raytrec.common.errors import ConfigError
-from raytrec.config.monitoring import ChecksSection
 from raytrec.config.run_config import load_config
+from raytrec.config.training import ChecksSection
 from raytrec.config.trust import code_in, own_code
 
 NOT_CHECKS = {"every_steps", "at_checkpoints", "custom"}

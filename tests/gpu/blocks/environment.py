@@ -94,7 +94,7 @@ def handle() -> Any:
     """NVML's handle of the GPU that the blocks use."""
     import pynvml
 
-    from raytrec.common.devices import cuda_handle
+    from raytrec.common.machine import cuda_handle
 
     pynvml.nvmlInit()
     return cuda_handle("cuda:0")

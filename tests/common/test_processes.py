@@ -1,0 +1,105 @@
+"""How processes end: all of Python's ends, nothing after it is run; the next one removes leftovers."""
+
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from raytrec.common.processes import owner, remove_leftovers
+
+MAKE = """
+import os, sys, time
+from pathlib import Path
+from raytrec.common.processes import owner
+folder = Path(sys.argv[1], f"scratch-{owner()}-a")
+folder.mkdir()
+(folder / "file").touch()
+Path(sys.argv[1], f"page.html.{owner()}.partial").touch()
+print("made", flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_process_made_stays_while_it_lives_and_is_removed_after_it(tmp_path):
+    maker = subprocess.Popen([sys.executable, "-c", MAKE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert maker.stdout.readline() == "made\n"
+        remove(tmp_path)
+        assert len(list(tmp_path.iterdir())) == 2
+    finally:
+        maker.send_signal(signal.SIGKILL)
+        maker.wait(60)
+    remove(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_a_leftover_stays(tmp_path):
+    remove(tmp_path / "missing")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(60)
+    gone = re.sub(r"\d+$", str(ended.pid), owner())
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/file").touch()
+    (tmp_path / f"scratch-{gone}-link").symlink_to(tmp_path / "elsewhere")
+    stay = {"elsewhere", "scratch-1", f"scratch-{owner()}-mine", f"scratch-other{gone}-a", f"scratch-{gone}"}
+    stay |= {f"other-{gone}-a", f"page.html.{gone}.partial.bak", f"pageXhtml.{gone}.partial"}
+    for name in stay - {"elsewhere"}:
+        (tmp_path / name).touch()
+    (tmp_path / f"page.html.{gone}.partial").touch()
+    for name in ("kept", "empty"):
+        (tmp_path / f"scratch-{gone}-{name}").mkdir()
+    (tmp_path / f"scratch-{gone}-kept/error.txt").touch()
+    remove(tmp_path)
+    stay.add(f"scratch-{gone}-kept")
+    assert {path.name for path in tmp_path.iterdir()} == stay
+    assert (tmp_path / "elsewhere/file").exists()
+
+
+def remove(folder):
+    remove_leftovers(folder, "scratch-{owner}-*", keep="error.txt")
+    remove_leftovers(folder, "page.html.{owner}.partial")
+
+
+PROGRAM = """
+import atexit, ctypes, sys, threading, time
+from raytrec.common.processes import ends_at_once
+
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)  # in the place of C++ that frees
+
+def work():
+    time.sleep(0.2)
+    print("thread")
+
+with ends_at_once():
+    atexit.register(print, "atexit")
+    threading.Thread(target=work).start()
+    {last}
+"""
+
+
+def end(last):
+    run = [sys.executable, "-c", PROGRAM.format(last=last)]
+    return subprocess.run(run, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [("pass", 0), ("sys.exit()", 0), ("sys.exit(130)", 130), ("sys.exit('no')", 1), ("raise KeyError(7)", 1)],
+)
+def test_all_of_pythons_end_and_nothing_after_it(last, code):
+    ended = end(last)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout == "thread\natexit\n"
+    assert ("KeyError: 7" in ended.stderr) == ("KeyError" in last)
+
+
+def test_the_command_ends_so():
+    blocker = "import ctypes; c = ctypes.CDLL(None); "
+    blocker += "c.__cxa_atexit(ctypes.cast(c.abort, ctypes.c_void_p), None, None); "
+    for arguments, code in ((["--help"], 0), (["report", "/nowhere/at/all"], 1)):
+        program = f"{blocker}import sys; sys.argv[1:] = {arguments}; from raytrec.cli import main; main()"
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        assert ended.returncode == code, ended.stderr
