@@ -1,1 +1,1 @@
-"""Checkpoints: what is in them, where they are, how they are written and read."""
+"""Checkpoints: contents, places, writing and reading."""

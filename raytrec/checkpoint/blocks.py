@@ -1,4 +1,4 @@
-"""Chunks of tensors as blocks of bytes: what of a block belongs where."""
+"""Chunks of tensors as blocks of bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`raytrec convert`: a checkpoint written once more, some of whose tables change their kind or their size.
+"""`raytrec convert`: a checkpoint with tables of other kinds or sizes.
 
 Block by block, in this process alone.
 """

@@ -1,4 +1,4 @@
-"""Where checkpoints are: one folder a step; complete ones have an index; no torch."""
+"""Where checkpoints are; one folder a step. Complete ones have an index. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a state is finite: one that is not can neither be trained on nor taken for a good checkpoint."""
+"""Whether a state is finite. One that is not can neither be trained on nor taken for a good checkpoint."""
 
 from __future__ import annotations
 

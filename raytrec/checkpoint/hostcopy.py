@@ -1,4 +1,4 @@
-"""A copy of a run's state in host memory, so that training continues while it is written."""
+"""A copy of a run's state in host memory. Training continues while it is written."""
 
 from __future__ import annotations
 

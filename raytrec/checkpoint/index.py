@@ -1,4 +1,5 @@
-"""The index of a checkpoint: what is in it, and where. It is written last, so that writing it is the commit.
+"""The index of a checkpoint; writing it is the commit. It has what is in the checkpoint, and where, and is
+written last.
 
 No pickle: JSON, with a hash of itself. No torch either: the driver reads it, too.
 """

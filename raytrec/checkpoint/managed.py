@@ -1,4 +1,4 @@
-"""Managed ids in checkpoints: under names that neither the plan nor the number of ranks changes.
+"""Managed ids in checkpoints. Neither the plan nor the number of ranks changes their names:
 
     ids/TABLE/id            int64 [n], the ids that have a row
     ids/TABLE/row, sightings, last
@@ -7,7 +7,7 @@
                             int64 [m], the same of ids that were not seen often enough
     ids/TABLE/left          int64 [l], rows of ids that have left, as they are handed out again
 
-Ids stand in the order of their keys (embeddings/managed/keys.py). What has no values is not there. Their
+Ids stand in the order of their keys (embeddings/hashing.py). What has no values is not there. Their
 lengths, and what else belongs to a map, are in the index under `ids`.
 """
 
@@ -24,9 +24,8 @@ from raytrec.checkpoint.state import State
 from raytrec.common.collectives import Peers, RoundTrip
 from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, sharded_tensor
 from raytrec.config.schema import Table
-from raytrec.embeddings.hashing import unhash_bits
+from raytrec.embeddings.hashing import count_by_owner, fallback_of, first_keys, keys_of, unhash_bits
 from raytrec.embeddings.managed.key_map import Entries, Free, MapState
-from raytrec.embeddings.managed.keys import count_by_owner, fallback_of, first_keys, keys_of
 from raytrec.embeddings.managed.row_map import RowMap
 
 ROWS, WAITING = ("row", "sightings", "last"), ("sightings", "last")

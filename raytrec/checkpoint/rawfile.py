@@ -1,4 +1,5 @@
-"""Files of raw bytes, on disks and object stores: written from beginning to end, read at any place."""
+"""Files of raw bytes, on disks and object stores. They are written from beginning to end, and read at any
+place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading checkpoints into live models, whatever the plan and the number of ranks."""
+"""Reading checkpoints into live models, under any plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rows of a table, straight from a checkpoint: no torch, no process groups, and memory for a few blocks.
+"""A table's rows, read from a checkpoint without torch. It takes no process groups, and memory for a few
+blocks.
 
 For looking at what has been trained. Tables may be larger than this machine's memory.
 """
@@ -13,7 +14,7 @@ import numpy as np
 
 from raytrec.checkpoint.index import CheckpointError
 from raytrec.checkpoint.rawfile import Source, open_source, read_block
-from raytrec.common.errors import RunError, did_you_mean
+from raytrec.common.errors import RunError, hint
 
 BAND_BYTES = 4 << 20  # float32 values of whole rows that are in work at a time
 STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
@@ -41,7 +42,9 @@ class StoredTable:
     def __init__(self, folder: str, index: dict[str, Any], name: str, kind: str = "weight"):
         entry = index["tensors"].get(TENSOR_KEY.format(name, kind))
         if entry is None:
-            raise _unknown(name, table_names(index), folder)
+            names = table_names(index)
+            expected = ", ".join(names)
+            raise RunError(f"there is no table '{name}'{hint(name, names)}", where=folder, expected=expected)
         if entry["dtype"] not in STORED:
             raise CheckpointError(f"table {name} is of {entry['dtype']}", expected=", ".join(STORED))
         self.rows, self.dim = _two(entry["shape"], 1)
@@ -171,12 +174,3 @@ class _Chunk:
 def _two(numbers: list[int], second: int) -> tuple[int, int]:
     """Of rows and columns; of rows alone, with this in the place of the other."""
     return numbers[0], numbers[1] if len(numbers) > 1 else second
-
-
-def _unknown(name: str, names: list[str], folder: str) -> RunError:
-    near = did_you_mean(name, names)
-    return RunError(
-        f"there is no table '{name}'" + (f"; did you mean '{near}'?" if near else ""),
-        where=folder,
-        expected=", ".join(names),
-    )

@@ -1,4 +1,4 @@
-"""Saving while training continues: what is to be written is kept as it is at the step, a thread writes it."""
+"""Saving while training continues. What is to be written is kept as it is at the step; a thread writes it."""
 
 from __future__ import annotations
 

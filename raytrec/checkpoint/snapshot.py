@@ -1,4 +1,4 @@
-"""Tables as they were when a save began, written while training changes them, and without a copy of them.
+"""Tables as they were when a save began, without copies. They are written while training changes them.
 
 Which rows a step changes is known from the ids that it looks up. Before it does, their values are set aside;
 the writing thread takes these in the place of the live ones. So a save takes the memory of the rows that

@@ -1,4 +1,4 @@
-"""Whether an index has what an index must have, which a right hash does not show; no torch."""
+"""Whether an index has what it must have. A right hash does not show that. No torch."""
 
 from __future__ import annotations
 

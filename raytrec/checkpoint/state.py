@@ -1,4 +1,4 @@
-"""The logical state of a run: tables, dense layers and optimizers under names that no plan changes.
+"""A run's state, under names that no plan changes. It has tables, dense layers and optimizers:
 
     tables/NAME/weight     [rows, dim]
     tables/NAME/KIND       optimizer state: [rows, dim], or [rows] with one value a row
@@ -26,9 +26,9 @@ from raytrec.compat.fbgemm import fbgemm_of, set_updates_made, updates_made
 from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, sharded_tensor
 from raytrec.compat.torchrec_ import sharded_kernels, tables_of, torch_optimizers, unwrapped
 from raytrec.embeddings.bags import table_of
+from raytrec.embeddings.optim import average_of
 from raytrec.embeddings.optimizers import OPTIMIZERS
 from raytrec.embeddings.tables import Parts, Table, tables
-from raytrec.embeddings.wrappers import average_of
 
 State = dict[str, torch.Tensor | ShardedTensor]
 EMA_COUNT = "dense/ema/count"

@@ -1,4 +1,4 @@
-"""Tensors on storage for torch.distributed.checkpoint: raw bytes with checksums, and no pickle.
+"""Tensors on storage, for torch.distributed.checkpoint. They are raw bytes with checksums, without pickle.
 
 Each rank writes one file, ATTEMPT-RANK.bin: its chunks (whole tensors, or shards of them), as little-endian
 values in row-major order, each from a multiple of 64 bytes on. The index has the place of each, and a crc32

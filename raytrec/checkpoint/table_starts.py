@@ -1,4 +1,4 @@
-"""What happens to a checkpoint's tables in a new run that starts from them. No torch."""
+"""How tables of a new run begin from a checkpoint. No torch."""
 
 from __future__ import annotations
 

@@ -15,9 +15,15 @@ from raytrec.config.transforms import Sample
 from raytrec.data.fragments import Dataset
 from raytrec.driver.prepare import RunPlan
 from raytrec.embeddings.planner.constraints import resolve_constraints, table_optimizers
-from raytrec.embeddings.planner.disk import disk_refusal, free_disk
-from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, map_share
-from raytrec.embeddings.planner.validation import check_decay, footprints
+from raytrec.embeddings.planner.footprint import (
+    GIB,
+    MMAP_KERNEL,
+    disk_refusal,
+    footprints,
+    free_disk,
+    map_share,
+)
+from raytrec.embeddings.planner.validation import check_decay
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.columns import check_reserved
 from raytrec.tasks.options import check_model_learns

@@ -91,14 +91,16 @@ def _data_type(dtypes: Mapping[str, str] | None, table: str) -> DataType:
 
 def tables_in(collection: nn.Module) -> dict[str, nn.Module]:
     """Table → the module that has its weight, of a collection of either kind, sharded or not."""
-    name = "embedding_bags" if hasattr(collection, "embedding_bags") else "embeddings"
-    return dict(getattr(collection, name).items())
+    return dict(getattr(collection, _kind(collection)).items())
 
 
 def weight_name(collection: nn.Module, table: str) -> str:
     """The name of a table's weight in a collection of either kind, sharded or not."""
-    kind = "embedding_bags" if hasattr(collection, "embedding_bags") else "embeddings"
-    return f"{kind}.{table}.weight"
+    return f"{_kind(collection)}.{table}.weight"
+
+
+def _kind(collection: nn.Module) -> str:
+    return "embedding_bags" if hasattr(collection, "embedding_bags") else "embeddings"
 
 
 def table_of(fqn: str) -> str | None:

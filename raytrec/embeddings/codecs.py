@@ -1,4 +1,4 @@
-"""Quantized collectives (plan.qcomms): how embeddings and gradients are written for their way between ranks.
+"""How plan.qcomms writes what travels between ranks.
 
 FBGEMM's codecs, but for two things. It divides what it has scaled before it leaves fp16 again, so that small
 gradients are lost all the same; and its groups of 32 int8 values fit few batches, and few tables.

@@ -1,4 +1,4 @@
-"""Initial values of tables: the same ones for every plan and world size."""
+"""Initial values of tables, which no plan changes."""
 
 from __future__ import annotations
 

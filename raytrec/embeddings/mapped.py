@@ -1,4 +1,4 @@
-"""Tables that are in files on a node's own disk, mapped into memory: compute_kernel fused_mmap.
+"""Tables in files on a node's disk (compute_kernel fused_mmap).
 
 The same kernel updates them that updates tables in memory, through pages of the file that the system brings
 in, and writes back when it wants their memory for something else.
@@ -21,8 +21,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.tables import EmbeddingOptim
 from raytrec.embeddings.bags import Collection, tables_in
 from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.embeddings.planner.disk import make_room, memory_filesystem, mmap_folder
-from raytrec.embeddings.planner.footprint import MMAP_KERNEL
+from raytrec.embeddings.planner.footprint import MMAP_KERNEL, make_room, memory_filesystem, mmap_folder
 
 
 class MappedFiles:

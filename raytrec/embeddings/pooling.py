@@ -1,4 +1,4 @@
-"""Pooled embeddings: mean = global sum ÷ global bag length, whatever the sharding."""
+"""Pooled embeddings: mean = global sum ÷ global bag length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradients of the table rows that a lookup touched, from those of the bags that it gave.
+"""Gradients of touched table rows, from those of bags.
 
 A row's gradient is Σ over the bags that hold it of w × the bag's gradient (w: 1 without weights); where a
 lookup gave each id's vector, every id is such a bag. FBGEMM's kernels apply it in backward without ever

@@ -1,4 +1,4 @@
-"""One view of any sharded table, whatever its way of sharding and its kernel.
+"""One view of any sharded table.
 
 for table in tables(model, optimizer).values():
     print(table.name, table.shape, table.dtype, table.sharding, table.kernel)

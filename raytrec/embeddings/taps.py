@@ -1,4 +1,5 @@
-"""What passes through a sharded model's lookups while it trains: counted at every step, kept where asked for.
+"""Counts and probes of what passes through lookups. Ids are counted at every step, the rest is kept where
+asked for.
 
 Ids are counted where batches come in (sent) and where tables are (received). At a probed step the ids
 themselves, the pooled embeddings and both their gradients are kept, too, until the next one.

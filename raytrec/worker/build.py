@@ -21,12 +21,11 @@ from raytrec.embeddings.codecs import make_codecs, widths_of
 from raytrec.embeddings.initial import fill_tables, initial_values
 from raytrec.embeddings.managed.batches import ManagedBatches
 from raytrec.embeddings.mapped import MappedFiles, mark_mapped
-from raytrec.embeddings.optim import combine, fuse
+from raytrec.embeddings.optim import DenseAverage, GlobalNormClip, combine, fuse
 from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.embeddings.planner.footprint import MMAP_KERNEL
 from raytrec.embeddings.planner.plan import make_plan, sharders, sharders_for_planning
 from raytrec.embeddings.tables import Shard
-from raytrec.embeddings.wrappers import DenseAverage, GlobalNormClip
 from raytrec.models.recommender import build_recommender, checkpoint_activations, compile_dense
 from raytrec.tasks.global_batch import require_gradient_division
 from raytrec.tasks.objective import Objective

@@ -24,7 +24,7 @@ from raytrec.config.evaluation import TowerName
 from raytrec.config.run_config import RunConfig
 from raytrec.data.batch import Batch
 from raytrec.embeddings.managed.row_map import RowMap
-from raytrec.embeddings.wrappers import average_of
+from raytrec.embeddings.optim import average_of
 from raytrec.models.recommender import Recommender
 from raytrec.tasks.objective import Objective, total
 from raytrec.tasks.outputs import Outputs

@@ -1,42 +1,116 @@
-"""Initial values and where they go."""
+"""Initial values: by their definition in NumPy, how random they are, and where they go."""
 
+import hashlib
+
+import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
-from small import initial_rows
+from small import a_schema, config, initial_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raytrec.config.run_config import RunConfig
-from raytrec.config.schema import Schema
+from raytrec.data.hashing import hash_bits as hash_bits_in_numpy
 from raytrec.embeddings.bags import table_of
-from raytrec.embeddings.initial import BLOCK_VALUES, fill_tables
+from raytrec.embeddings.hashing import GOLDEN, hash_bits
+from raytrec.embeddings.initial import BLOCK_VALUES, fill_tables, initial_values
 from raytrec.embeddings.tables import tables
+from raytrec.worker.build import build_step
 
 BLOCK_ROWS = BLOCK_VALUES // 8
-SCHEMA = Schema.parse(
-    {
-        "labels": ["y"],
-        "sparse": {"big": {"table": "big"}, "small": {"table": "small"}},
-        "tables": {"big": {"rows": BLOCK_ROWS + 500, "dim": 8}, "small": {"rows": 5, "dim": 8}},
-    },
-    "test",
+SCHEMA = a_schema(
+    sparse={"big": {"table": "big"}, "small": {"table": "small"}},
+    tables={"big": {"rows": BLOCK_ROWS + 500, "dim": 8}, "small": {"rows": 5, "dim": 8}},
 )
+IDS = torch.cat([torch.arange(300), torch.tensor([-1, -(2**63), 2**63 - 1, 2**31, 2**32, 8_000_000_000])])
 
 
-def test_a_part_equals_that_part_of_the_whole():
-    whole = initial_rows(SCHEMA, "big", 3, 0, BLOCK_ROWS + 500)
-    for start, stop in (
-        (0, 10),
-        (BLOCK_ROWS - 3, BLOCK_ROWS + 4),
-        (BLOCK_ROWS + 1, BLOCK_ROWS + 500),
-        (7, 7),
-    ):
-        assert torch.equal(initial_rows(SCHEMA, "big", 3, start, stop), whole[start:stop])
-    bound = (BLOCK_ROWS + 500) ** -0.5
-    assert 0.99 * bound < whole.abs().max() <= bound
-    assert whole.mean().abs() < bound / 100
-    assert not torch.equal(whole, initial_rows(SCHEMA, "big", 4, 0, BLOCK_ROWS + 500))
-    assert not torch.equal(whole[:100], whole[BLOCK_ROWS : BLOCK_ROWS + 100]), "blocks repeat"
+def by_definition(seed: int, table: str, ids: np.ndarray, columns: range, rows: int) -> np.ndarray:
+    """The same in unsigned integers and one column at a time."""
+    key = int.from_bytes(hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest(), "big")
+    with np.errstate(over="ignore"):
+        starts = hash_bits_in_numpy(ids.astype(np.uint64) + np.uint64(key))
+        out = []
+        for column in columns:
+            output = hash_bits_in_numpy(starts + np.uint64(column // 2 * (GOLDEN % 2**64) % 2**64))
+            half = (output >> np.uint64(32 * (column % 2))).astype(np.uint32)
+            signed = (half >> np.uint32(7)).astype(np.int64)  # 25 bits, in two's complement
+            signed = np.where(signed >= 2**24, signed - 2**25, signed) | 1
+            out.append(signed.astype(np.float32) * np.float32(1 / np.sqrt(rows) / 2**24))
+    return np.stack(out, axis=1)
+
+
+def test_bits_are_those_of_unsigned_arithmetic():
+    expected = hash_bits_in_numpy(IDS.numpy().astype(np.uint64))
+    assert np.array_equal(hash_bits(IDS).numpy().astype(np.uint64), expected)
+    # The first outputs of splitmix64 from 1234567, as published with its reference implementation.
+    first = hash_bits(torch.tensor([1234567, 1234567 + GOLDEN]))
+    assert first.numpy().astype(np.uint64).tolist() == [6457827717110365317, 3203168211198807973]
+
+
+@pytest.mark.parametrize("columns", [range(16), range(4, 8), range(3, 8), range(5, 6), range(4, 4)])
+def test_values_are_those_of_the_definition(columns):
+    found = initial_values(3, "user", IDS, columns, 1000)
+    assert found.dtype == torch.float32
+    assert found.shape == (len(IDS), len(columns))
+    assert initial_values(3, "user", IDS[:0], columns, 1000).shape == (0, len(columns))
+    if columns:
+        assert np.array_equal(found.numpy(), by_definition(3, "user", IDS.numpy(), columns, 1000))
+
+
+def test_each_part_of_the_key_changes_all_values():
+    values = initial_values(3, "user", IDS, range(8), 1000)
+    for seed, table in ((4, "user"), (3, "item")):
+        assert (values == initial_values(seed, table, IDS, range(8), 1000)).float().mean() < 0.01
+    assert len(values.unique()) > 0.99 * values.numel()
+    assert not (values == 0).any()
+
+
+# 2^20 values each: of many rows, of wide rows, and of ids that differ in high bits only.
+SPREAD = {
+    "rows": (torch.arange(2**17), 8),
+    "columns": (torch.arange(2**10), 2**10),
+    "high bits": (torch.arange(2**17) * 2**40, 8),
+    "large ids": (torch.arange(2**17) + 2**62, 8),
+}
+
+
+@pytest.mark.parametrize("of", SPREAD)
+def test_values_are_uniform_and_neighbours_are_independent(of):
+    """Each figure within 4.5 standard deviations of what independent uniform numbers have."""
+    ids, dim = SPREAD[of]
+    values = initial_values(0, "table", ids, range(dim), 1).double()
+    count = values.numel()
+    assert values.abs().max() < 1
+    assert values.mean().abs() < 4.5 * (1 / 3 / count) ** 0.5
+    assert (values.square().mean() - 1 / 3).abs() < 4.5 * (4 / 45 / count) ** 0.5
+    # Chi-square over 256 cells: 255 degrees of freedom, standard deviation √510.
+    cells = torch.histc(values, 256, -1, 1)
+    assert abs(((cells - count / 256) ** 2 / (count / 256)).sum().item() - 255) < 4.5 * 510**0.5
+    neighbours = {
+        "rows": (values[:-1], values[1:]),
+        "columns of one number": (values[:, 0::2], values[:, 1::2]),
+        "columns of two": (values[:, 1:-1:2], values[:, 2::2]),
+        "diagonal": (values[:-1, :-1], values[1:, 1:]),
+        "a number further": (values[:-1, 2:], values[1:, :-2]),
+        "far rows": (values[: len(values) // 2], values[len(values) // 2 :]),
+    }
+    for name, (one, other) in neighbours.items():
+        correlation = (one * other).mean() * 3
+        assert correlation.abs() < 4.5 / one.numel() ** 0.5, name
+        # Pairs over 16 × 16 cells, too: dependence without correlation.
+        pairs = ((one + 1) * 8).long() * 16 + ((other + 1) * 8).long()
+        cells, expected = torch.bincount(pairs.flatten(), minlength=256).double(), one.numel() / 256
+        assert abs(((cells - expected) ** 2 / expected).sum().item() - 255) < 4.5 * 510**0.5, name
+
+
+def test_bits_of_a_hash_depend_on_every_bit_of_the_integer():
+    """Flipping one bit flips each other bit in half of the cases: splitmix64's mixing, as published."""
+    values = hash_bits(torch.arange(2000) * 7919)
+    for bit in range(64):
+        flipped = values ^ 1 << bit if bit < 63 else values ^ -(2**63)
+        changed = (hash_bits(values) ^ hash_bits(flipped)).numpy().view(np.uint8)
+        share = np.unpackbits(changed.reshape(-1, 8), axis=1).mean(axis=0)
+        assert np.all(np.abs(share - 0.5) < 5 * 0.5 / 2000**0.5), bit
 
 
 class LargestOnHost(TorchDispatchMode):
@@ -57,14 +131,9 @@ class LargestOnHost(TorchDispatchMode):
 
 def most_memory(rank, world):
     """Bytes of host memory that filling a table of 3 blocks takes at once."""
-    from raytrec.worker.build import build_step
-
-    config = RunConfig.model_validate(
-        {"data": {"train": "d/train"}, "plan": {"sharding_types": ["table_wise"]}}
-    )
     schema = SCHEMA.model_copy(deep=True)
     schema.tables["big"].rows = 3 * BLOCK_ROWS
-    step, _ = build_step(config, schema, torch.device("cuda", 0), fill=False)
+    step, _ = build_step(config(world, ["table_wise"]), schema, torch.device("cuda", 0), fill=False)
     with LargestOnHost(step.model) as largest:
         fill_tables(step.model, schema, 3)
     return largest.bytes
@@ -74,24 +143,8 @@ def test_filling_a_table_takes_the_memory_of_a_block():
     assert on_ranks(1, most_memory, device="cuda") == [BLOCK_ROWS * 8 * 4]
 
 
-def test_which_parameters_are_tables():
-    assert table_of("model.embeddings.bags.embedding_bags.user.weight") == "user"
-    assert table_of("model.top.0.weight") is None
-    assert table_of("weight") is None
-
-
 def local_parts(rank, world, sharding):
-    from raytrec.worker.build import build_step
-
-    config = RunConfig.model_validate(
-        {
-            "run": {"seed": 3},
-            "data": {"train": "d/train"},
-            "plan": {"sharding_types": [sharding]},
-            "optim": {"embeddings": {"name": "adagrad"}},
-        }
-    )
-    step, _ = build_step(config, SCHEMA, torch.device("cpu"))
+    step, _ = build_step(config(world, [sharding]), SCHEMA, torch.device("cpu"))
     out, dense = [], {}
     for name, value in step.model.state_dict().items():
         table = table_of(name)

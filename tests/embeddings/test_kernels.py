@@ -1,22 +1,38 @@
 """Kernels with a cache on the GPU are read through it; the names of FBGEMM and TorchRec that are used."""
 
 import inspect
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import caching
 import pytest
 import torch
 from caching import STALE, Caches
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from ranks import on_ranks
 from small import SCHEMA, batches, build, config, train
 from standin import cuda
+from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbeddingBag
+from torchrec.distributed.embedding_types import ShardedEmbeddingTable
+
+from raytrec.checkpoint.state import LogicalState
+from raytrec.checks.live.numerics import Numerics
+from raytrec.checks.live.outcome import CheckedRun, Position
+from raytrec.checks.live.probe import Parity
+from raytrec.compat.fbgemm import Cache, cache_hits, fbgemm_of, set_updates_made, updates_made
+from raytrec.compat.torchrec_ import sharded_kernels
+from raytrec.embeddings.tables import tables
+from raytrec.embeddings.taps import Taps
+from raytrec.worker.statistics import Statistics
 
 CACHED = {"sharding_type": "row_wise", "compute_kernel": "fused_uvm_caching"}
 
 
 def read(rank, world, plan):
     """A table that is read, written and saved while its kernel caches rows."""
-    from raytrec.checkpoint.state import LogicalState
-
     step = build(config(world, plan))
     train(step, batches(2, rank, world)[1])
     caches = Caches(step.model)
@@ -62,8 +78,6 @@ def test_cached_rows_are_read_through_the_cache(sharding):
 
 
 def plain(rank, world, plan):
-    from raytrec.embeddings.tables import tables
-
     step = build(config(world, plan))
     train(step, batches(2, rank, world)[1])
     return {name: table.weight.dense() for name, table in tables(step.model).items()}
@@ -71,13 +85,6 @@ def plain(rank, world, plan):
 
 def watched(rank, world, kernel, optimizer):
     """Statistics, and the outcomes of numerics and parity, of a step on kernels that cache rows."""
-    from raytrec.checkpoint.state import LogicalState
-    from raytrec.checks.live.numerics import Numerics
-    from raytrec.checks.live.outcome import CheckedRun, Position
-    from raytrec.checks.live.probe import Parity
-    from raytrec.embeddings.taps import Taps
-    from raytrec.worker.statistics import Statistics
-
     settings = config(world, {"sharding_type": "row_wise", "compute_kernel": kernel}, optimizer)
     step = build(settings)
     caches = Caches(step.model if kernel == "fused_uvm_caching" else torch.nn.Module())
@@ -134,16 +141,10 @@ def test_what_is_watched_is_current_though_nothing_is_flushed(optimizer):
 
 def test_a_read_waits_for_rows_on_their_way_and_keeps_others_from_coming():
     """The stream that fills the cache ahead replaces rows in it."""
-    from types import SimpleNamespace
-
-    from caching import lookup as lookup_of_cuda
-
-    from raytrec.compat.fbgemm import Cache
-
     state = torch.full((1, 32), -1)
     state[0, 3] = 12  # row 2 of a shard whose first row has number 10
     weights = torch.arange(32.0).unsqueeze(1).repeat(1, 8)
-    with cuda() as gpu, patch.object(torch.ops.fbgemm, "lxu_cache_lookup", lookup_of_cuda):
+    with cuda() as gpu, patch.object(torch.ops.fbgemm, "lxu_cache_lookup", caching.lookup):
         filling = torch.cuda.Stream()
         emb = SimpleNamespace(
             prefetch_stream=filling, lxu_cache_state=state.to("cuda"), lxu_cache_weights=weights.to("cuda")
@@ -161,27 +162,13 @@ def test_a_read_waits_for_rows_on_their_way_and_keeps_others_from_coming():
         assert found.cpu()[:, 0].tolist() == [3.0, 0.0]
 
 
-class Counting:
-    """A kernel of several tables whose cache counts hits."""
-
-    def __init__(self, lookup):
-        self.emb_module = lookup
-
-
 def test_hits_of_a_kernel_count_for_all_of_its_tables():
-    from types import SimpleNamespace
-
-    from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
-
-    from raytrec.compat.fbgemm import cache_hits
-    from raytrec.worker.statistics import Statistics
-
     lookup = SplitTableBatchedEmbeddingBagsCodegen.__new__(SplitTableBatchedEmbeddingBagsCodegen)
     torch.nn.Module.__init__(lookup)
     lookup.gather_uvm_cache_stats = True
     lookup.uvm_cache_stats = torch.tensor([3, 100, 40, 10, 0, 0])
     lookup.local_uvm_cache_stats = torch.zeros(6, dtype=torch.int32)
-    kernel = Counting(lookup)
+    kernel = SimpleNamespace(emb_module=lookup)
     statistics = Statistics.__new__(Statistics)
     statistics._taps = SimpleNamespace(lookups=[SimpleNamespace(kernel=kernel, tables=["a", "b", "a"])])
     assert statistics._cache_hits() == {"a": {"cache_hit_rate": 0.75}, "b": {"cache_hit_rate": 0.75}}
@@ -193,13 +180,6 @@ def test_hits_of_a_kernel_count_for_all_of_its_tables():
 def test_the_names_of_fbgemm_and_torchrec_that_are_used_are_there():
     """What raytrec uses of other libraries' kernels without documentation. A name that has gone would
     otherwise be noticed on GPUs alone, or not at all."""
-    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-        DenseTableBatchedEmbeddingBagsCodegen,
-        SplitTableBatchedEmbeddingBagsCodegen,
-    )
-    from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbeddingBag
-    from torchrec.distributed.embedding_types import ShardedEmbeddingTable
-
     step = on_ranks(1, names)[0]
     fused = SplitTableBatchedEmbeddingBagsCodegen
     for method in ("flush", "reset_cache_states", "get_uvm_cache_stats", "reset_uvm_cache_stats"):
@@ -223,11 +203,13 @@ def test_the_names_of_fbgemm_and_torchrec_that_are_used_are_there():
     }
 
 
-def names(rank, world):
-    from raytrec.compat.torchrec_ import sharded_kernels
+def a_kernel(world, **plan):
+    step = build(config(world, {"sharding_type": "table_wise", **plan}))
+    return next(sharded_kernels(step.model))
 
-    kernel = next(sharded_kernels(build(config(world, {"sharding_type": "table_wise"})).model))
-    lookup, found = kernel.emb_module, {}
+
+def names(rank, world):
+    lookup, found = a_kernel(world).emb_module, {}
     for name in (
         *("lxu_cache_weights", "lxu_cache_state", "cache_hash_size_cumsum", "iter", "iter_cpu"),
         *("gather_uvm_cache_stats", "feature_table_map", "prefetch_stream"),
@@ -238,15 +220,14 @@ def names(rank, world):
 
 
 def counted(rank, world):
-    """What a kernel counts once its count has been set."""
-    from raytrec.compat.fbgemm import set_updates_made, updates_made
-    from raytrec.compat.torchrec_ import sharded_kernels
-
-    kernel = next(sharded_kernels(build(config(world, {"sharding_type": "table_wise"})).model))
+    """What a kernel counts before and once its count has been set; whether one of fp16 rounds stochastically,
+    FBGEMM's default, which its CPU kernels ignore."""
+    kernel = a_kernel(world)
     before = updates_made(kernel)
     set_updates_made(kernel, 7)
-    return before, updates_made(kernel), int(kernel.emb_module.iter_cpu)
+    count = before, updates_made(kernel), int(kernel.emb_module.iter_cpu)
+    return count, fbgemm_of(a_kernel(world, dtype="fp16")).stochastic_rounding
 
 
-def test_the_count_of_updates_can_be_set():
-    assert on_ranks(1, counted) == [(0, 7, 7)]
+def test_the_count_of_updates_can_be_set_and_kernels_round_stochastically():
+    assert on_ranks(1, counted) == [((0, 7, 7), True)]

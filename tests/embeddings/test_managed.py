@@ -4,17 +4,18 @@ import numpy as np
 import pytest
 import torch
 from plain_ids import PlainIds, key
+from small import a_schema
 
 from raytrec.common.collectives import Peers
 from raytrec.config.managed import ManagedIds
-from raytrec.embeddings.hashing import hash_bits, unhash_bits
+from raytrec.embeddings.hashing import NO_KEY, first_keys, hash_bits, keys_of, shares, unhash_bits
 from raytrec.embeddings.managed.batches import IdExchange
 from raytrec.embeddings.managed.key_map import Entries, KeyMap
-from raytrec.embeddings.managed.keys import NO_KEY, first_keys, keys_of, shares
 from raytrec.embeddings.managed.policy import lowest
 from raytrec.embeddings.managed.row_map import RowMap
+from raytrec.embeddings.planner.footprint import map_share
 
-CPU = torch.device("cpu")
+CPU, ALONE = torch.device("cpu"), Peers(alone=True)
 EDGES = [0, 1, -1, 2**63 - 1, -(2**63), 2**62, 12345678901234567]
 POLICIES = {
     "lru": {},
@@ -34,8 +35,16 @@ def random_batches(steps, seed=0, ids=400, size=60):
     return [known[np.minimum(rng.zipf(1.3, size) - 1 + 3 * step, ids - 1)].tolist() for step in range(steps)]
 
 
-def make(rows, policy, seed=0):
-    return RowMap(rows, policy, seed, Peers(alone=True), CPU)
+def exchange_of(rows, policy=None, seed=0):
+    """An IdExchange of one table, t."""
+    one = RowMap(rows, policy or ManagedIds(), seed, ALONE, CPU)
+    return IdExchange({"t": one}, ALONE, CPU)
+
+
+def train(exchange, ids, step):
+    """(the row of each id, NewRows) of table t."""
+    rows, new = exchange.train({"t": torch.as_tensor(ids)}, step)
+    return rows["t"], new["t"]
 
 
 class Rows(dict):
@@ -54,16 +63,15 @@ class Rows(dict):
 def test_a_map_is_that_of_a_dict(name):
     policy, size = ManagedIds(**POLICIES[name]), 140 if name == "lru" else 90  # two leave at a time, or one
     plain, numbered = PlainIds(size, policy, 7), Rows()
-    exchange = IdExchange({"t": make(size, policy, 7)}, Peers(alone=True), CPU)
-    left = admitted = 0
+    exchange = exchange_of(size, policy, 7)
+    one, left, admitted = exchange.maps["t"], 0, 0
     for step, ids in enumerate(random_batches(60)):
         expected = plain.step(step, ids)
-        rows, new = exchange.train({"t": torch.tensor(ids)}, step)
-        numbered.check([expected[i] for i in ids], rows["t"].tolist(), plain.capacity)
-        new = dict(zip(new["t"].ids.tolist(), new["t"].rows.tolist(), strict=True))
+        rows, new = train(exchange, ids, step)
+        numbered.check([expected[i] for i in ids], rows.tolist(), plain.capacity)
+        new = dict(zip(new.ids.tolist(), new.rows.tolist(), strict=True))
         assert new == {i: numbered[number] for i, number in plain.new.items()}
         left, admitted = left + len(plain.left), admitted + len(plain.new)
-        one = exchange.maps["t"]
         assert len(one) == len(plain.rows) and one.waiting == len(plain.waiting)
     assert one.counted["admitted"] == admitted and one.counted["evicted"] == left
     assert admitted > 40 and bool(left) == (name != "none")
@@ -73,49 +81,44 @@ def test_a_map_is_that_of_a_dict(name):
 
 
 def test_all_rows_are_used():
-    one = IdExchange({"t": make(101, ManagedIds())}, Peers(alone=True), CPU)
-    rows, _ = one.train({"t": torch.arange(100)}, 0)
-    assert sorted(rows["t"].tolist()) == list(range(100))
-    halves = one.train({"t": torch.arange(1000, 1050)}, 1)[0]["t"]
-    assert len(set(halves.tolist())) == 50 and len(one.maps["t"]) == 100
+    exchange = exchange_of(101)
+    rows, _ = train(exchange, torch.arange(100), 0)
+    assert sorted(rows.tolist()) == list(range(100))
+    halves, _ = train(exchange, torch.arange(1000, 1050), 1)
+    assert len(set(halves.tolist())) == 50 and len(exchange.maps["t"]) == 100
 
 
 def test_rows_are_handed_out_evenly():
-    rows, _ = IdExchange({"t": make(1001, ManagedIds())}, Peers(alone=True), CPU).train(
-        {"t": torch.arange(250)}, 0
-    )
-    in_quarters = torch.bincount(rows["t"] // 250, minlength=4)
-    assert in_quarters.min() >= 55
+    rows, _ = train(exchange_of(1001), torch.arange(250), 0)
+    assert torch.bincount(rows // 250, minlength=4).min() >= 55
 
 
 def test_a_batch_with_more_ids_than_rows():
-    one, plain = make(11, ManagedIds()), PlainIds(11, ManagedIds())
-    exchange, numbered = IdExchange({"t": one}, Peers(alone=True), CPU), Rows()
+    exchange, plain, numbered = exchange_of(11), PlainIds(11, ManagedIds()), Rows()
     for step in range(3):
         ids = list(range(30 * step, 30 * step + 25))
         expected = plain.step(step, ids)
-        rows = exchange.train({"t": torch.tensor(ids)}, step)[0]["t"]
-        numbered.check([expected[i] for i in ids], rows.tolist(), 10)
-    assert one.counted == {"admitted": 30, "evicted": 20, "lookups": 75, "fallback": 45}
+        numbered.check([expected[i] for i in ids], train(exchange, ids, step)[0].tolist(), 10)
+    counted = {"admitted": 30, "evicted": 20, "lookups": 75, "fallback": 45}
+    assert exchange.maps["t"].counted == counted
 
 
 @pytest.mark.parametrize(("eviction", "left"), [("lru", 0), ("lfu", 63 - 4)])
 def test_a_flood_of_new_ids(eviction, left):
-    one = IdExchange({"t": make(65, ManagedIds(eviction=eviction))}, Peers(alone=True), CPU)
+    exchange = exchange_of(65, ManagedIds(eviction=eviction))
     for step in range(6):  # the last one is seen once only
-        one.train({"t": torch.arange(64 if step == 0 else 63)}, step)
+        train(exchange, torch.arange(64 if step == 0 else 63), step)
     for step in range(6, 11):
-        one.train({"t": torch.arange(1000 * step, 1000 * step + 200)}, step)
-    rows = one.look_up({"t": torch.arange(64)})["t"]
-    assert int((rows < 64).sum()) >= left and len(one.maps["t"]) == 64
-    if eviction == "lru":
-        assert (rows == 64).all()
+        train(exchange, torch.arange(1000 * step, 1000 * step + 200), step)
+    rows = exchange.look_up({"t": torch.arange(64)})["t"]
+    assert int((rows < 64).sum()) >= left and len(exchange.maps["t"]) == 64
+    assert eviction == "lfu" or (rows == 64).all()
 
 
 def test_ids_seen_most_often_are_first_where_rows_are_few():
-    one = IdExchange({"t": make(11, ManagedIds(eviction="none"))}, Peers(alone=True), CPU)
-    rows, new = one.train({"t": torch.tensor([*range(40), *range(30, 37), *range(30, 33)])}, 0)
-    assert set(range(30, 37)) <= set(new["t"].ids.tolist()) and int((rows["t"][:40] < 10).sum()) == 10
+    ids = [*range(40), *range(30, 37), *range(30, 33)]
+    rows, new = train(exchange_of(11, ManagedIds(eviction="none")), ids, 0)
+    assert set(range(30, 37)) <= set(new.ids.tolist()) and int((rows[:40] < 10).sum()) == 10
 
 
 def plain_state(state):
@@ -125,20 +128,6 @@ def plain_state(state):
         for e in (state.rows.in_order(), state.waiting.in_order())
     ]
     return maps, state.free.handed, state.free.left.tolist()
-
-
-@pytest.mark.parametrize("name", ["after, lfu", "long ttl in steps"])
-def test_a_state_that_is_loaded_goes_on_as_the_other(name):
-    policy, batches = ManagedIds(**POLICIES[name]), random_batches(40)
-    maps = [make(70, policy), make(70, policy)]
-    one, other = (IdExchange({"t": m}, Peers(alone=True), CPU) for m in maps)
-    for step, ids in enumerate(batches):
-        if step == 20:
-            maps[1].load(maps[0].state())
-        expected = one.train({"t": torch.tensor(ids)}, step)[0]["t"]
-        if step >= 20:
-            assert torch.equal(other.train({"t": torch.tensor(ids)}, step)[0]["t"], expected)
-    assert plain_state(maps[0].state()) == plain_state(maps[1].state())
 
 
 def test_keys_are_those_of_plain_python_and_lead_back_to_ids():
@@ -190,18 +179,15 @@ def test_the_lowest_are_those_of_a_sorted_list(highest):
     scores, keys = torch.tensor(rng.integers(0, highest, 300)), torch.tensor(rng.permutation(300))
     order = sorted(range(300), key=lambda i: (scores[i], keys[i]))
     for count in (1, 2, 150, 299, 300, 301):
-        assert sorted(lowest(scores, keys, count, Peers(alone=True)).tolist()) == sorted(order[:count])
-    assert len(lowest(scores[:0], keys[:0], 5, Peers(alone=True))) == 0
+        assert sorted(lowest(scores, keys, count, ALONE).tolist()) == sorted(order[:count])
+    assert len(lowest(scores[:0], keys[:0], 5, ALONE)) == 0
 
 
 @pytest.mark.parametrize("ids", ["managed", {"admit_after": 2}])
 def test_a_full_map_takes_what_a_plan_counts(ids):
-    from raytrec.config.schema import Schema
-    from raytrec.embeddings.planner.footprint import map_share
-
-    rows, parts = 100_001, {"labels": ["y"], "sparse": {"f": {"table": "t"}}}
-    schema = Schema.parse({**parts, "tables": {"t": {"rows": rows, "dim": 4, "ids": ids}}}, "here")
-    part = RowMap(rows, schema.tables["t"].ids, 0, Peers(alone=True), torch.device("cpu"))
+    rows = 100_001
+    schema = a_schema(sparse={"f": {"table": "t"}}, tables={"t": {"rows": rows, "dim": 4, "ids": ids}})
+    part = RowMap(rows, schema.tables["t"].ids, 0, ALONE, CPU)
     keys = keys_of(torch.arange(rows - 1))
     part._rows.insert(Entries(keys, dict.fromkeys(("row", "sightings", "last"), torch.ones_like(keys))))
     maps = [value for value in vars(part).values() if isinstance(value, KeyMap)]

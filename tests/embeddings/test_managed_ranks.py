@@ -1,9 +1,15 @@
 """Managed ids are the same however many ranks share them."""
 
 import pytest
+import torch
 from plain_ids import PlainIds
 from ranks import on_ranks
-from test_managed import POLICIES, Rows, plain_state, random_batches
+from test_managed import CPU, POLICIES, Rows, plain_state, random_batches
+
+from raytrec.common.collectives import Peers
+from raytrec.config.managed import ManagedIds
+from raytrec.embeddings.managed.batches import IdExchange
+from raytrec.embeddings.managed.row_map import RowMap
 
 ROWS = {"one": 90, "other": 41}
 STEPS = 30
@@ -20,20 +26,13 @@ def of_tables(policy):
     return {"one": random_batches(STEPS), "other": random_batches(STEPS, seed=5, size=45 if policy else 44)}
 
 
-def remap(rank, world, names, resume=False):
+def remap(rank, world, names):
     """Of each policy: at each step table → (ids, rows, new rows) of this rank; the states at the end."""
-    import torch
-
-    from raytrec.common.collectives import Peers
-    from raytrec.config.managed import ManagedIds
-    from raytrec.embeddings.managed.batches import IdExchange
-    from raytrec.embeddings.managed.row_map import RowMap
-
     out = {}
     for name in names:
-        peers, cpu, policy = Peers(), torch.device("cpu"), ManagedIds(**POLICIES[name])
-        maps = {table: RowMap(rows, policy, 7, peers, cpu) for table, rows in ROWS.items()}
-        exchange, steps = IdExchange(maps, peers, cpu), []
+        peers, policy = Peers(), ManagedIds(**POLICIES[name])
+        maps = {table: RowMap(rows, policy, 7, peers, CPU) for table, rows in ROWS.items()}
+        exchange, steps = IdExchange(maps, peers, CPU), []
         for step in range(STEPS):
             ids = {table: parts(lists[step], rank, world) for table, lists in of_tables(name).items()}
             given = {table: torch.tensor(part, dtype=torch.int64) for table, part in ids.items()}
@@ -42,7 +41,7 @@ def remap(rank, world, names, resume=False):
             told = {t: sorted(zip(n.ids.tolist(), n.rows.tolist(), strict=True)) for t, n in new.items()}
             steps.append({t: (ids[t], rows[t].tolist(), told[t]) for t in maps})
         states = {table: plain_state(m.state()) for table, m in maps.items()}
-        out[name] = steps, states, {t: m.counted for t, m in maps.items()}
+        out[name] = steps, states
     return out
 
 
@@ -61,20 +60,18 @@ def test_rows_are_those_of_a_dict(world, names):
 
 
 def check(name, answers):
-    from raytrec.config.managed import ManagedIds
-
     policy = ManagedIds(**POLICIES[name])
     for table, rows in ROWS.items():
         plain, numbered = PlainIds(rows, policy, 7), Rows()
         for step, ids in enumerate(of_tables(name)[table]):
             expected = plain.step(step, ids)
-            of_ranks = [steps[step][table] for steps, _, _ in answers]
+            of_ranks = [steps[step][table] for steps, _ in answers]
             assert [i for part, _, _ in of_ranks for i in part] == ids
             for part, got, _ in of_ranks:
                 numbered.check([expected[i] for i in part], got, plain.capacity)
             for _, _, told in of_ranks:
                 assert told == sorted((i, numbered[number]) for i, number in plain.new.items())
-        held = [states[table] for _, states, _ in answers]
+        held = [states[table] for _, states in answers]
         ids_of_ranks = [ids for (one, _), *_ in held for ids in one[0]]
         assert len(ids_of_ranks) == len(plain.rows) and ids_of_ranks == sorted(ids_of_ranks)
         assert all(state[1:] == held[0][1:] for state in held)
@@ -90,38 +87,3 @@ def test_the_same_on_one_rank_and_on_three():
                 columns = zip(*(state[0][number] for state in held), strict=True)
                 assert [[v for part in column for v in part] for column in columns] == whole[0][number]
             assert held[0][1:] == whole[1:]
-
-
-def hand_over(rank, world, name, state):
-    """Takes a state over at the middle, and goes on to the end: its rows there, and the state."""
-    import torch
-
-    from raytrec.common.collectives import Peers
-    from raytrec.config.managed import ManagedIds
-    from raytrec.embeddings.managed.batches import IdExchange
-    from raytrec.embeddings.managed.row_map import RowMap
-
-    peers, cpu = Peers(), torch.device("cpu")
-    one = RowMap(ROWS["one"], ManagedIds(**POLICIES[name]), 7, peers, cpu)
-    exchange, half = IdExchange({"one": one}, peers, cpu), STEPS // 2
-    if state is not None:
-        one.load(state)
-    for step in range(half if state is not None else 0, STEPS if state is not None else half):
-        ids = parts(of_tables(name)["one"][step], rank, world)
-        exchange.train({"one": torch.tensor(ids, dtype=torch.int64)}, step)
-    return one.state()
-
-
-@pytest.mark.parametrize("first,second", [(2, 3), (3, 2)])
-def test_a_state_goes_to_another_number_of_ranks(first, second):
-    name = "after, lfu"
-    held = on_ranks(first, hand_over, name, None)
-    whole = held[0]
-    for state in held[1:]:
-        whole = type(whole)(whole.rows.joined(state.rows), whole.waiting.joined(state.waiting), whole.free)
-    got = on_ranks(second, hand_over, name, whole)
-    expected = remap(0, 1, [name])[name][1]["one"]
-    keys = [k for state in got for k in plain_state(state)[0][0][0]]
-    rows = [r for state in got for r in plain_state(state)[0][0][2]]
-    assert keys == expected[0][0][0] and rows == expected[0][0][2]
-    assert plain_state(got[0])[1:] == expected[1:]

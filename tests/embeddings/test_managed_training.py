@@ -9,6 +9,15 @@ from managed_ids import ROWS, SEED, SPARSE, STEPS, raw_batches, schema, settings
 from plain_ids import PlainIds, key
 from ranks import on_ranks
 
+from raytrec.checks.parity import compare
+from raytrec.checks.parity import reference as one_process
+from raytrec.checks.parity.batches import cuts
+from raytrec.checks.parity.sharded import Sharded
+from raytrec.embeddings.initial import initial_values
+from raytrec.embeddings.tables import tables
+from raytrec.models import build_model
+from raytrec.worker.build import build_step
+
 
 class Lives:
     """Ids of one table as rows of a table without bounds: each life of an id has one, then come those for
@@ -40,20 +49,12 @@ class Lives:
         }
 
     def places(self, ids, step):
-        known = self.steps[step]
-        rest = len(self.ids)
+        known, rest = self.steps[step], len(self.ids)
         return torch.tensor([known.get(i, rest + key(i) % self.fallback) for i in ids.tolist()]).long()
 
 
 def a_run(rank, world, sharding, optimizer, train):
     """On rank 0: what was trained, and what one process makes of the same batches."""
-    from raytrec.checks.parity import compare
-    from raytrec.checks.parity import reference as plain
-    from raytrec.checks.parity.batches import cuts
-    from raytrec.checks.parity.sharded import Sharded
-    from raytrec.embeddings.tables import tables
-    from raytrec.worker.build import build_step
-
     batches, made = raw_batches(), settings(world, sharding, optimizer, **train)
     run = Sharded(build_step, made, schema(), torch.device("cpu"), cuts(ROWS, world, "unequal"))
     start = {n: None if v is None else v.clone() for n, v in run.weights().items()}
@@ -76,7 +77,7 @@ def a_run(rank, world, sharding, optimizer, train):
     one, lives = reference(run, start, batches)
     optimizers = list(compare._optimizers(run, one).values())
     whole = [renumbered(batch, lives, step) for step, batch in enumerate(batches)]
-    plain.train(one, whole, optimizers, max_grad_norm=train.get("max_grad_norm"))
+    one_process.train(one, whole, optimizers, max_grad_norm=train.get("max_grad_norm"))
     expected = {n: [w.detach(), *states(optimizers, w)] for n, w in one.tables.items()}
     logits = one(renumbered(ahead, lives, STEPS - 1)).detach()
     return raw, expected, known, logits, torch.cat(parts), figures
@@ -89,20 +90,14 @@ def states(optimizers, weight):
 
 def reference(run, start, batches):
     """(a Reference with a row for each life, table → Lives)."""
-    from raytrec.checks.parity.reference import Reference
-    from raytrec.embeddings.initial import initial_values
-    from raytrec.models import build_model
-
     lives = {n: Lives(batches, n) for n in schema().managed}
     begin = {}
     for name, table in schema().tables.items():
+        begin[name] = start[name]
         if name in lives:
-            ids = torch.tensor(lives[name].ids)
-            own = initial_values(SEED, name, ids, range(table.dim), table.rows)
+            own = initial_values(SEED, name, torch.tensor(lives[name].ids), range(table.dim), table.rows)
             begin[name] = torch.cat([own, start[name][table.own_rows :]])
-        else:
-            begin[name] = start[name]
-    one = Reference(schema(), begin, build_model(schema(), run.config.model).train())
+    one = one_process.Reference(schema(), begin, build_model(schema(), run.config.model).train())
     with torch.no_grad():
         for name, parameter in one.model.named_parameters():
             parameter.copy_(start[name])

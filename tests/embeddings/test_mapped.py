@@ -6,30 +6,28 @@ import mmap
 import os
 import sys
 from pathlib import Path
-from time import monotonic, sleep
 
 import pytest
 import sequence_schema
 import torch
 from ranks import on_ranks
 from small import SCHEMA, batches, build, config, train
+from waiting import wait_for
 
 from raytrec.common.errors import RunError
 from raytrec.common.memory import bring_in
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import load_config
 from raytrec.embeddings.mapped import MappedFiles
+from raytrec.embeddings.tables import tables as tables_of
+from raytrec.worker.build import build_step
 
 LIBC = ctypes.CDLL(None)
 
 # (plan.tables, without the kernel where it is the one that is tried; optimizer; world)
 WAYS = {
     "row-wise": ({"*": {"sharding_type": "row_wise"}}, "rowwise_adagrad", 2),
-    "one of two": (
-        {"*": {"sharding_type": "table_wise"}, "tag": {"compute_kernel": "fused"}},
-        "adagrad",
-        2,
-    ),
+    "one of two": ({"*": {"sharding_type": "table_wise"}, "tag": {"compute_kernel": "fused"}}, "adagrad", 2),
     "columns, fp16": ({"*": {"sharding_type": "column_wise", "dtype": "fp16"}}, "adagrad", 2),
     "fewer rows than ranks": ({"*": {"sharding_type": "row_wise"}}, "sgd", 3),
     "one rank": ({"*": {"sharding_type": "table_wise"}}, "rowwise_adagrad", 1),
@@ -44,8 +42,6 @@ def settings(world, tables, optimizer, kernel, folder):
 
 def trained(rank, world, tables, optimizer, kernel, folder):
     """Weights and state after some steps; those that this rank holds, and those that it holds in a file."""
-    from raytrec.embeddings.tables import tables as tables_of
-
     schema = SCHEMA.model_copy(deep=True)
     schema.tables["tag"].rows = 2 if world == 3 else 5
     step = build(settings(world, tables, optimizer, kernel, folder), schema)
@@ -88,8 +84,6 @@ def test_training_is_that_of_tables_in_memory(way, tmp_path):
 
 
 def trained_by_id(rank, world, kernel, folder):
-    from raytrec.embeddings.tables import tables as tables_of
-
     schema = sequence_schema.schema()
     values = config(world, {"sharding_type": "row_wise", "compute_kernel": kernel}).model_dump(by_alias=True)
     values |= {"model": {"name": "sequence", "max_length": 5}}
@@ -112,11 +106,8 @@ def test_so_is_that_of_tables_read_id_by_id(tmp_path):
 
 def unfilled(rank, world):
     """Weights of tables that nothing has been written to."""
-    from raytrec.embeddings.tables import tables
-    from raytrec.worker.build import build_step
-
     step, _ = build_step(config(world, {}), SCHEMA, torch.device("cpu"), fill=False)
-    return sum(float(table.weight.dense().abs().sum()) for table in tables(step.model).values())
+    return sum(float(table.weight.dense().abs().sum()) for table in tables_of(step.model).values())
 
 
 def test_upstream_draws_no_values_that_are_then_overwritten():
@@ -171,9 +162,7 @@ def test_rows_bring_in_their_pages_and_blocks_all_at_once(tmp_path):
     values[[0, 300_000, 700_000]].sum()
     assert resident(values) == 3
     bring_in(values.data_ptr(), values.nbytes // 2)
-    deadline = monotonic() + 10
-    while (found := resident(values)) < count // 2 + 1 and monotonic() < deadline:
-        sleep(0.01)
-    assert found == count // 2 + 1
+    wait_for(lambda: resident(values) >= count // 2 + 1, "pages that are read ahead", 10)
+    assert resident(values) == count // 2 + 1
     other = torch.ones(10)  # of no file
     bring_in(other.data_ptr(), other.nbytes)

@@ -4,13 +4,12 @@ import pytest
 import torch
 from ranks import on_ranks
 from small import batches, build, config
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from raytrec.embeddings.pooling import BagMeans, bag_totals
 
 
 def keyed(weights=None):
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
     # a: [1, 2], [], [3]; b: [4], [5, 6, 7], []
     return KeyedJaggedTensor(
         ["a", "b"], torch.tensor([1, 2, 3, 4, 5, 6, 7]), weights, lengths=torch.tensor([2, 0, 1, 1, 3, 0])
@@ -24,8 +23,6 @@ def test_totals_are_lengths_or_sums_of_weights_and_never_zero():
 
 
 def test_only_mean_features_are_divided():
-    from torchrec.sparse.jagged_tensor import KeyedTensor
-
     sums = KeyedTensor(["a", "b"], [4, 4], torch.full((3, 8), 6.0), key_dim=1)
     out = BagMeans([False, True])(sums, keyed())
     assert out["a"].tolist() == [[6.0] * 4] * 3

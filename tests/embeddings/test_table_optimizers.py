@@ -6,11 +6,16 @@ from loops import failed, loop
 from ranks import on_ranks
 from small import SCHEMA, batches, build, config, train
 
+from raytrec.checks.parity.compare import compare
 from raytrec.common.errors import ConfigError
+from raytrec.compat.fbgemm import fbgemm_of
+from raytrec.compat.torchrec_ import sharded_kernels, tables_of
 from raytrec.config.run_config import load_config
 from raytrec.embeddings.optimizers import OPTIMIZERS
 from raytrec.embeddings.planner.constraints import resolve_constraints, table_optimizers
 from raytrec.embeddings.planner.validation import check_decay
+from raytrec.embeddings.tables import tables
+from raytrec.worker.build import build_step
 
 PLANS = {
     "row-wise": {"sharding_type": "row_wise"},
@@ -42,9 +47,6 @@ def test_a_table_that_there_is_not():
 
 def compared(rank, world, plan, tables, changes=()):
     """(findings that fail, how many tables have state) after some steps, compared with one process."""
-    from raytrec.checks.parity.compare import compare
-    from raytrec.worker.build import build_step
-
     settings = load_config(config(world, plan, "sgd", 0.1, tables), list(changes))
     found = compare(build_step, settings, SCHEMA, torch.device("cpu"), rows=12, steps=4)
     wrong = [(f.check, f.name, f.error) for f in found if not f.error <= f.limit]
@@ -69,8 +71,6 @@ def test_weight_decay_reaches_every_row(optimizer, plan):
 
 def moved(rank, world, plan, decay):
     """How far a row that no batch has is moved."""
-    from raytrec.embeddings.tables import tables
-
     step = build(config(world, plan, "sgd", 0.1, {"user": {"weight_decay": decay}}))
     before = tables(step.model)["user"].weight.dense().clone()
     local = batches(1, rank, world)[1]
@@ -98,22 +98,21 @@ def test_fused_kernels_do_not_keep_it(optimizer, device):
 
 def kernels(rank, world, tables):
     """The tables of each lookup, with its optimizer."""
-    from raytrec.compat.fbgemm import fbgemm_of
-    from raytrec.compat.torchrec_ import sharded_kernels, tables_of
-
     step = build(config(world, PLANS["row-wise"], "adagrad", 0.1, tables))
-    found = [
-        (fbgemm_of(kernel), {t.name for t in tables_of(kernel)}) for kernel in sharded_kernels(step.model)
-    ]
-    return [(str(lookup.optimizer) if lookup else "dense", tables) for lookup, tables in found]
+    found = [(fbgemm_of(each), {t.name for t in tables_of(each)}) for each in sharded_kernels(step.model)]
+    return sorted(str((str(lookup.optimizer) if lookup else "dense", names)) for lookup, names in found)
 
 
-def test_tables_of_one_optimizer_share_a_lookup():
-    assert on_ranks(1, kernels, {})[0] == [("exact_adagrad", {"user", "tag"})]
-    other = on_ranks(1, kernels, {"tag": {"lr": 0.5}})[0]
-    assert sorted(map(str, other)) == ["('exact_adagrad', {'tag'})", "('exact_adagrad', {'user'})"]
-    mixed = on_ranks(1, kernels, {"tag": {"name": "adam"}})[0]
-    assert sorted(map(str, mixed)) == ["('dense', {'tag'})", "('exact_adagrad', {'user'})"]
+@pytest.mark.parametrize(
+    "tag,expected",
+    [
+        ({"lr": 0.5}, ["('exact_adagrad', {'tag'})", "('exact_adagrad', {'user'})"]),
+        ({"name": "adam"}, ["('dense', {'tag'})", "('exact_adagrad', {'user'})"]),
+    ],
+)
+def test_tables_of_other_optimizers_have_other_lookups(tag, expected):
+    assert on_ranks(1, kernels, {"tag": tag})[0] == expected
+    assert len(on_ranks(1, kernels, {})[0]) == 1
 
 
 @pytest.mark.parametrize("tag", ["adam", "sgd"])

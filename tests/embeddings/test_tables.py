@@ -6,6 +6,7 @@ from ranks import on_ranks
 from small import SCHEMA, batches, build, config, initial_rows, train
 
 from raytrec.common.errors import RunError
+from raytrec.embeddings.tables import tables
 
 WAYS = [
     ("data_parallel", None, "adagrad", 2, 1),
@@ -21,8 +22,6 @@ WAYS = [
 
 
 def read(rank, world, sharding, kernel, optimizer):
-    from raytrec.embeddings.tables import tables
-
     step = build(config(world, {"sharding_type": sharding, "compute_kernel": kernel}, optimizer))
     before = tables(step.model)
     out = {"start": {n: t.weight.dense() for n, t in before.items()}, "facts": {}, "leaf": []}
@@ -95,8 +94,6 @@ def test_every_way_of_sharding_reads_and_writes_alike(sharding, kernel, optimize
 
 
 def mistakes(rank, world):
-    from raytrec.embeddings.tables import tables
-
     table = tables(build(config(world, {"sharding_type": "row_wise"})).model)["user"]
     said = []
     for wrong in (
@@ -119,8 +116,6 @@ def test_rows_outside_and_other_widths_are_refused():
 
 def cast(rank, world, sharding):
     """The message of every cast, and whether the table is untouched after it and still trains."""
-    from raytrec.embeddings.tables import tables
-
     step = build(config(world, {"sharding_type": sharding}))
     said = []
     for wrong in (

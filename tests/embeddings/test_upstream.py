@@ -9,79 +9,68 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import on_ranks
-from small import build, config
+from small import a_schema, build, config
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.common.errors import ConfigError
+from raytrec.checks.parity.compare import compare
+from raytrec.common.errors import ConfigError, RunError
 from raytrec.config.run_config import load_config
-from raytrec.config.schema import Schema
+from raytrec.embeddings import bags, initial, optim, pooling
+from raytrec.embeddings.planner.validation import validate_constraints
+from raytrec.embeddings.tables import tables
+from raytrec.tasks import objective
+from raytrec.worker import build as building
 
 WRONG = 1e-3  # far above every limit of parity
 
 
 def schema(**poolings):
     """One feature and one table of 23 rows for each pooling."""
-    return Schema.parse(
-        {
-            "labels": ["y"],
-            "dense": ["a"],
-            "sparse": {name: {"table": name, "pooling": pooling} for name, pooling in poolings.items()},
-            "tables": {name: {"rows": 23, "dim": 8} for name in poolings},
-        },
-        "test",
+    return a_schema(
+        dense=["a"],
+        sparse={name: {"table": name, "pooling": pooling} for name, pooling in poolings.items()},
+        tables={name: {"rows": 23, "dim": 8} for name in poolings},
     )
 
 
 @contextmanager
-def torchrecs_own_means(schema):
-    """TorchRec pools as it would by itself, and raytrec divides nothing."""
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-
-    from raytrec.embeddings import bags, pooling
-
-    def own(name, **values):
-        kind = schema.sparse[name].pooling.upper()
-        return EmbeddingBagConfig(name=name, **values | {"pooling": PoolingType[kind]})
-
-    undivided = patch.object(pooling.BagMeans, "forward", lambda self, sums, sparse: sums.to_dict())
-    with patch.object(bags, "EmbeddingBagConfig", own), undivided:
-        yield
-
-
-@contextmanager
 def no_division(schema):
-    from raytrec.embeddings import pooling
-
     with patch.object(pooling.BagMeans, "forward", lambda self, sums, sparse: sums.to_dict()):
         yield
 
 
 @contextmanager
+def torchrecs_own_means(schema):
+    """TorchRec pools as it would by itself, and raytrec divides nothing."""
+
+    def own(name, **values):
+        kind = schema.sparse[name].pooling.upper()
+        return EmbeddingBagConfig(name=name, **values | {"pooling": PoolingType[kind]})
+
+    with patch.object(bags, "EmbeddingBagConfig", own), no_division(schema):
+        yield
+
+
 def local_means(schema):
     """Each rank's loss is the mean over its own rows, as in a loop that knows nothing of the others."""
-    from raytrec.tasks import objective
 
     def mean(losses, weights, *_):
         return (losses * weights).sum() / weights.sum().clamp(min=1)
 
-    with patch.object(objective, "rank_loss", mean):
-        yield
+    return patch.object(objective, "rank_loss", mean)
 
 
-@contextmanager
 def clipping_without_tables(schema):
-    from raytrec.embeddings import wrappers
-
-    with patch.object(wrappers, "sharded_kernels", lambda model: iter(())):
-        yield
+    return patch.object(optim, "sharded_kernels", lambda model: iter(()))
 
 
 def errors(rank, world, settings, schema, off):
     """The worst relative error of each check, with a correction switched off or None."""
-    from raytrec.checks.parity.compare import compare
-    from raytrec.worker.build import build_step
-
     with off(schema) if off else nullcontext():
-        found = compare(build_step, settings, schema, torch.device("cpu"), rows=12, steps=3)
+        found = compare(building.build_step, settings, schema, torch.device("cpu"), rows=12, steps=3)
     return {f.check: max(g.error for g in found if g.check == f.check) for f in found}
 
 
@@ -93,26 +82,26 @@ def right(found):
     return found["forward"] <= 1e-6 and found["gradient"] <= 1e-5 and found["weights"] <= 1e-4
 
 
-def test_2362_mean_pooling_under_row_wise():
-    """Upstream divided each rank's part of a bag by that part's length. The pinned version is right for
-    ROW_WISE and TABLE_ROW_WISE; raytrec never divides before the sum is global."""
-    settings, tables = config(2, {"sharding_type": "row_wise"}, "sgd"), schema(a="mean", b="mean")
-    assert right(parity(2, settings, tables))
-    assert parity(2, settings, tables, no_division)["forward"] > WRONG
+ROW_WISE = {"sharding_type": "row_wise"}
+TWO_WAYS = ["plan.tables.a.sharding_type=row_wise", "plan.tables.b.sharding_type=table_wise"]
 
 
-def test_2808_mean_and_sum_tables_side_by_side():
-    plan = ["plan.tables.a.sharding_type=row_wise", "plan.tables.b.sharding_type=table_wise"]
-    settings, tables = load_config(config(2, {}, "sgd"), plan), schema(a="mean", b="sum")
-    assert right(parity(2, settings, tables))
-    assert parity(2, settings, tables, torchrecs_own_means)["forward"] > WRONG
-
-
-def test_mean_pooling_under_grid_shard():
-    """Not reported upstream: the divisor is missing altogether."""
-    settings, tables = config(4, {"sharding_type": "grid_shard"}, "sgd"), schema(a="mean")
-    assert right(parity(4, settings, tables, hosts=2))
-    assert parity(4, settings, tables, torchrecs_own_means, hosts=2)["forward"] > WRONG
+@pytest.mark.parametrize(
+    "settings,poolings,off,hosts",
+    [
+        # Upstream divided each rank's part of a bag by that part's length. The pinned version is right for
+        # ROW_WISE and TABLE_ROW_WISE; raytrec never divides before the sum is global.
+        (config(2, ROW_WISE, "sgd"), {"a": "mean", "b": "mean"}, no_division, 1),
+        (load_config(config(2, {}, "sgd"), TWO_WAYS), {"a": "mean", "b": "sum"}, torchrecs_own_means, 1),
+        # Not reported upstream: the divisor is missing altogether.
+        (config(4, {"sharding_type": "grid_shard"}, "sgd"), {"a": "mean"}, torchrecs_own_means, 2),
+    ],
+    ids=["2362 mean under row-wise", "2808 mean next to sum", "mean under grid"],
+)
+def test_means(settings, poolings, off, hosts):
+    world, tables = settings.scaling.num_workers, schema(**poolings)
+    assert right(parity(world, settings, tables, hosts=hosts))
+    assert parity(world, settings, tables, off, hosts=hosts)["forward"] > WRONG
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
@@ -124,19 +113,13 @@ def test_2251_gradients_are_divided_by_the_world_size(sharding):
 
 
 def test_2332_clipping_leaves_tables_out():
-    settings = config(2, {"sharding_type": "row_wise"}, "sgd", lr=1.0, max_grad_norm=0.01)
+    settings = config(2, ROW_WISE, "sgd", lr=1.0, max_grad_norm=0.01)
     assert right(parity(2, settings, schema(a="sum")))
     assert parity(2, settings, schema(a="sum"), clipping_without_tables)["weights"] > WRONG
 
 
 def read_and_trained(rank, world, guarded):
     """After a cast and a step: the largest difference between a table as it reads and as it is looked up."""
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-    from raytrec.common.errors import RunError
-    from raytrec.embeddings import pooling
-    from raytrec.embeddings.tables import tables
-
     step = build(config(world, {"sharding_type": "data_parallel"}))
     if guarded:
         with pytest.raises(RunError, match="cast"):
@@ -165,10 +148,6 @@ def test_2563_a_cast_parts_what_is_read_from_what_is_trained():
 
 def replicas(rank, world, filled):
     """A data-parallel table as each rank starts with it, without the broadcasts from rank 0."""
-    from raytrec.embeddings import initial
-    from raytrec.embeddings.tables import tables
-    from raytrec.worker import build as building
-
     torch.manual_seed(rank)
     keep = patch.object(building, "fill_tables", initial.fill_tables if filled else lambda *_: None)
     seed = patch.object(torch, "manual_seed", lambda *_: None)  # every rank its own random stream
@@ -188,76 +167,11 @@ def test_1739_replicas_start_different():
     assert not torch.equal(one, two)
 
 
-def managed(rank, world, divided_by_raytrec):
-    """Largest error of a mean behind managed collision, row-wise."""
-    from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-    from torchrec.distributed.types import ShardingPlan
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection
-    from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-    from torchrec.modules.mc_modules import (
-        DistanceLFU_EvictionPolicy,
-        ManagedCollisionCollection,
-        MCHManagedCollisionModule,
-    )
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-    from raytrec.embeddings.pooling import BagMeans
-    from raytrec.embeddings.tables import tables
-
-    rows = 32
-    table = EmbeddingBagConfig(
-        name="a", num_embeddings=rows, embedding_dim=8, feature_names=["a"], pooling=PoolingType.SUM
-    )
-    manager = MCHManagedCollisionModule(
-        zch_size=rows,
-        device=torch.device("cpu"),
-        input_hash_size=1000,
-        eviction_interval=1,
-        eviction_policy=DistanceLFU_EvictionPolicy(),
-    )
-    module = ManagedCollisionEmbeddingBagCollection(
-        EmbeddingBagCollection(tables=[table], device=torch.device("cpu")),
-        ManagedCollisionCollection({"a": manager}, [table]),
-    )
-    sharder = ManagedCollisionEmbeddingBagCollectionSharder()
-    spec = construct_module_sharding_plan(
-        module, {"a": row_wise()}, sharder, local_size=world, world_size=world, device_type="cpu"
-    )
-    spec["a"].compute_kernel = "fused"
-    plan = ShardingPlan({"": spec})
-    model = DistributedModelParallel(module, device=torch.device("cpu"), plan=plan, sharders=[sharder])
-    ids = KeyedJaggedTensor(["a"], torch.tensor([5, 900, 17, 4]), lengths=torch.tensor([3, 0, 1]))
-    model(ids)  # takes the ids in, and sets their new rows to initial values
-    # All rows are the same, so a mean is that row, whatever the ids are remapped to.
-    tables(model)["a"].weight.load(torch.full((rows, 8), 3.0))
-    model.eval()
-    sums = model(ids)
-    sums = sums[0] if isinstance(sums, tuple) else sums
-    means = BagMeans([True])(sums, ids)["a"] if divided_by_raytrec else sums["a"]
-    expected = torch.tensor([3.0, 0.0, 3.0]).unsqueeze(1)
-    return float((means - expected).abs().max())
-
-
-def test_2828_means_behind_managed_collision():
-    """The pinned version divides, by the length + 1e-6; raytrec divides by the ids of before the remapping
-    and is exact."""
-    assert max(on_ranks(2, managed, True)) == 0
-    assert min(on_ranks(2, managed, False)) > WRONG
-
-
 def by_hand(rank, world):
     """TorchRec's error about a plan with a rank that does not exist."""
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
-
-    from raytrec.embeddings.bags import embedding_bags
-
     try:
         construct_module_sharding_plan(
-            embedding_bags(schema(a="sum")),
+            bags.embedding_bags(schema(a="sum")),
             {"a": table_wise(rank=7)},
             EmbeddingBagCollectionSharder(),
             local_size=world,
@@ -270,8 +184,6 @@ def by_hand(rank, world):
 
 
 def test_hand_written_plans_fail_early_and_clearly():
-    from raytrec.embeddings.planner.validation import validate_constraints
-
     settings = config(2, {"sharding_type": "table_wise", "ranks": [7]}, "sgd")
     with pytest.raises(ConfigError, match="no plan for table a: on rank 7") as error:
         validate_constraints(settings, schema(a="sum"), "cpu", world=2)

@@ -1,1 +1,1 @@
-"""Managed ids: rows that ids of any kind get while a table is trained, and give back."""
+"""Managed ids: rows that ids get and give back."""

@@ -1,4 +1,4 @@
-"""Whether ids and rows are one to one over all ranks, from a few numbers of each rank."""
+"""Whether ids and rows are one to one over ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Batches with the ids of managed tables → the same with rows: one exchange of ids with their owners, and one
-of rows back."""
+"""Batches with rows in the place of managed ids. It takes one exchange of ids with their owners, and one of
+rows back."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from raytrec.common.collectives import Peers, RoundTrip, regrouped
 from raytrec.common.errors import RunError
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
-from raytrec.embeddings.hashing import unhash_bits
-from raytrec.embeddings.managed.keys import count_by_owner, first_keys, keys_of
+from raytrec.embeddings.hashing import count_by_owner, first_keys, keys_of, unhash_bits
 from raytrec.embeddings.managed.row_map import RowMap
 
 COUNTED = "admitted", "evicted", "lookups", "fallback"  # of RowMap.counted

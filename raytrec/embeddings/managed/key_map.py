@@ -1,4 +1,4 @@
-"""A hash map of keys in torch: found, put in and removed many at a time, on any device; and states of maps.
+"""A hash map of keys in torch, on any device. Keys are found, put in and removed many at a time.
 
 Keys stand in buckets of 8, a cache line each. A key's bucket is its place within the span of keys that this
 rank owns; where that bucket is full, the key is in the next one with room, and each bucket that it had to
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raytrec.embeddings.managed.keys import NO_KEY, shares
+from raytrec.embeddings.hashing import NO_KEY, shares
 
 BUCKET = 8  # slots
 LOAD = 0.6  # of slots that are filled when a map is as full as it was made for

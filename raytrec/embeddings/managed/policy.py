@@ -1,4 +1,4 @@
-"""Which ids get a row, and which lose theirs: functions of what all ranks have seen together."""
+"""Which ids get a row, and which lose theirs. All are functions of what all ranks have seen together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ids of one table that have rows, and how they get them: one rank's part."""
+"""One rank's part of a table's map from ids to rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from raytrec.common.collectives import Peers
 from raytrec.config.managed import ManagedIds
+from raytrec.embeddings.hashing import fallback_of, shares
 from raytrec.embeddings.managed.audit import MASK, Audit, hash_sum, share_sum
 from raytrec.embeddings.managed.key_map import Entries, Free, KeyMap, MapState
-from raytrec.embeddings.managed.keys import fallback_of, shares
 from raytrec.embeddings.managed.policy import admission_scores, horizon, lowest, rows_to_free, scores
 
 SAMPLE = 2**16  # slots that are looked at for the age of ids
@@ -123,7 +123,9 @@ class RowMap:
 
     def look_up(self, keys: torch.Tensor) -> torch.Tensor:
         """The row of each key [n], -1 where it has none; changes nothing."""
-        return self._rows_at(self._rows.find(keys))
+        slots = self._rows.find(keys)
+        rows = self._rows.fields["row"].index_select(0, slots.clamp(min=0)).long()
+        return torch.where(slots >= 0, rows, -1)
 
     def fallback(self, keys: torch.Tensor) -> torch.Tensor:
         """The row that each key [n] has as long as it has no own row."""
@@ -266,11 +268,6 @@ class RowMap:
         left = torch.cat([self._free.left, self._peers.concatenate(rows, sizes)])
         self._free = replace(self._free, left=left)
         self.counted["evicted"] += len(rows)
-
-    def _rows_at(self, slots: torch.Tensor) -> torch.Tensor:
-        """int64 [n]; -1 where there is no slot."""
-        rows = self._rows.fields["row"].index_select(0, slots.clamp(min=0)).long()
-        return torch.where(slots >= 0, rows, -1)
 
 
 def _stride(rows: int) -> int:

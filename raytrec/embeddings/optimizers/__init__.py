@@ -1,4 +1,4 @@
-"""The registry of optimizers of tables: a new one is a file in this folder, and its name is the file's.
+"""The registry of optimizers of tables. A new one is a file in this folder, and its name is the file's.
 
     @table_optimizer
     class Adagrad(TableOptimizer):

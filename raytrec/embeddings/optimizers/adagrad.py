@@ -1,4 +1,4 @@
-"""adagrad: each weight's rate falls with the sum of its squared gradients."""
+"""adagrad: a weight's rate falls with its squared gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""adam: averages of gradients and of their squares, corrected for having begun at 0."""
+"""adam: averages of gradients and of their squares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rowwise_adagrad: Adagrad with one sum a row, of the mean of the row's squared gradients."""
+"""rowwise_adagrad: Adagrad with one sum a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the configuration sets for each table: its optimizer, and constraints of its plan (see validation.py).
+"""Each table's optimizer and constraints of its plan, as configured. Checked in validation.py.
 
 No torch here: the driver asks before any worker starts.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from raytrec.common.errors import ConfigError, did_you_mean
+from raytrec.common.errors import ConfigError, hint
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -18,6 +18,16 @@ from raytrec.config.tables import EmbeddingOptim
 BY_ID_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 # Of tables that give sums of bags: ranks hold parts of each sum, which a reduce-scatter adds up.
 SUMMED_TYPES = ("row_wise", "table_row_wise", "grid_shard")
+WHOLE_TYPES = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
+# Why other ways are refused, and what is expected.
+OF_SEQUENCES = (
+    "of a table with a sequence that the model reads id by id",
+    f"one of {', '.join(BY_ID_TYPES)}: TorchRec shards such a table in no other way",
+)
+WITH_INT8 = (
+    "with plan.qcomms int8: integers of different scales cannot be added up on their way between ranks",
+    "fp16 or bf16; or table_wise, column_wise, table_column_wise or data_parallel",
+)
 
 
 @dataclass(frozen=True)
@@ -47,9 +57,8 @@ def matching_tables(pattern: str, schema: Schema, where: str) -> list[str]:
     """
     tables = [table for table in schema.tables if fnmatchcase(table, pattern)]
     if not tables:
-        near = did_you_mean(pattern, list(schema.tables))
         raise ConfigError(
-            f"no table is named, or matches, '{pattern}'" + (f"; did you mean '{near}'?" if near else ""),
+            f"no table is named, or matches, '{pattern}'{hint(pattern, schema.tables)}",
             where=where,
             expected=f"one of {', '.join(schema.tables)}",
         )
@@ -88,58 +97,31 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
         if table in groups or (sharding is None and ranks and len(ranks) == 1):
             sharding = sharding or "table_wise"
         if ranks and sharding is None:
-            raise refused(
-                table,
-                f"ranks {list(ranks)} without a sharding_type",
-                "plan.tables.….sharding_type in addition to ranks",
-            )
+            what = f"ranks {list(ranks)} without a sharding_type"
+            raise refused(table, what, "plan.tables.….sharding_type in addition to ranks")
         allowed: tuple[str, ...] = (sharding,) if sharding else tuple(config.plan.sharding_types)
         if table in by_id:
-            allowed = _by_id(table, allowed)
+            allowed = _possible(table, allowed, BY_ID_TYPES, *OF_SEQUENCES)
         elif config.plan.qcomms.has_int8:
-            allowed = _not_summed(table, allowed)
-        out[table] = TableConstraint(
-            allowed,
-            ranks,
-            values.get("compute_kernel"),
-            values.get("dtype", "fp32"),
-            groups.get(table),
-        )
+            allowed = _possible(table, allowed, WHOLE_TYPES, *WITH_INT8)
+        kernel, dtype = values.get("compute_kernel"), values.get("dtype", "fp32")
+        out[table] = TableConstraint(allowed, ranks, kernel, dtype, groups.get(table))
         if table in groups and sharding != "table_wise":
             raise refused(table, f"in plan.colocate and {sharding}", "a group is on one rank: table_wise")
     return _with_group_ranks(out)
 
 
-def _by_id(table: str, sharding: tuple[str, ...]) -> tuple[str, ...]:
-    """Of ways of sharding, those that a table has which gives the vector of each id.
+def _possible(
+    table: str, sharding: tuple[str, ...], kinds: tuple[str, ...], why: str, expected: str
+) -> tuple[str, ...]:
+    """Those ways of sharding that are among `kinds`.
 
     Raises:
         ConfigError: none.
     """
-    possible = tuple(kind for kind in sharding if kind in BY_ID_TYPES)
+    possible = tuple(kind for kind in sharding if kind in kinds)
     if not possible:
-        raise refused(
-            table,
-            f"{' or '.join(sharding)} of a table with a sequence that the model reads id by id",
-            f"one of {', '.join(BY_ID_TYPES)}: TorchRec shards such a table in no other way",
-        )
-    return possible
-
-
-def _not_summed(table: str, sharding: tuple[str, ...]) -> tuple[str, ...]:
-    """Of ways of sharding, those in which ranks send whole sums of bags, or none.
-
-    Raises:
-        ConfigError: none.
-    """
-    possible = tuple(kind for kind in sharding if kind not in SUMMED_TYPES)
-    if not possible:
-        raise refused(
-            table,
-            f"{' or '.join(sharding)} with plan.qcomms int8: integers of different scales cannot be added up "
-            "on their way between ranks",
-            "fp16 or bf16; or table_wise, column_wise, table_column_wise or data_parallel",
-        )
+        raise refused(table, f"{' or '.join(sharding)} {why}", expected)
     return possible
 
 

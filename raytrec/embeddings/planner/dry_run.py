@@ -1,4 +1,4 @@
-"""The plan that a configuration would have on machines that are not here: no processes, no data."""
+"""The plan for machines that are not here."""
 
 from __future__ import annotations
 
@@ -105,18 +105,14 @@ def dry_run(
 
 def gib_of_ranks(plan: list[PlannedTable], world: int) -> list[float]:
     """GiB of all tables on each rank's device."""
-    total = [0.0] * world
-    for table in plan:
-        for rank, gib in zip(table.ranks, table.gib, strict=True):
-            total[rank] += gib
-    return total
+    return gib_of_hosts(plan, world, 1, "gib")
 
 
 def gib_of_hosts(plan: list[PlannedTable], hosts: int, gpus: int, place: str = "host_gib") -> list[float]:
     """GiB of all tables in each host's main memory.
 
     Args:
-        place: or on its disk: disk_gib.
+        place: or on its disk: disk_gib; or on its devices: gib.
     """
     total = [0.0] * hosts
     for table in plan:

@@ -1,4 +1,4 @@
-"""Which ranks share a host, which GPU each has there, and how much memory there is for tables."""
+"""Ranks' hosts and GPUs, and the memory for tables."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from raytrec.compat.ray_core import system_memory
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tables import PlanSection
-from raytrec.embeddings.planner.disk import free_disk
-from raytrec.embeddings.planner.footprint import GIB
+from raytrec.embeddings.planner.footprint import GIB, free_disk
 
 if TYPE_CHECKING:  # the driver reads host_memory without torch
     import torch

@@ -28,8 +28,15 @@ from raytrec.embeddings.planner.constraints import (
     column_parts,
     table_optimizers,
 )
-from raytrec.embeddings.planner.disk import disk_refusal, kernels_to_choose, move_to_files
-from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, UVM_KERNELS, map_share
+from raytrec.embeddings.planner.footprint import (
+    GIB,
+    MMAP_KERNEL,
+    UVM_KERNELS,
+    disk_refusal,
+    kernels_to_choose,
+    map_share,
+    move_to_files,
+)
 from raytrec.embeddings.planner.hosts import Hosts, agree_on_hosts, capacity
 from raytrec.embeddings.planner.partitioner import ConstrainedPartitioner
 from raytrec.embeddings.planner.search import Enumerator, narrow, proposers, torchrec_constraints

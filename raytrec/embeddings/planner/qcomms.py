@@ -1,4 +1,4 @@
-"""Quantized collectives (plan.qcomms): which tables can have them, and what they may change of a value.
+"""Which tables can have plan.qcomms, and its error bounds.
 
 Embeddings travel from the ranks that hold tables to those whose rows look them up, their gradients back. Each
 time that a value is sent, and each time that two are added up on the way, it is rounded once. No torch here.

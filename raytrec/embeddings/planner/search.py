@@ -1,4 +1,5 @@
-"""How much the planner searches: what it tries grows neither with tables × tables nor with tables × ranks.
+"""A search for a plan that stays small. What it tries grows neither with tables × tables nor with tables ×
+ranks.
 
 TorchRec's planner (1.8.0) estimates every shard of every way of sharding, and its greedy proposers then place
 all shards again for each table that they move on: with T tables on W ranks T·W estimates and about 2·T

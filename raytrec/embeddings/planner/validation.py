@@ -1,4 +1,4 @@
-"""Whether the constraints of tables can be met, and with what memory; no torch, for the driver."""
+"""Whether the constraints of tables can be met; no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytrec.embeddings.planner.constraints import (
     resolve_constraints,
     table_optimizers,
 )
-from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, Footprint, footprint, kernel_on
+from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, footprints
 from raytrec.embeddings.planner.qcomms import check_qcomms
 
 COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
@@ -92,26 +92,6 @@ def host_room(
         sizes = footprints(config, schema, constraints, "cuda")
         room = (room - sum(size.device for size in sizes.values() if not size.host) / world) / 2
     return max(0, int(room))
-
-
-def footprints(
-    config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], device: str
-) -> dict[str, Footprint]:
-    """Table → the bytes that it takes with its optimizer state, of each table with a constraint.
-
-    Args:
-        device: that ranks train on, cpu or cuda.
-    """
-    optimizers = table_optimizers(config, schema)
-    return {
-        table: footprint(
-            schema.tables[table],
-            constraint.dtype,
-            optimizers[table].name,
-            kernel_on(device, constraint.kernel),
-        )
-        for table, constraint in constraints.items()
-    }
 
 
 def _check_kernel(

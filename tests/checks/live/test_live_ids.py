@@ -41,8 +41,8 @@ def other_free_rows(scene):
 def an_id_of_another_rank(scene):
     import torch
 
+    from raytrec.embeddings.hashing import first_keys
     from raytrec.embeddings.managed.key_map import Entries
-    from raytrec.embeddings.managed.keys import first_keys
 
     if scene.rank == 0:
         one = scene.step.maps["user"]

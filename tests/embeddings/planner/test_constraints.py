@@ -10,8 +10,7 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.features import Features
 from raytrec.config.run_config import load_config
 from raytrec.embeddings.planner.constraints import TableConstraint, column_parts, resolve_constraints
-from raytrec.embeddings.planner.disk import kernels_to_choose, move_to_files
-from raytrec.embeddings.planner.footprint import CACHED, GIB, footprint
+from raytrec.embeddings.planner.footprint import CACHED, GIB, footprint, kernels_to_choose, move_to_files
 from raytrec.embeddings.planner.plan import ids_of_features
 from raytrec.embeddings.planner.validation import HOST_RESERVE, host_room, validate_constraints
 
