@@ -11,20 +11,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from raytrec.checkpoint.blocks import DTYPES, blocks
-from raytrec.checkpoint.index import is_local, make_folder, write_index, writing
+from raytrec.checkpoint.index import make_folder, write_index, writing
 from raytrec.checkpoint.managed import ids_of
 from raytrec.checkpoint.rawfile import Sink, Source, open_source, read_block
 from raytrec.checkpoint.rows import BAND_BYTES, StoredTable
 from raytrec.checkpoint.sound import ITEM_BYTES
 from raytrec.common.errors import SchemaError
-from raytrec.common.storage import open_filesystem
 from raytrec.config.managed import ManagedIds
 from raytrec.config.schema import Table
 from raytrec.data.hashing import hash_bits
@@ -74,9 +72,7 @@ def to_managed(name: str, table: Table) -> TableChange:
 def to_hash(name: str, table: Table) -> TableChange:
     """Ids below the number of rows keep theirs; all others, and text, share them."""
     if table.ids:
-        why = (
-            "of its ids it is not known whether they were text, which is hashed in another way than integers"
-        )
+        why = "it is not known whether they were text, which is hashed in another way than integers"
         raise _refused(name, why, "a table whose ids are the numbers of its rows")
     if table.out_of_range == "hash":
         raise _refused(name, "its ids are hashed already", "a table with out_of_range of error or clamp")
@@ -100,12 +96,8 @@ def resized(folder: str, index: Mapping[str, Any], name: str, table: Table, rows
         return _resized_ids(ids_of(folder, index, name), index["about"]["ids"][name], name, table, new)
     source = np.arange(rows)
     source[table.rows :] = -1
-    more = rows > table.rows
-    rest = (
-        f"{rows - table.rows:,} more begin with their initial values"
-        if more
-        else (f"the last {table.rows - rows:,} are dropped")
-    )
+    more = rows - table.rows
+    rest = f"{more:,} more begin with their initial values" if more > 0 else f"the last {-more:,} are dropped"
     return TableChange(new, f"table {name}: its first {min(rows, table.rows):,} rows stay, {rest}", source)
 
 
@@ -161,13 +153,11 @@ def rewrite(
     Raises:
         CheckpointError: what is read is damaged, or there is no room for what is written.
     """
-    filesystem, path = open_filesystem(out)
     attempt = uuid.uuid4().hex[:8]
     with ExitStack() as stack:
         sources = {name: stack.enter_context(open_source(folder, name)) for name in _files(index)}
         stack.enter_context(writing(out))
-        if is_local(filesystem):
-            make_folder(Path(path))
+        make_folder(out)
         file = f"{attempt}-00000.bin"
         sink = stack.enter_context(Sink(out, file))
         writer, tensors = _Writer(sink, file, index["block_bytes"]), {}

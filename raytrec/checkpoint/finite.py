@@ -12,7 +12,7 @@ from raytrec.checkpoint.blocks import pieces
 from raytrec.checks.live.outcome import ranks
 from raytrec.checks.live.readout import read
 from raytrec.common.collectives import Peers
-from raytrec.compat.torch_ import ShardedTensor
+from raytrec.compat.torch_ import local_parts
 
 if TYPE_CHECKING:
     from raytrec.checkpoint.state import State
@@ -34,7 +34,9 @@ def not_finite(
         apart: names that are not looked at (LogicalState.unbounded).
         pieces_of: of a tensor, the values that are meant, so many bytes at a time; default: its own.
     """
-    named = [(name, part) for name, value in tensors.items() if name not in apart for part in _parts(value)]
+    named = [
+        (name, part) for name, value in tensors.items() if name not in apart for part in local_parts(value)
+    ]
     named = [(name, part) for name, part in named if part.numel() and part.is_floating_point()]
     good = read([_finite(pieces_of(part.detach(), PIECE_BYTES)) for _, part in named])
     return list(dict.fromkeys(name for (name, _), (fine,) in zip(named, good, strict=True) if not fine))
@@ -66,10 +68,6 @@ def in_words(name: str) -> str:
     kind, _, rest = name.partition("/")
     of, _, what = rest.rpartition("/")
     return f"table {of}'s {what}" if kind == "tables" else of if what == "value" else f"{of}'s {what}"
-
-
-def _parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
-    return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
 
 
 def _finite(pieces: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 import torch
 
 from raytrec.checkpoint.state import State
-from raytrec.compat.torch_ import ShardedTensor, with_local_shards
+from raytrec.compat.torch_ import ShardedTensor, local_parts, with_local_shards
 
 ALIGNMENT = 64  # bytes: where a tensor may begin
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
@@ -42,11 +42,8 @@ class HostCopy:
         self._make_room(tensors)
         copies: State = {}
         for name, value in tensors.items():
-            if isinstance(value, ShardedTensor):
-                parts = [self._take(f"{name}/{i}", s.tensor) for i, s in enumerate(value.local_shards())]
-                copies[name] = with_local_shards(value, parts)
-            else:
-                copies[name] = self._take(name, value)
+            parts = [self._take(f"{name}/{i}", part) for i, part in enumerate(local_parts(value))]
+            copies[name] = with_local_shards(value, parts) if isinstance(value, ShardedTensor) else parts[0]
         for device in {value.device for _, value in _plain(tensors) if value.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return copies
@@ -118,7 +115,4 @@ class _Memory:
 def _plain(tensors: State) -> Iterator[tuple[str, torch.Tensor]]:
     """This rank's tensors, shards among them."""
     for name, value in tensors.items():
-        if isinstance(value, ShardedTensor):
-            yield from ((f"{name}/{i}", shard.tensor) for i, shard in enumerate(value.local_shards()))
-        else:
-            yield name, value
+        yield from ((f"{name}/{i}", part) for i, part in enumerate(local_parts(value)))

@@ -180,12 +180,21 @@ def is_local(filesystem) -> bool:
     return filesystem.type_name == "local"
 
 
-def make_folder(path: Path) -> None:
-    """A local folder, and those above it, so that they outlast a power cut."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        sync(folder.parent)
+def make_folder(folder: str) -> None:
+    """A folder for a checkpoint and, where it is local, those above it, so that they outlast a power cut.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    filesystem, place = open_filesystem(folder)
+    if not is_local(filesystem):
+        return
+    path = Path(place)
+    with writing(folder):
+        missing = [each for each in (path, *path.parents) if not each.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for each in missing:
+            sync(each.parent)
 
 
 def _replace(folder: Path, attempt: str, text: bytes) -> None:

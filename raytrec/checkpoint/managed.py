@@ -104,26 +104,25 @@ def stored_rows(
         name, table: with managed ids.
         ids: int64 [n].
     """
-    names = [f"ids/{name}/id", f"ids/{name}/row"]
-    count, keys = index["about"]["ids"][name]["rows"], keys_of(ids)
+    keys, saved = keys_of(ids), ids_of(folder, index, name, ("id", "row"))
     fallback = fallback_of(keys, table.own_rows, table.ids.fallback_rows)
-    if not count:
+    known = keys_of(saved["id"])
+    if not len(known):
         return fallback
-    tensors: State = {each: torch.empty(count, dtype=torch.int64) for each in names}
-    load(folder, tensors)
-    known, rows = keys_of(tensors[names[0]]), tensors[names[1]]
-    places = torch.searchsorted(known, keys).clamp(max=count - 1)
-    return torch.where(known[places] == keys, rows[places], fallback)
+    places = torch.searchsorted(known, keys).clamp(max=len(known) - 1)
+    return torch.where(known[places] == keys, saved["row"][places], fallback)
 
 
-def ids_of(folder: str, index: Mapping[str, Any], table: str) -> dict[str, torch.Tensor]:
-    """id, row, sightings and last of all ids with a row in a checkpoint, int64 [n] each, in the order of
-    their keys; without any process group."""
-    (names, count), _ = _names(table, index["about"]["ids"][table])
-    tensors: State = {name: torch.empty(count, dtype=torch.int64) for name in names}
+def ids_of(
+    folder: str, index: Mapping[str, Any], table: str, kinds: tuple[str, ...] = ("id", *ROWS)
+) -> dict[str, torch.Tensor]:
+    """id, row, sightings and last (or some of these) of all ids with a row in a checkpoint: int64 [n], in the
+    order of keys; without any process group."""
+    count = index["about"]["ids"][table]["rows"]
+    columns = {kind: torch.empty(count, dtype=torch.int64) for kind in kinds}
     if count:
-        load(folder, tensors)
-    return {name.rpartition("/")[2]: values for name, values in tensors.items()}
+        load(folder, {f"ids/{table}/{kind}": values for kind, values in columns.items()})
+    return columns
 
 
 def _names(table: str, sizes: Mapping[str, int]) -> list[tuple[list[str], int]]:

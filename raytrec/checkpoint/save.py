@@ -34,7 +34,7 @@ from raytrec.checkpoint.state import State
 from raytrec.checkpoint.storage import ShardWriter
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError, root_cause
-from raytrec.compat.torch_ import ShardedTensor
+from raytrec.compat.torch_ import ShardedTensor, local_parts
 from raytrec.config.training import CheckpointSection
 from raytrec.metrics.selection import Figure
 
@@ -268,7 +268,5 @@ class Saver:
 
 def _bytes_of(tensors: State) -> int:
     """Of this rank's part; what all ranks have is written by one of them."""
-    first = dist.get_rank() == 0
-    sharded = [v for v in tensors.values() if isinstance(v, ShardedTensor)]
-    plain = [v for v in tensors.values() if not isinstance(v, ShardedTensor)] if first else []
-    return sum(s.tensor.nbytes for v in sharded for s in v.local_shards()) + sum(v.nbytes for v in plain)
+    written = (v for v in tensors.values() if isinstance(v, ShardedTensor) or dist.get_rank() == 0)
+    return sum(part.nbytes for value in written for part in local_parts(value))

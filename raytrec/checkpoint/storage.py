@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -40,14 +39,12 @@ from raytrec.checkpoint.index import (
     CheckpointError,
     as_json,
     check_files,
-    is_local,
     make_folder,
     read_index,
     write_index,
     writing,
 )
 from raytrec.checkpoint.rawfile import Sink, Source, open_source, read_block
-from raytrec.common.storage import open_filesystem
 
 BLOCK_BYTES = 4 << 20  # unit of checksums and of reading; a multiple of the largest element
 
@@ -92,10 +89,7 @@ class ShardWriter(StorageWriter):
             self._folder = str(checkpoint_id).rstrip("/")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
-        filesystem, path = open_filesystem(self._folder)
-        with writing(self._folder):
-            if is_local(filesystem):
-                make_folder(Path(path))
+        make_folder(self._folder)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuses what is not a tensor; skips shards without a value.

@@ -39,9 +39,8 @@ def table_starts(config: RunConfig, before: Schema, schema: Schema) -> dict[str,
 
 def _policy(config: RunConfig, table: str) -> str:
     """The last pattern that matches."""
-    return (
-        [p for pattern, p in config.warm_start.tables.items() if fnmatchcase(table, pattern)] or ["exact"]
-    )[-1]
+    fitting = (policy for key, policy in config.warm_start.tables.items() if fnmatchcase(table, key))
+    return ["exact", *fitting][-1]
 
 
 def _start(table: str, old, new, policy: str) -> TableStart:
@@ -55,11 +54,9 @@ def _start(table: str, old, new, policy: str) -> TableStart:
     if old and new and alike and (old.rows, old.dim) == (new.rows, new.dim):
         return TableStart("exact", new.rows, None)
     if old and new and not managed and old.dim == new.dim and policy == "resize":
-        rest = (
-            f"{new.rows - old.rows:,} rows get their initial values"
-            if new.rows > old.rows
-            else (f"the checkpoint's last {old.rows - new.rows:,} rows are dropped")
-        )
+        more = new.rows - old.rows
+        dropped = f"the checkpoint's last {-more:,} rows are dropped"
+        rest = f"{more:,} rows get their initial values" if more > 0 else dropped
         return TableStart("resize", min(old.rows, new.rows), f"table {table}: {rest}")
     fits = old and new and not managed and old.dim == new.dim
     fitting = "drop" if new is None else "resize" if fits else "new"

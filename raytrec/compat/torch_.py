@@ -30,6 +30,7 @@ __all__ = [
     "apply_optimizer_in_backward",
     "bind_store",
     "call_after_nodes",
+    "local_parts",
     "multiply_",
     "quiet_tracing",
     "rank_place",
@@ -61,6 +62,11 @@ def sharded_tensor(
     """
     metadata = ShardedTensorMetadata(shards, torch.Size(shape), TensorProperties(dtype=dtype))
     return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
+
+
+def local_parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
+    """This rank's shards of a tensor; of one that is not sharded, itself."""
+    return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
 
 
 def with_local_shards(value: ShardedTensor, parts: list[torch.Tensor]) -> ShardedTensor:

@@ -7,6 +7,7 @@ gradients are lost all the same; and its groups of 32 int8 values fit few batche
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import gcd
 
 import torch
 from fbgemm_gpu.quantize_comm import QuantizationContext, QuantizedCommCodec
@@ -14,7 +15,7 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec.distributed.types import CommOp, QuantizedCommCodecs, ShardingPlan
 
 from raytrec.config.run_config import RunConfig
-from raytrec.embeddings.planner.qcomms import gradient_factor, int8_group
+from raytrec.embeddings.planner.qcomms import gradient_factor
 
 TYPES = {"fp32": SparseType.FP32, "fp16": SparseType.FP16, "bf16": SparseType.BF16, "int8": SparseType.INT8}
 Codecs = dict[str, QuantizedCommCodecs]
@@ -55,7 +56,7 @@ def make_codecs(config: RunConfig, widths: Iterable[int], world: int) -> Codecs 
     qcomms = config.plan.qcomms
     if qcomms.forward_precision == qcomms.backward_precision == "fp32":
         return None
-    group = max(1, int8_group(widths))
+    group = max(1, gcd(*widths))  # so that no group of int8 values is of two rows or two tables
     forward = Codec(qcomms.forward_precision, group)
     backward = Codec(qcomms.backward_precision, group, gradient_factor(config, world))
     return {operation.name: QuantizedCommCodecs(forward, backward) for operation in CommOp}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from math import sqrt
 
 import numpy as np
@@ -42,30 +41,15 @@ def initial_values(seed: int, table: str, ids: torch.Tensor, columns: range, row
     return (halves >> 7).bitwise_or_(1).to(torch.float32).mul_(scale)
 
 
-def initial_blocks(
-    schema: Schema,
-    table: str,
-    seed: int,
-    rows: range,
-    columns: range | None = None,
-    device: torch.device | str = "cpu",
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Initial values of these rows and columns (default: all columns), made on the device: (first row,
-    float32 [n, len(columns)]) of each block, one block in memory at a time."""
-    spec = schema.tables[table]
-    columns = range(spec.dim) if columns is None else columns
-    block = max(1, BLOCK_VALUES // max(1, len(columns)))
-    for first in range(rows.start, rows.stop, block):
-        ids = torch.arange(first, min(first + block, rows.stop), device=device)
-        yield first, initial_values(seed, table, ids, columns, spec.rows)
-
-
 def fill_tables(model: nn.Module, schema: Schema, seed: int) -> None:
     """Writes the initial values into a sharded model's local shards, in place and block by block, on the
     device of each: no host holds a part of a table for that."""
     for table in tables(model).values():
+        spec = schema.tables[table.name]
         for shard in table.weight.local:
-            blocks = initial_blocks(schema, table.name, seed, shard.rows, shard.columns, shard.values.device)
-            for first, values in blocks:
+            block = max(1, BLOCK_VALUES // max(1, len(shard.columns)))
+            for first in range(shard.rows.start, shard.rows.stop, block):
+                ids = torch.arange(first, min(first + block, shard.rows.stop), device=shard.values.device)
                 at = first - shard.rows.start
-                shard.values[at : at + len(values)].copy_(values)
+                values = initial_values(seed, table.name, ids, shard.columns, spec.rows)
+                shard.values[at : at + len(ids)].copy_(values)

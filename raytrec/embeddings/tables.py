@@ -18,7 +18,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from raytrec.common.collectives import device_of
 from raytrec.common.errors import RunError
 from raytrec.compat.fbgemm import Cache, caches
-from raytrec.compat.torch_ import ShardedTensor
+from raytrec.compat.torch_ import ShardedTensor, local_parts
 from raytrec.compat.torchrec_ import sharded_collections, unwrapped
 from raytrec.embeddings.bags import table_of, weight_name
 from raytrec.embeddings.optimizers import TableOptimizer, optimizer_of
@@ -274,10 +274,7 @@ def _live_state(
         kinds_of = {name: each.kind for each in optimizers[table].state for name in (each.kind, each.buffer)}
         for name, value in states.items():
             if kind := kinds_of.get(name.rpartition(".")[2]):  # torch.optim's name of it, or FBGEMM's
-                parts = (
-                    [s.tensor for s in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
-                )
-                live.setdefault(table, {})[kind] = [_flat(part.detach()) for part in parts]
+                live.setdefault(table, {})[kind] = [_flat(part.detach()) for part in local_parts(value)]
     return live
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
@@ -39,7 +39,7 @@ from raytrec.embeddings.planner.footprint import (
 )
 from raytrec.embeddings.planner.hosts import Hosts, agree_on_hosts, capacity
 from raytrec.embeddings.planner.partitioner import ConstrainedPartitioner
-from raytrec.embeddings.planner.search import Enumerator, narrow, proposers, torchrec_constraints
+from raytrec.embeddings.planner.search import Enumerator, narrow, proposers
 from raytrec.embeddings.planner.validation import host_room, validate_constraints
 
 
@@ -129,15 +129,8 @@ def validated(
         ConfigError: a constraint that cannot be met.
     """
     memory, local = hosts.memory - map_share(schema, world), hosts.ranks_per_host
-    constraints = validate_constraints(
-        config,
-        schema,
-        device,
-        world=world,
-        ranks_per_host=local,
-        memory=memory,
-        host_share=hosts.host_share,
-    )
+    known = {"ranks_per_host": local, "memory": memory, "host_share": hosts.host_share}
+    constraints = validate_constraints(config, schema, device, world=world, **known)
     room = host_room(config, schema, constraints, world, hosts.host_share)
     sizes = capacity(device, memory, room, hosts.disk_share)
     return constraints, Topology(world_size=world, local_world_size=local, compute_device=device, **sizes)
@@ -200,17 +193,17 @@ def _search(
     world, local = topology.world_size, topology.local_world_size
     partitioner, batch = ConstrainedPartitioner(constraints), -(-config.data.global_batch_size // world)
     lengths = ids_of_features(resolve_features(schema, config.model))
-    kernels = kernels_to_choose(config, topology.compute_device)
-    of_torchrec = {
-        table: torchrec_constraints(
-            constraint if topology.compute_device == "cuda" else TableConstraint(constraint.sharding),
-            kernels,
-            min_partition=dim // column_parts(dim, constraint.sharding, constraint.ranks, world, local),
+    kernels, of_torchrec = kernels_to_choose(config, topology.compute_device), {}
+    for table, constraint in constraints.items():
+        dim, kernel = schema.tables[table].dim, constraint.kernel
+        parts = column_parts(dim, constraint.sharding, constraint.ranks, world, local)
+        free = kernel in (None, "dense") or topology.compute_device == "cpu"
+        of_torchrec[table] = ParameterConstraints(
+            sharding_types=list(constraint.sharding),
+            compute_kernels=["dense", *kernels] if free else [kernel],  # data_parallel is dense anyway
+            min_partition=dim // parts,
             pooling_factors=lengths.get(table) or [1.0],
         )
-        for table, constraint in constraints.items()
-        for dim in [schema.tables[table].dim]
-    }
     fused = {
         table: optimizer.name
         for table, optimizer in table_optimizers(config, schema).items()

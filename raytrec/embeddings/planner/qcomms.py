@@ -6,7 +6,6 @@ time that a value is sent, and each time that two are added up on the way, it is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import floor, gcd, log2
 
@@ -80,12 +79,6 @@ def gradient_factor(config: RunConfig, world: int) -> float:
     return 2.0 ** floor(log2(max(1, config.data.global_batch_size // world)))
 
 
-def int8_group(widths: Iterable[int]) -> int:
-    """How many values share a scale where shards of these widths are sent as int8: their common divisor, so
-    that no group has values of two rows or two tables; 0 for no shards."""
-    return gcd(*widths)
-
-
 def check_qcomms(
     config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], world: int, local: int | None
 ) -> None:
@@ -106,7 +99,7 @@ def check_qcomms(
         for table, each in constraints.items()
         if each.sharding != ("data_parallel",)
     }
-    if widths and (group := int8_group(widths.values())) <= SCALE_BYTES:
+    if widths and (group := gcd(*widths.values())) <= SCALE_BYTES:
         narrow = min(widths, key=lambda table: widths[table])
         raise ConfigError(
             f"int8 saves nothing: {group} values, the common divisor of the widths of all shards, would "

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from typing import Any
 
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -159,23 +158,6 @@ class GreedyProposer(Proposer):
         sizes = [shard.storage for shard in self._options[table][self._at[table]].shards]
         hbm, ddr = [size.hbm for size in sizes], [size.ddr for size in sizes]
         return -max(hbm), -sum(hbm), -max(ddr), -sum(ddr), table
-
-
-def torchrec_constraints(
-    constraint: TableConstraint, kernels: list[str], **more: Any
-) -> ParameterConstraints:
-    """TorchRec's, of a table.
-
-    Args:
-        kernels: to choose from, where the constraint has none. (data_parallel is dense whatever they are.)
-        more: of ParameterConstraints.
-    """
-    chosen = [constraint.kernel] if constraint.kernel not in (None, "dense") else ["dense", *kernels]
-    return ParameterConstraints(
-        sharding_types=list(constraint.sharding),
-        compute_kernels=chosen,
-        **more,
-    )
 
 
 class Enumerator(EmbeddingEnumerator):
