@@ -4,7 +4,6 @@ from threading import Event, Timer
 
 import checkpoints
 import pytest
-import torch
 from ranks import on_ranks
 from small import batches, build, config, train
 
@@ -73,26 +72,3 @@ def test_what_is_saved_beside_training_is_what_would_be_saved_alone(way, room, t
     assert checkpoints.equal(alone, later_alone) != [], "the step in between has changed something"
     assert any(name.startswith("tables/") for name in copied) == (way in ("a dense update", "copies"))
     assert all(bool(waits) == bool(room) for *_, waits in found), "it waits where no more can be set aside"
-
-
-def written(rank, world, root):
-    """A save during which rows are written to other than by training."""
-    step = build(config(world, {"sharding_type": "row_wise"}))
-    state = LogicalState(step.model, step.optimizer)
-    rows, go = snapshot.RowSnapshot(step.model, state.tables), Event()
-    plain = rows.pieces
-    rows.pieces = lambda *a, **k: go.wait(20) and plain(*a, **k)
-    saver = Saver(root, CheckpointSection(), rows=rows)
-    (shard,) = state.tables["user"].weight.local
-    whole = state.tables["user"].weight.dense()
-    saver.save(1, state.tensors(), {})
-    some = torch.tensor([4, 0, 4])
-    rows.set_aside("user", some)
-    shard.values[some] = 7.0
-    go.set()
-    return saver.taken().folder, whole
-
-
-def test_rows_that_others_write_can_be_set_aside(tmp_path):
-    folder, whole = on_ranks(2, written, str(tmp_path))[0]
-    assert (checkpoints.whole(folder)["tables/user/weight"] == whole).all()

@@ -84,20 +84,18 @@ def part_of(whole, box):
 def sharded(whole, cut, rank, world, gap):
     """The shards of this rank, dealt out in turn, the first one to the last rank."""
     row_parts, column_parts = CUTS[cut]
+    dim, wide = whole.dim(), spans(whole.shape[1], column_parts, False) if whole.dim() > 1 else [(0, 0)]
     boxes = [
-        ((row, *(0,) * (whole.dim() - 1)), (rows, *whole.shape[1:]))
-        if whole.dim() == 1
-        else ((row, column, *(0,) * (whole.dim() - 2)), (rows, columns, *whole.shape[2:]))
+        ([row, column, 0][:dim], [rows, columns, *whole.shape[2:]][:dim])
         for row, rows in spans(whole.shape[0], row_parts, gap)
-        for column, columns in (spans(whole.shape[1], column_parts, False) if whole.dim() > 1 else [(0, 0)])
+        for column, columns in wide
     ]
     metadata = [
-        ShardMetadata(list(offsets), list(sizes), f"rank:{(world - 1 + i) % world}/cpu")
+        ShardMetadata(offsets, sizes, f"rank:{(world - 1 + i) % world}/cpu")
         for i, (offsets, sizes) in enumerate(boxes)
     ]
     local = [Shard(part_of(whole, box), box) for box in metadata if box.placement.rank() == rank]
-    properties = TensorProperties(dtype=whole.dtype)
-    every = ShardedTensorMetadata(metadata, whole.size(), properties)
+    every = ShardedTensorMetadata(metadata, whole.size(), TensorProperties(dtype=whole.dtype))
     return ShardedTensor._init_from_local_shards_and_global_metadata(local, every)
 
 
@@ -117,11 +115,7 @@ def state(rank, world, cuts, empty=False):
     return found, wholes, plain
 
 
-SAVED = {"rows": "rows", "columns": "columns", "grid": "grid", "uneven": "rows", "gaps": "rows"} | {
-    "wide": "few",
-    "per_row": "rows",
-    "nothing": "one",
-}
+SAVED = {name: name if name in CUTS else "rows" for name in WHOLE} | {"wide": "few", "nothing": "one"}
 
 
 def save(rank, world, folder):
@@ -293,18 +287,13 @@ def test_a_damaged_index_is_found_wherever_it_is(saved):
             with pytest.raises(CheckpointError) as error:
                 read_index(str(folder))
             assert error.value.where == str(path)
+    path.write_bytes(good.replace(b'"format":1', b'"format":2'))
+    with pytest.raises(CheckpointError, match="of format 2"):
+        read_index(str(folder))
     path.write_bytes(good[:100])
     assert "damaged" in failure(back, folder, tensors).what
     path.unlink()
     assert "no whole checkpoint" in failure(back, folder, tensors).what
-
-
-def test_an_index_of_another_format(saved):
-    folder, _ = saved
-    path = folder / INDEX
-    path.write_text(path.read_text().replace('"format":1', '"format":2'))
-    with pytest.raises(CheckpointError, match="of format 2"):
-        read_index(str(folder))
 
 
 def test_an_index_without_a_shard(saved):
