@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -37,22 +38,32 @@ def steps(root: str) -> list[int]:
     return sorted((int(n.removeprefix(STEP_PREFIX)) for n in names if _is_step(n)), reverse=True)
 
 
-def newest(root: str) -> tuple[str | None, dict[str, Any], list[CheckpointError]]:
-    """The newest complete checkpoint, its index, and why newer ones are not complete.
+def indexes(
+    root: str, why_not: Callable[[dict[str, Any]], str | None]
+) -> Iterator[tuple[str, dict[str, Any], CheckpointError | None]]:
+    """All checkpoints, the newest first: (folder, index, why it is not complete).
 
-    Only the index is read: whether the data behind it is whole is found out when it is loaded.
+    Args:
+        why_not: of an index's `about`, why it cannot be used; None: it can.
     """
-    passed_over = []
     for step in steps(root):
         folder = folder_of(root, step)
         try:
             index = read_index(folder)
-            if not isinstance(index["about"].get("data"), str):
-                raise unreadable("it is not that of a run", f"{folder}/{INDEX}")
-            return folder, index, passed_over
+            if why := why_not(index["about"]):
+                raise unreadable(f"it is not that of a run ({why})", f"{folder}/{INDEX}")
+            yield folder, index, None
         except CheckpointError as error:
-            passed_over.append(error)
-    return None, {}, passed_over
+            yield folder, {}, error
+
+
+def newest(root: str) -> tuple[str | None, dict[str, Any]]:
+    """The newest complete checkpoint and its index; None where there is none.
+
+    Only the index is read: whether the data behind it is whole is found out when it is loaded.
+    """
+    found = indexes(root, lambda about: None if isinstance(about.get("data"), str) else "about: no data")
+    return next(((folder, index) for folder, index, error in found if error is None), (None, {}))
 
 
 def find(place: str | Path) -> tuple[str, dict[str, Any]]:
@@ -63,7 +74,7 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
     """
     place = absolute(str(place))
     for root in _roots(place):
-        folder, index, _ = newest(root)
+        folder, index = newest(root)
         if folder:
             return folder, _of_a_run(folder, index)
     if _is_step(place.rstrip("/").rpartition("/")[2]) or _exists(f"{place}/{INDEX}"):

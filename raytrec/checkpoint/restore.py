@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
-from raytrec.checkpoint.files import folder_of, steps
+from raytrec.checkpoint.files import indexes
 from raytrec.checkpoint.finite import not_finite, on_any_rank
-from raytrec.checkpoint.index import INDEX, CheckpointError, read_index, unreadable
+from raytrec.checkpoint.index import CheckpointError
 from raytrec.checkpoint.state import LogicalState, State
 from raytrec.checkpoint.storage import ShardReader
 from raytrec.common.errors import root_cause
@@ -153,15 +153,9 @@ def _from_first_rank(root: str, why_not: Callable) -> list[tuple[str, dict, str 
     """(folder, about, why it is not complete) of all checkpoints, the newest first, as rank 0 sees them."""
     found: list[Any] = [None]
     if dist.get_rank() == 0:
-        found[0] = []
-        for step in steps(root):
-            folder = folder_of(root, step)
-            try:
-                about = read_index(folder)["about"]
-                if why := why_not(about):
-                    raise unreadable(f"it is not that of a run ({why})", f"{folder}/{INDEX}")
-                found[0].append((folder, about, None))
-            except CheckpointError as error:
-                found[0].append((folder, {}, f"{error.what} ({error.where})"))
+        found[0] = [
+            (folder, index.get("about", {}), error and f"{error.what} ({error.where})")
+            for folder, index, error in indexes(root, why_not)
+        ]
     dist.broadcast_object_list(found)
     return found[0]

@@ -111,7 +111,7 @@ def with_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> Ra
         steps: of the whole run.
     """
     try:
-        folder, _, _ = newest(config.checkpoint_root)
+        folder, _ = newest(config.checkpoint_root)
     except OSError:
         return error
     if not folder or folder != folder_of(config.checkpoint_root, steps):

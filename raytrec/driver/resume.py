@@ -158,7 +158,7 @@ def check_same_data(
             expected="the schema that the run began with",
             do=f"set data.schema={file}",
         )
-    _, index, _ = newest(root)
+    _, index = newest(root)
     if not index:
         return []  # nothing has been kept that was trained on other data
     before, lines = _noted(folder), []

@@ -188,7 +188,7 @@ def made_with(folder: Path) -> dict[str, str]:
     """
     if not (folder / FOLDER).is_dir():
         return {}
-    _, index, _ = newest(str(folder / FOLDER))
+    _, index = newest(str(folder / FOLDER))
     about = index.get("about")
     found = about.get("versions") if isinstance(about, dict) else None
     return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}

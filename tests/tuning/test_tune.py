@@ -94,7 +94,7 @@ def command(*arguments):
 
 def saved(folder):
     """The step of a trial's newest checkpoint that is whole; 0: there is none."""
-    _, index, _ = newest(f"{folder}/checkpoints")
+    _, index = newest(f"{folder}/checkpoints")
     return index["about"]["progress"]["step"] if index else 0
 
 
