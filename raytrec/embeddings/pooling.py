@@ -138,10 +138,7 @@ class Inputs(nn.Module):
         self.means = BagMeans([features.is_mean(feature) for feature in sparse])
 
     def forward(
-        self,
-        sums: KeyedTensor | None,
-        by_id: list[dict[str, JaggedTensor]],
-        sparse: KeyedJaggedTensor,
+        self, sums: KeyedTensor | None, by_id: list[dict[str, JaggedTensor]], sparse: KeyedJaggedTensor
     ) -> dict[str, torch.Tensor]:
         """Feature → float32, as PooledEmbeddings gives it.
 

@@ -15,12 +15,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.compat.torchrec_ import (
-    gives_each_id,
-    replicated_kernels,
-    sharded_kernels,
-    tables_of,
-)
+from raytrec.compat.torchrec_ import gives_each_id, replicated_kernels, sharded_kernels, tables_of
 from raytrec.embeddings.row_gradients import Part, split_lookup
 
 

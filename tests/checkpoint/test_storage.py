@@ -549,7 +549,7 @@ Store.__abstractmethods__ = frozenset()
 def test_an_object_store(small, tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "WAITS_S", (0.01, 0.01, 0.01))
     store = Store(tmp_path)
-    for module in (index, rawfile, storage):
+    for module in (index, rawfile):
         monkeypatch.setattr(
             module, "open_filesystem", lambda uri: (fs.PyFileSystem(store), uri.removeprefix("store://"))
         )

@@ -88,11 +88,7 @@ def sharders_for_planning(config: RunConfig, schema: Schema, world: int) -> list
 
 
 def make_plan(
-    model: nn.Module,
-    sharders: list[ModuleSharder],
-    schema: Schema,
-    config: RunConfig,
-    device: torch.device,
+    model: nn.Module, sharders: list[ModuleSharder], schema: Schema, config: RunConfig, device: torch.device
 ) -> ShardingPlan:
     """Rank 0 plans, every rank receives the plan; a collective.
 

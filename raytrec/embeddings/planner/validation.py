@@ -21,10 +21,7 @@ COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 DEVICE_NAMES = {"cpu": "CPU", "cuda": "GPUs"}
 HOST_RESERVE = 0.15  # of the host memory of GPUs, for processes; TorchRec keeps as much of a GPU
 ON_DEVICE = "on one rank", "(plan.memory_gib, or what the device has)"
-ON_HOST = (
-    "of host memory on one rank",
-    "(its share of its host, less what checkpoints are copied to)",
-)
+ON_HOST = ("of host memory on one rank", "(its share of its host, less what checkpoints are copied to)")
 
 
 def validate_constraints(
