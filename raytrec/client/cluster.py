@@ -1,4 +1,6 @@
-"""A Ray cluster, from a notebook or a program elsewhere: the same few lines for both ways of reaching it.
+"""A Ray cluster, from a notebook or another program.
+
+The same few lines serve both ways of reaching it:
 
     from raytrec import Cluster
     cluster = Cluster("ray://127.0.0.1:10001")    # what it starts lives with this process

@@ -1,4 +1,4 @@
-"""A connection of Ray client: functions and actors on a cluster's head, their answers and errors."""
+"""One connection of Ray client: calls, answers, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray's Job API (http://): runs as jobs, which outlive this process. Their logs are what comes back."""
+"""Runs as jobs of Ray's Job API, read from their logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Ray's Job API: a run as a job of a cluster, which outlives the process that submitted it."""
+"""Ray's Job API (http://): submitting, asking, stopping.
+
+A run as a job outlives the process that submitted it.
+"""
 
 from __future__ import annotations
 

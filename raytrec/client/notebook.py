@@ -1,4 +1,4 @@
-"""What a notebook or a terminal shows of a run: progress, curves, the report, its pictures, similar items."""
+"""What a notebook or a terminal shows of a run."""
 
 from __future__ import annotations
 

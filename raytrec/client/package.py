@@ -1,4 +1,4 @@
-"""What goes up with a job: raytrec's own code, the configuration, and modules of yours that it names."""
+"""What is uploaded with a job: code, configuration, your modules."""
 
 from __future__ import annotations
 

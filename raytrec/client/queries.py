@@ -1,4 +1,4 @@
-"""Questions about runs that a cluster answers to those connected with Ray client: functions that run there.
+"""Questions about runs, answered on the cluster (Ray client).
 
 A run is the name of a folder in runs/ below RAYTREC_ROOT, or the path of a run folder. Only files that a run
 writes can be read, in a folder that has the config.yaml of a run. No torch.

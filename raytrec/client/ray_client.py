@@ -1,4 +1,7 @@
-"""Ray client (ray://): the cluster as if it were here. What is started lives as long as this connection."""
+"""Runs over Ray client (ray://), which end with its connection.
+
+The cluster is used as if it were here.
+"""
 
 from __future__ import annotations
 

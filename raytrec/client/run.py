@@ -1,4 +1,4 @@
-"""A run on a cluster, followed from elsewhere: how far it is, its figures, its result, and its tables."""
+"""A run on a cluster, followed from elsewhere."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class Run:
             table: its name.
             titles: row → title; rows may be missing.
         """
-        return Items(self, table, {} if titles is None else titles)
+        return Items(self, table, titles or {})
 
     def __repr__(self) -> str:
         return f"<Run {self.job or self.name}: {self.state}>"

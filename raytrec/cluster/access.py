@@ -1,4 +1,4 @@
-"""Access to a cluster: Ray's token, and whether a cluster answers, takes it, and runs our Ray.
+"""Ray's token, and whether a cluster answers and takes it.
 
 The token is asked for by default, found where Ray looks for it, and readable by its owner alone. Without it,
 any client that reaches a cluster's ports runs code there (docs/security.md). Ray 2.60 looks for a token in

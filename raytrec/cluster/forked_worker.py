@@ -1,4 +1,6 @@
-"""In the place of Ray's setup_worker.py: asks the warm process for a worker, and is there as long as that is.
+"""In the place of Ray's setup_worker.py: has a worker forked.
+
+It asks the warm process for a worker, and stays as long as that does.
 
     python forked_worker.py default_worker.py ... --serialized-runtime-env-context=JSON --language=PYTHON
 

@@ -1,4 +1,6 @@
-"""The program of the warm process (warm.py): imports what workers import, then forks them on request.
+"""The program of the warm process (warm.py).
+
+It imports what workers import, then forks them on request.
 
 Not imported by anything: it is run as a file, with one end of a socket pair as its standard input. Two
 messages come through it: where Python looks for modules, and which to import; then, when the raylet has been

@@ -1,4 +1,4 @@
-"""A Ray cluster of one node on loopback, with job API, Ray client and token, for trying things."""
+"""`raytrec head`: a Ray cluster of one node on loopback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the parts of Ray that a driver needs are running: its node's raylet, and the GCS.
+"""Whether the raylet and the GCS of a driver run.
 
 Ray itself reports it after 13 s (a raylet) or ends the process after 60 s (GCS), in many lines, without a
 hint how to resume. Here it takes seconds and one sentence.

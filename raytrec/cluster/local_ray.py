@@ -1,4 +1,4 @@
-"""The files and processes of a Ray that is started here: private, out of the way of signals, gone at its end.
+"""Private files and processes of a local Ray.
 
 Ray 2.60 keeps its sessions in /tmp/ray for ever, makes these folders writable by everybody, and puts there
 which cluster was started last. Its processes belong to the process group of the driver, so a

@@ -1,4 +1,6 @@
-"""Announces to Ray that this node will be preempted: runs checkpoint and leave it (docs/fault_tolerance.md).
+"""Announces to Ray that this node will be preempted.
+
+Runs then checkpoint and leave it (docs/fault_tolerance.md).
 
     python -m raytrec.cluster.preemption aws    on a spot machine: waits for EC2's notice, 2 minutes before
     python -m raytrec.cluster.preemption gcp    the same for GCP, 30 s before

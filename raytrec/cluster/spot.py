@@ -1,4 +1,4 @@
-"""Node providers for Ray's cluster launcher: spot machines first, on-demand ones where there are none.
+"""Node providers for `ray up`: spot first, else on demand.
 
 Ray 2.60 has no such fallback. Its autoscaler (v2) prefers node types by `priority`, and lowers that of a type
 whose machines came up but never ran Ray (`CloudResourceMonitor`, which hears of ALLOCATION_TIMEOUT alone). A

@@ -1,4 +1,4 @@
-"""A process that has imported what workers import, and forks the workers of a local Ray.
+"""A process with all imports, which forks a local Ray's workers.
 
 Importing torch, TorchRec, FBGEMM and Ray takes a processor 5 s, and a run starts some ten processes that do;
 after a failure again. The warm process does it once, while the driver reads its configuration, and is kept as

@@ -1,4 +1,7 @@
-"""The lookups of FBGEMM (1.8.0) that TorchRec (1.8.0) makes for a sharded model, as raytrec wants them."""
+"""FBGEMM's lookups (1.8.0) as raytrec wants them.
+
+TorchRec (1.8.0) makes them for a sharded model.
+"""
 
 from __future__ import annotations
 

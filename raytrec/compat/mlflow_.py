@@ -1,4 +1,7 @@
-"""Private names of MLflow (3.17, 3.18): loggers, tags that its pages read, packages that it does not need."""
+"""Private names of MLflow (3.17, 3.18).
+
+Loggers, tags that its pages read, packages that it does not need.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Private names of Ray's core (2.60.0): its cluster, its processes, its token. Functions import Ray."""
+"""Private names of Ray's core (2.60.0).
+
+Its cluster, its processes, its token. Functions import Ray.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of Ray Train, Ray client and the Job API (2.60.0) outside their interfaces; imports none of them."""
+"""Names that Ray's interfaces lack (2.60.0); imports no Ray."""
 
 from __future__ import annotations
 

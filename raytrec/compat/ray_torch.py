@@ -1,4 +1,7 @@
-"""Private names of Ray Train's backend for torch (2.60.0), apart from the others because it imports torch."""
+"""Private names of Ray Train's backend for torch (2.60.0).
+
+Apart from the others because it imports torch.
+"""
 
 from __future__ import annotations
 

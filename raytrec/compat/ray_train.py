@@ -1,4 +1,4 @@
-"""Private names of Ray Train (2.60.0): its trainer, its policies, its backend."""
+"""Private names of Ray Train (2.60.0)."""
 
 from __future__ import annotations
 

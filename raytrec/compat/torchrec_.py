@@ -1,4 +1,4 @@
-"""Private names of TorchRec (1.8.0): the lookups of a sharded model, and optimizers in their wrappers."""
+"""Private names of TorchRec (1.8.0): lookups and optimizers."""
 
 from __future__ import annotations
 

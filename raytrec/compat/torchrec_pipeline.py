@@ -1,4 +1,6 @@
-"""TorchRec's train pipelines (1.8.0), most of whose methods are private: timed, and at rest between steps.
+"""TorchRec's train pipelines (1.8.0), timed.
+
+Most of their methods are private; they are at rest between steps.
 
 Both exchange the next batch's ids during this batch's forward. Where tables are in host memory with a cache
 on the GPU, PrefetchPipeline also brings the next batch's rows into the cache while this batch is trained.

@@ -1,4 +1,4 @@
-"""The versions that raytrec is made for; any other one is refused before anything starts."""
+"""The versions that raytrec is made for; others are refused."""
 
 from __future__ import annotations
 

@@ -47,12 +47,8 @@ def test_figures_of_a_run_that_went_back():
     run.take(Eval(step=30, figures={"auc": 0.7}))
     run.take(start(10), train(20, logloss=9.0, ne=1.0, rows_per_s=5.0))
     metrics = run.metrics()
-    assert metrics["train"] == {
-        "step": [10, 20],
-        "logloss": [0.1, 9.0],
-        "ne": [None, 1.0],
-        "rows_per_s": [None, 5.0],
-    }
+    trained = {"step": [10, 20], "logloss": [0.1, 9.0], "ne": [None, 1.0], "rows_per_s": [None, 5.0]}
+    assert metrics["train"] == trained
     assert metrics["eval"]["auc"] == [0.7]
     assert run.progress()["logloss"] == 9.0
     assert run.history.restarts == [10]
@@ -171,10 +167,8 @@ def test_a_job_that_failed(written, what, expected):
 
 def test_commands_are_jobs_that_end_in_a_result():
     jobs = FakeJobs(BEGUN)
-    run = JobRun(jobs, "mine-1")
-    figures = run.predict(
-        "data/valid", "out", columns=["a", "b"], workers=None, overrides={"data.readers": 2}
-    )
+    options = {"columns": ["a", "b"], "workers": None, "overrides": {"data.readers": 2}}
+    figures = JobRun(jobs, "mine-1").predict("data/valid", "out", **options)
     assert figures == {"eval.auc": 0.75}
     words = "--set data.readers=2 --data data/valid --out out --columns a,b"
     assert jobs.started == [f"python -m raytrec predict /runs/mine {words}"]
@@ -182,14 +176,9 @@ def test_commands_are_jobs_that_end_in_a_result():
 
 def test_the_job_api_names_the_other_way_for_questions_about_files():
     run = JobRun(FakeJobs(BEGUN), "mine-1")
-    asks = (
-        run.tables,
-        run.pictures,
-        run.report,
-        lambda: run.rows("user", [1]),
-        lambda: run.file("plan.json"),
-    )
-    for ask in (*asks, lambda: run.items("item", {1: "a"}).nearest(1)):
+    asks = [run.tables, run.pictures, run.report, lambda: run.rows("user", [1])]
+    asks += [lambda: run.file("plan.json"), lambda: run.items("item", {1: "a"}).nearest(1)]
+    for ask in asks:
         with pytest.raises(RunError, match="returns only what jobs write") as error:
             ask()
         assert "ray://HOST:10001" in error.value.expected and "as a job" in error.value.do

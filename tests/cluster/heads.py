@@ -62,6 +62,10 @@ class Head:
     def __exit__(self, *_: object) -> None:
         end(self._process)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def run(self, *command: str, timeout: float = 240, **options) -> subprocess.CompletedProcess:
         """A command of a user of the cluster, to its end; stdout and stderr as text."""
         return subprocess.run(

@@ -34,11 +34,11 @@ def test_ray_accepts_the_file_and_refuses_a_misspelt_one(config):
 
 
 @BOTH
-def test_every_command_is_good_bash(config):
-    for key in COMMANDS + STARTS:
-        for command in config[key]:
-            check = subprocess.run(["bash", "-n"], input=command, text=True, capture_output=True, timeout=20)
-            assert check.returncode == 0, (key, command, check.stderr)
+def test_every_command_is_good_bash_without_a_secret(config):
+    for command in (command for key in COMMANDS + STARTS for command in config[key]):
+        check = subprocess.run(["bash", "-n"], input=command, text=True, capture_output=True, timeout=20)
+        assert check.returncode == 0, (command, check.stderr)
+        assert not re.search(r"AUTH_TOKEN=|--(redis-)?password|SECRET|ACCESS_KEY", command), command
 
 
 @BOTH
@@ -50,13 +50,6 @@ def test_every_ray_start_wants_the_token(config):
         assert any(each.startswith("RAYTREC_ROOT=/") for each in exported)
     assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
     assert any("chmod 600 ~/.ray/auth_token" in command for command in config["setup_commands"])
-
-
-@BOTH
-def test_no_secret_is_on_a_command_line(config):
-    for key in COMMANDS + STARTS:
-        for command in config[key]:
-            assert not re.search(r"AUTH_TOKEN=|--(redis-)?password|SECRET|ACCESS_KEY", command), command
 
 
 @BOTH

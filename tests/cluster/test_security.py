@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -195,44 +194,29 @@ def test_strangers_reach_nothing(head, tmp_path, kind):
     assert done.returncode == 1 and "token" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-class Watch:
-    """Looks at a process and all below it, while a block runs.
+def watched(head, *command):
+    """Runs a command of a user of the cluster to its end.
 
-    Attributes:
-        commands: their command lines.
-        beyond: addresses that they listen on, loopback left out.
+    Returns:
+        (what it printed, the command lines of it and of the cluster's processes, what those listen on beyond
+        loopback).
     """
+    import psutil
 
-    def __init__(self, pid):
-        self._pid, self._over = pid, threading.Event()
-        self.commands, self.beyond = set(), set()
-
-    def __enter__(self):
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._over.set()
-        self._thread.join()
-
-    def _look(self):
-        import psutil
-
-        while not self._over.wait(0.2):
-            with suppress(OSError, psutil.Error):  # a process ended while it was looked at
-                self._look_once()
-
-    def _look_once(self):
-        import psutil
-
-        mine = {self._pid, *descendants(self._pid)}
-        for pid in mine:
-            with suppress(OSError):
-                self.commands.add(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
-        for c in psutil.net_connections("tcp"):
-            if c.status == "LISTEN" and c.pid in mine and not c.laddr.ip.endswith("127.0.0.1"):
-                self.beyond.add((*c.laddr, " ".join(psutil.Process(c.pid).cmdline())[:80]))
+    commands, beyond = set(), set()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=head.env, **pipes) as process, ThreadPoolExecutor() as pool:
+        printed = pool.submit(process.stdout.read)
+        while process.poll() is None:
+            mine = {process.pid, *descendants(process.pid), *descendants(head.pid)}
+            for pid in mine:
+                with suppress(OSError):  # it has ended
+                    commands.add(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+            listening = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in mine]
+            beyond |= {tuple(c.laddr) for c in listening if not c.laddr.ip.endswith("127.0.0.1")}
+            time.sleep(0.2)
+    assert process.returncode == 0, printed.result()
+    return printed.result(), commands, beyond
 
 
 @pytest.fixture
@@ -265,14 +249,12 @@ def test_where_passwords_turn_up(head, tmp_path, mlflow_server):
     uri = f"http://me:{SECRET}@127.0.0.1:{mlflow_server}"
     tags = {"api_key": KEY, "team": "ads"}
     place = config(head, tmp_path / "a.yaml", tracking__uri=uri, tracking__tags=tags, tracking__report=True)
-    with Watch(head._process.pid) as seen:
-        done = head.run(RAYTREC, "train", place, f"scaling.address={head.address}")
-    assert done.returncode == 0, done.stderr
+    printed, commands, beyond = watched(head, RAYTREC, "train", place, f"scaling.address={head.address}")
     run = tmp_path / "run"
     assert json.loads((run / "result.json").read_text())["mlflow_run_id"], "the record went to the server"
     for secret in (SECRET, KEY):
-        assert secret not in done.stdout + done.stderr
-        assert not [command for command in seen.commands if secret in command]
+        assert secret not in printed
+        assert not [command for command in commands if secret in command]
         assert found_in(run, secret) == {"config.yaml"}
         # Nor in MLflow's database and artifacts.
         assert found_in(tmp_path, secret) == {"a.yaml", "run/config.yaml"}
@@ -280,8 +262,8 @@ def test_where_passwords_turn_up(head, tmp_path, mlflow_server):
     assert (run / "config.yaml").stat().st_mode & 0o777 == 0o600
     artifacts = [path.read_text() for path in (tmp_path / "artifacts").rglob("config.yaml")]
     assert len(artifacts) == 1 and "http://me:***@127.0.0.1" in artifacts[0]
-    assert not seen.beyond, "loopback only"
-    assert any("ray::" in command for command in seen.commands), "workers were looked at"
+    assert not beyond, "loopback only"
+    assert any("ray::" in command for command in commands), "workers were looked at"
 
     again = head.run(RAYTREC, "train", "--warm-start", str(run), f"run.dir={tmp_path}/next")
     assert again.returncode == 1 and "tracking.uri: redacted in checkpoints" in again.stderr, again.stderr

@@ -41,5 +41,5 @@ def test_differences_are_seen():
     assert differences(["...", line, "..."], ["a", "b", other, "c"]) is None
     assert "the end" in differences([line], [other, "more"])
     assert "got:" in differences([line], [other.replace("rows", "cats")])
-    assert "got:      the end" in differences(["...", line], ["a", "b"])
+    assert f"expected: {line}" in differences(["...", line], ["a", "b"])
     assert differences(["in /home/me/runs"], ["in /tmp/x-1/runs"]) is None

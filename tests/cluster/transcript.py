@@ -47,22 +47,14 @@ def pattern(line: str) -> str:
 
 def differences(expected: list[str], got: list[str]) -> str | None:
     """What is not as expected, or None."""
-    got = [line for line in got if not line.startswith("warning: ")]
-    anything, position = False, 0
-    for line in expected:
-        if line == "...":
-            anything = True
-            continue
-        wanted = re.compile(pattern(line) + r"\s*$")
-        while position < len(got) and anything and not wanted.match(got[position]):
-            position += 1
-        if position == len(got) or not wanted.match(got[position]):
-            there = got[position] if position < len(got) else "the end"
-            return f"expected: {line}\ngot:      {there}"
-        anything, position = False, position + 1
-    if not anything and position < len(got):
-        return f"expected: the end\ngot:      {got[position]}"
-    return None
+    lines = [line.rstrip() for line in got if not line.startswith("warning: ")]
+    text = "".join(f"{line}\n" for line in lines)
+    parts = [r"(?:.*\n)*?" if line == "..." else pattern(line.rstrip()) + r"\n" for line in expected]
+    if re.fullmatch("".join(parts), text):
+        return None
+    come = max(n for n in range(len(parts) + 1) if re.match("".join(parts[:n]), text))
+    rest = text[re.match("".join(parts[:come]), text).end() :].partition("\n")[0]
+    return f"expected: {[*expected, 'the end'][come]}\ngot:      {rest or 'the end'}"
 
 
 class Shell:

@@ -64,13 +64,17 @@ class Names(ast.NodeVisitor):
         path = self._path(node)
         if _is_private(node.attr) and not (
             node.attr in self._own
-            or (_is_name(node.value) and node.value.id == "self" and node.attr in _of_own_classes())
+            or (
+                isinstance(node.value, ast.Name)
+                and node.value.id == "self"
+                and node.attr in _of_own_classes()
+            )
             or _is_python(node)
         ):
             self.found.append((node.lineno, ast.unparse(node)))
         elif path and any(map(_is_private, path.split("."))):
             self.found.append((node.lineno, path))
-        elif path and _is_stored(node) and not path.startswith(PUBLIC):
+        elif path and isinstance(node.ctx, ast.Store) and not path.startswith(PUBLIC):
             self.found.append((node.lineno, f"assignment to {path}"))
         self.generic_visit(node)
 
@@ -124,7 +128,7 @@ class Names(ast.NodeVisitor):
 
 def _is_python(node):
     """Python's own: os._exit, sys._current_frames, a namedtuple's _replace."""
-    module = node.value.id if _is_name(node.value) else ""
+    module = node.value.id if isinstance(node.value, ast.Name) else ""
     return module in ("os", "sys") or node.attr == "_replace"
 
 
@@ -132,8 +136,10 @@ def _own(tree):
     """The names that a file defines."""
     nodes = list(ast.walk(tree))
     names = {n.name for n in nodes if isinstance(n, DEFINED)}
-    names |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and _is_stored(n)}
-    return names | {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and _is_name(n.target)}
+    names |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    return names | {
+        n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    }
 
 
 @cache
@@ -150,24 +156,12 @@ def _dotted(node):
     """An expression such as `torch.nn.Module` as text; "" where it is another."""
     if isinstance(node, ast.Attribute):
         return f"{base}.{node.attr}" if (base := _dotted(node.value)) else ""
-    return node.id if _is_name(node) else ""
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 @cache
 def _parsed(path):
     return ast.parse(path.read_text())
-
-
-def _is_stored(node):
-    return isinstance(node.ctx, ast.Store)
-
-
-def _is_name(node):
-    return isinstance(node, ast.Name)
-
-
-def used(source):
-    return [what for _, what in sorted(Names(ast.parse(source)).found)]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -201,7 +195,7 @@ def test_private_names_of_upstream_are_used_in_compat_only(path):
     ],
 )
 def test_what_is_found(source):
-    assert used(source)
+    assert Names(ast.parse(source)).found
 
 
 @pytest.mark.parametrize(
@@ -215,4 +209,4 @@ def test_what_is_found(source):
     ],
 )
 def test_what_is_not(source):
-    assert not used(source)
+    assert not Names(ast.parse(source)).found

@@ -72,21 +72,15 @@ def test_the_message_names_the_nearest_pair_that_belongs_together(other, torch, 
     assert error.value.expected == expected and f"requirements/{nearest}" in error.value.do
 
 
-@pytest.mark.parametrize(
-    "found, good",
-    [
-        ("25.0.1", True),
-        ("25.9", True),
-        ("26.0.0", True),
-        ("27.0.0", False),
-        ("2.5.0", False),
-        ("250.1", False),
-    ],
-)
-def test_a_series_is_any_of_its_versions(other, found, good):
+@pytest.mark.parametrize("found", ["25.0.1", "25.9", "26.0.0"])
+def test_a_series_is_any_of_its_versions(other, found):
     other(pyarrow=found)
-    if good:
-        return versions.require_versions()
+    versions.require_versions()
+
+
+@pytest.mark.parametrize("found", ["27.0.0", "2.5.0", "250.1"])
+def test_another_series_is_refused(other, found):
+    other(pyarrow=found)
     with pytest.raises(RunError, match="pyarrow"):
         versions.require_versions()
 
@@ -124,9 +118,7 @@ def test_it_imports_none_of_them():
 def test_one_list_of_versions():
     """Those of the package and of requirements/ are the ones that are compared."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = project["dependencies"] + [
-        line for extra in project["optional-dependencies"].values() for line in extra
-    ]
+    lines = sum(project["optional-dependencies"].values(), project["dependencies"])
     for file in ("base.in", "cpu.in", "cuda.in", "notebook.in"):
         lines += (ROOT / "requirements" / file).read_text().splitlines()
     asked = {}

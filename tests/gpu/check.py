@@ -111,7 +111,7 @@ def child(name: str, here: Here) -> None:
     try:
         with _device(here.stand_in):
             values["about"] = about(here)
-            _say(here, values)  # should the process die
+            _write(here, values)  # should the process die
             import_module(name if "." in name else f"blocks.{name}").run(here)
         values |= {"result": PASSED, "why": ""}
     except CannotRun as reason:
@@ -119,10 +119,10 @@ def child(name: str, here: Here) -> None:
     except BaseException as error:
         traceback.print_exc()
         values |= {"result": FAILED, "why": _why(error)}
-    _say(here, values)
+    _write(here, values)
 
 
-def _say(here: Here, values: dict[str, Any]) -> None:
+def _write(here: Here, values: dict[str, Any]) -> None:
     (here.folder / "outcome.json").write_text(json.dumps(values, default=str))
 
 
@@ -174,7 +174,7 @@ def prepare(here: Here) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=300)
 
 
-def _tell(folder: Path) -> None:
+def _print_log(folder: Path) -> None:
     """The output of a block that failed, and the tracebacks of its runs' workers."""
     for path in [folder / "log.txt", *sorted(folder.rglob("error.txt"))]:
         print(f"\n--- {path.relative_to(folder.parent)} ---\n{path.read_text(errors='replace')[-4000:]}")
@@ -258,7 +258,7 @@ def main(
         outcomes = check(device, shared, chosen, smallest=smallest, stand_in=stand_in)
         for outcome in outcomes:
             if outcome.result == FAILED:
-                _tell(shared / outcome.name)
+                _print_log(shared / outcome.name)
     show(outcomes)
     facts = next((o.about for o in outcomes if o.about), {})
     blocks = [{k: v for k, v in asdict(o).items() if k != "about"} for o in outcomes]
