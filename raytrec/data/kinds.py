@@ -95,21 +95,25 @@ def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
         text_allowed = schema.tables[spec.table].takes_text
         _check_ids(arrow.field(column).type, feature, column, spec.table, text_allowed, uri)
         if spec.weights:
-            _check_weights(arrow.field(spec.weights).type, spec.weights, uri)
+            _check_weights(arrow.field(spec.weights).type, spec.weights, feature, uri)
         for side in spec.side_features:
             _check_side(arrow.field(side).type, side, feature, uri)
 
 
-def _check_number(kind: pa.DataType, column: str, role: str, uri: str) -> None:
-    if is_number(plain(kind)):
-        return
-    advice = _as_number(plain(kind), column, role)
-    raise DataError(
-        f"{role} '{column}' is {'a list' if is_list(kind) else 'of type'} {_short(kind)}",
+def _unfit(what: str, kind: pa.DataType, column: str, uri: str, expected: str, do: str) -> DataError:
+    """The error for a column whose type is not one that is read there."""
+    return DataError(
+        f"{what} is {'a list:' if is_list(kind) else 'of type'} {_short(kind)}",
         where=f"{uri}, column {column}",
-        expected="one number a row",
-        do=advice,
+        expected=expected,
+        do=do,
     )
+
+
+def _check_number(kind: pa.DataType, column: str, role: str, uri: str) -> None:
+    if not is_number(plain(kind)):
+        advice = _as_number(plain(kind), column, role)
+        raise _unfit(f"{role} '{column}'", kind, column, uri, "one number a row", advice)
 
 
 def _as_number(kind: pa.DataType, column: str, role: str) -> str:
@@ -156,65 +160,42 @@ def _as_ids(kind: pa.DataType, value: pa.DataType, column: str) -> str:
 
 
 def _check_reserved(kind: pa.DataType, column: str, is_key: bool, uri: str) -> None:
-    flat = plain(kind)
-    if not (is_list(flat) or types.is_nested(flat) or (is_key and types.is_interval(flat))):
-        return
-    raise DataError(
-        f"reserved column '{column}' is {'a list' if is_list(flat) else 'of type'} {_short(kind)}",
-        where=f"{uri}, column {column}",
-        expected="one value a row",
-        do=_field_of(flat, column) or _by_hand(),
-    )
+    if is_list(kind) or types.is_nested(kind) or (is_key and types.is_interval(kind)):
+        advice = _field_of(kind, column) or _by_hand()
+        raise _unfit(f"reserved column '{column}'", kind, column, uri, "one value a row", advice)
 
 
 def _check_list(kind: pa.DataType, column: str, uri: str) -> None:
     if not is_list(kind):
-        raise DataError(
-            f"'{column}', the items that rows have seen, is of type {_short(kind)}",
-            where=f"{uri}, column {column}",
-            expected="lists of items",
-            do="name another column in eval.retrieval.seen",
-        )
+        what, advice = f"'{column}', the items that rows have seen,", "name another in eval.retrieval.seen"
+        raise _unfit(what, kind, column, uri, "lists of items", advice)
 
 
 def _check_group(kind: pa.DataType, column: str, uri: str) -> None:
     allowed = types.is_integer(kind) or types.is_boolean(kind) or types.is_date(kind) or types.is_null(kind)
-    if allowed or is_text(kind):
-        return
-    raise DataError(
-        f"'{column}', whose values group rows, is of type {_short(kind)}",
-        where=f"{uri}, column {column}",
-        expected="integers, text, bools or dates in a column that a task names as group or item",
-        do=_transform("cast", column, "to: int64") + "; or name another column"
-        if is_number(kind)
-        else _of_time(kind, column) or "name another column",
-    )
+    if not allowed and not is_text(kind):
+        number = _transform("cast", column, "to: int64") + "; or name another column"
+        advice = number if is_number(kind) else _of_time(kind, column) or "name another column"
+        expected = "integers, text, bools or dates in a column that a task names as group or item"
+        raise _unfit(f"'{column}', whose values group rows,", kind, column, uri, expected, advice)
 
 
-def _check_weights(kind: pa.DataType, column: str, uri: str) -> None:
+def _check_weights(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
     value = value_type(kind)
     if not (is_list(kind) and (types.is_floating(value) or types.is_integer(value) or types.is_null(value))):
-        raise DataError(
-            f"weights '{column}' are of type {_short(kind)}",
-            where=f"{uri}, column {column}",
-            expected="lists of numbers, one for each id",
-            do=_field_of(plain(kind), column)
-            or f"for other numbers in lists: {_transform('cast', column, 'to: float32')}",
-        )
+        cast = f"for other numbers in lists: {_transform('cast', column, 'to: float32')}"
+        advice, what = _field_of(plain(kind), column) or cast, f"'{column}', weights of '{feature}',"
+        raise _unfit(what, kind, column, uri, "lists of numbers, one for each id", advice)
 
 
 def _check_side(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
     value = value_type(kind)
     known = types.is_timestamp(value) or types.is_date(value) or types.is_duration(value)
-    if is_list(kind) and (is_number(value) or known or types.is_null(value)):
-        return
-    raise DataError(
-        f"'{column}', a side of sequence '{feature}', is of type {_short(kind)}",
-        where=f"{uri}, column {column}",
-        expected="lists of numbers, times or dates, one for each id",
-        do=_field_of(plain(kind), column)
-        or "leave it out of side_features, or make numbers of it with a transform",
-    )
+    if not (is_list(kind) and (is_number(value) or known or types.is_null(value))):
+        leave_out = "leave it out of side_features, or make numbers of it with a transform"
+        what, advice = f"'{column}', a side of sequence '{feature}',", _field_of(plain(kind), column)
+        expected = "lists of numbers, times or dates, one for each id"
+        raise _unfit(what, kind, column, uri, expected, advice or leave_out)
 
 
 def _of_time(kind: pa.DataType, column: str) -> str | None:

@@ -11,10 +11,11 @@ import pytest
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
+from raytrec.config.transforms import Clip, FillNull
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
 from raytrec.data.read_plan import ReadPlan
-from raytrec.data.rows import read_item
+from raytrec.data.rows import check_accused, read_item
 
 SCHEMA = Schema.parse(
     {
@@ -129,7 +130,7 @@ def test_an_encrypted_file_is_named_as_such(tmp_path, plaintext_footer):
         ({"user": [1.0, 2.0]}, "sparse feature 'user' holds double"),
         ({"user": ["a", "b"]}, "tables.user.out_of_range to hash"),
         ({"tags": [[1.5], [2.0, 3.0]]}, "sparse feature 'tags' holds double"),
-        ({"tag_weights": [1.0, 2.0]}, "weights 'tag_weights' are of type double"),
+        ({"tag_weights": [1.0, 2.0]}, "'tag_weights', weights of 'tags', is of type double"),
     ],
 )
 def test_columns_that_do_not_fit(tmp_path, columns, expected_text):
@@ -179,3 +180,44 @@ def zigzag(number):
     while number > 127:
         out, number = out + bytes([number & 127 | 128]), number >> 7
     return out + bytes([number])
+
+
+def changed(folder, changes, schema=None, skip=False, **options):
+    """A dataset of row groups of 300 and 150 rows, with (column, row, value) in place of some values."""
+    whole = parquet.table(450, 0)
+    rows = whole.to_pylist()
+    for column, row, value in changes:
+        rows[row][column] = value
+    pq.write_table(pa.Table.from_pylist(rows, whole.schema), folder / "a.parquet", row_group_size=300)
+    return scan(str(folder), ReadPlan(schema or parquet.schema(), **options), skip=skip)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("user", 40, "id 40 of feature 'user'"),
+        ("user", -1, "id -1 of feature 'user'"),
+        ("tags", [3, 99], "id 99 of feature 'tags'"),
+        ("label", 7, "label 'label' is 7"),
+        ("price", None, "column 'price' has a null"),
+    ],
+)
+def test_footers_accuse_and_the_row_is_named(tmp_path, column, value, message):
+    dataset = changed(tmp_path, [(column, 310, value)])
+    assert [group.index for group in dataset.accused] == [1]
+    with pytest.raises(DataError, match=message) as error:
+        check_accused(dataset)
+    assert "a.parquet, row group 1" in error.value.where and "row 10" in error.value.where
+
+
+def test_rules_and_transforms_are_not_accused(tmp_path):
+    """What a table takes, what a transform mends, and what is skipped is nothing to stop at."""
+    changes = [("user", 310, 40), ("price", 5, None)]
+    assert changed(tmp_path, []).accused == ()
+    assert len(changed(tmp_path, changes).accused) == 2
+    assert changed(tmp_path, changes, skip=True).accused == ()
+    mend = FillNull(do="fill_null", columns=["price"], value=0)
+    hashing = parquet.schema(tables={"user": {"rows": 40, "dim": 8, "out_of_range": "hash"}})
+    assert changed(tmp_path, changes, hashing, transforms=(mend,)).accused == ()
+    clip = Clip(do="clip", columns=["user"], low=0, high=39)
+    assert changed(tmp_path, changes, transforms=(mend, clip)).accused == ()

@@ -119,7 +119,7 @@ def test_what_is_refused(column, values, message, tmp_path):
 
 
 def test_types_that_are_refused(tmp_path):
-    with pytest.raises(DataError, match="'times', a side of sequence 'history', is of type list<"):
+    with pytest.raises(DataError, match="'times', a side of sequence 'history', is a list: list<"):
         read(tmp_path, times=[["a"] * 4, [], ["b"], ["c", "d"]], kind=pa.string())
 
 

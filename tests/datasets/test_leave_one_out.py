@@ -1,11 +1,13 @@
-"""`raytrec prepare movielens --split leave-one-out`: of ratings, of given candidates; with side features."""
+"""`raytrec prepare movielens` of each user's last film: of ratings, and of given candidates, as of ML-1M."""
 
+import os
 import random
+from collections import Counter
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import test_candidates
 import test_movielens
 from raytrec_datasets import app
 from typer.testing import CliRunner
@@ -13,12 +15,17 @@ from typer.testing import CliRunner
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 
+REAL = Path(os.environ.get("RAYTREC_ML1M", Path(__file__).parents[3] / "shared/data/ml-1m"))
+USERS, ITEMS = 12, 250
 SPLITS = ("train", "valid", "test")
 
 
+def movielens(*arguments):
+    return CliRunner().invoke(app, ["movielens", *map(str, arguments)])
+
+
 def run(source, out, *arguments):
-    command = ["movielens", "--split", "leave-one-out", "--source", source, "--out", out, *arguments]
-    return CliRunner().invoke(app, list(map(str, command)))
+    return movielens("--split", "leave-one-out", "--source", source, "--out", out, *arguments)
 
 
 def prepared(source, out, *arguments):
@@ -66,6 +73,39 @@ def test_ratings_of_any_set(layout, tmp_path):
     assert {"release_year", "genres"} <= set(schema.sparse) and "title" not in schema.sparse
 
 
+def original(folder, layout="pairs"):
+    """(pairs of train, left-out item of each user, candidates of each user) in their files."""
+    rng, movies = random.Random(5), {item: 7 * item + 3 for item in range(ITEMS)}
+    seen = {user: rng.sample(range(ITEMS), rng.randint(3, 9)) for user in range(USERS)}
+    pairs = [(user, item) for user, items in seen.items() for item in items]
+    # Items are numbered in the order in which they appear, and unseen ones come last.
+    number = {item: n for n, item in enumerate(dict.fromkeys([i for _, i in pairs] + [*range(ITEMS)]))}
+    pairs = [(user, number[item]) for user, item in pairs]
+    movies = {number[item]: movie for item, movie in movies.items()}
+    left = {user: number[items[rng.randrange(len(items))]] for user, items in seen.items()}
+    mine = {user: {item for u, item in pairs if u == user} for user in seen}
+    lists = {user: rng.sample([i for i in range(len(number)) if i not in mine[user]], 99) for user in seen}
+    lists[3][17] = left[3]  # as in ML-1M
+    folder.mkdir()
+    (folder / "x.test.negative").write_text(
+        "".join(f"({u},{left[u]})\t" + "\t".join(map(str, lists[u])) + "\n" for u in seen)
+    )
+    (folder / "x.test.rating").write_text("".join(f"{u}\t{left[u]}\t5\t97\n" for u in seen))
+    train = [pair for pair in pairs if left[pair[0]] != pair[1]]
+    if layout == "pairs":
+        columns = {"userID": [str(u + 1) for u, _ in pairs], "movieID": [str(movies[i]) for _, i in pairs]}
+        pq.write_table(pa.table(columns), folder / "pairs.parquet")
+        lines = "".join(f"{m}::Film {m} ({1900 + i % 90})::Drama|War\n" for i, m in movies.items() if i % 4)
+        (folder / "movies.dat").write_text(lines, "latin-1")
+    else:
+        (folder / "x.train.rating").write_text("".join(f"{u}\t{i}\t1\t9\n" for u, i in train))
+    return train, left, lists, movies
+
+
+def rows_of(folder, split):
+    return [tuple(row.values()) for row in pq.read_table(folder / split).to_pylist()]
+
+
 def sequences(folder):
     """sequences.parquet of the pairs of a folder, each user's in a separate order; {userID: movieIDs}."""
     pairs = pq.read_table(folder / "pairs.parquet").to_pylist()
@@ -80,7 +120,7 @@ def sequences(folder):
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_given_candidates(ordered, tmp_path):
-    train, left, lists, movies = test_candidates.original(tmp_path / "in")
+    train, left, lists, movies = original(tmp_path / "in")
     order = sequences(tmp_path / "in") if ordered else None
     known = {int(movie) for movie in pq.read_table(tmp_path / "in/pairs.parquet")["movieID"].to_pylist()}
     movies = {n: movie if movie in known else -1 - n for n, movie in movies.items()}
@@ -100,7 +140,7 @@ def test_given_candidates(ordered, tmp_path):
 
 
 def test_all_films_are_ranked_for_the_last_one(tmp_path):
-    test_candidates.original(tmp_path / "in")
+    original(tmp_path / "in")
     order = sequences(tmp_path / "in")
     arguments = ("--candidates", 0, "--negatives", 0, "--rows", "user", "--history", 3)
     rows, _ = prepared(tmp_path / "in", tmp_path / "out", *arguments)
@@ -112,7 +152,7 @@ def test_all_films_are_ranked_for_the_last_one(tmp_path):
 
 
 def test_sequences_of_other_films_are_refused(tmp_path):
-    test_candidates.original(tmp_path / "in")
+    original(tmp_path / "in")
     lists = sequences(tmp_path / "in")
     lists[3][0], lists[3][1] = lists[3][1], 12345
     pq.write_table(
@@ -120,3 +160,88 @@ def test_sequences_of_other_films_are_refused(tmp_path):
     )
     result = run(tmp_path / "in", tmp_path / "out")
     assert isinstance(result.exception, DataError) and "sequences.parquet" in str(result.exception)
+
+
+@pytest.mark.parametrize("layout", ["pairs", "ratings"])
+def test_rows_of_each_split(tmp_path, layout):
+    train, left, lists, movies = original(tmp_path / "in", layout)
+    result = movielens("--source", tmp_path / "in", "--out", tmp_path / "out", "--negatives", 3)
+    assert result.exit_code == 0, result.exception
+    split = {name: rows_of(tmp_path / "out", name) for name in SPLITS}
+    expected = [(1, u, left[u]) for u in left] + [
+        (0, u, item) for u in left for item in dict.fromkeys(lists[u]) if item != left[u]
+    ]
+    assert sorted(split["test"]) == sorted(expected)
+    assert [row[1] for row in split["test"]] == sorted(row[1] for row in split["test"]), "candidates together"
+
+    held = {row[1:] for row in split["valid"] if row[0]}
+    learned = {row[1:] for row in split["train"] if row[0]}
+    assert held | learned == set(train) and not held & learned
+    assert sorted(u for u, _ in held) == sorted(left), "one of each user"
+    ever = set(train) | set(left.items())
+    assert all((row[1:] in ever) == bool(row[0]) for row in split["valid"])
+    assert set(Counter(row[1] for row in split["valid"]).values()) == {100}
+    drawn = [row[1:] for row in split["train"] if not row[0]]
+    assert Counter(u for u, _ in drawn) == {u: 3 * n for u, n in Counter(u for u, _ in learned).items()}
+    assert not set(drawn) & learned and all(0 <= item < ITEMS for _, item in drawn)
+    assert [row[1] for row in split["train"]] != sorted(row[1] for row in split["train"]), "not mixed"
+
+    schema = Schema.load(tmp_path / "out/schema.yaml")
+    highest = max(item for _, _, item in split["train"] + split["test"] + split["valid"])
+    assert schema.labels == ["label"] and schema.tables["user"].rows == USERS
+    assert highest < schema.tables["item"].rows
+    if layout == "pairs":
+        items = pq.read_table(tmp_path / "out/items.parquet").to_pylist()
+        named = {row["item_id"]: row for row in items}
+        for number, movie in movies.items():
+            if number in named:
+                assert named[number]["movie_id"] == movie
+                assert (named[number]["title"] or "").startswith("Film" if number % 4 else "")
+                assert (named[number]["genres"] == ["Drama", "War"]) == bool(number % 4)
+
+
+def test_the_same_seed_gives_the_same_rows(tmp_path):
+    original(tmp_path / "in")
+    for out, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert movielens("--source", tmp_path / "in", "--out", tmp_path / out, "--seed", seed).exit_code == 0
+    one, same, other = (rows_of(tmp_path / out, "train") for out in "abc")
+    assert one == same != other
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("x.test.negative", "(0,1)\n", "line 1 is not a user with candidates"),
+        ("x.test.negative", "(0,1)\t2\tx\n", "line 1 is not a user"),
+        ("x.test.negative", "", "there are no users"),
+        ("x.test.rating", "0\t249\t5\t1\n", "user 0 has item 249 here"),
+        ("x.test.rating", "a\tb\n", "does not parse"),
+        ("pairs.parquet", None, "no pairs to train on"),
+    ],
+)
+def test_what_is_wrong_with_files(tmp_path, file, text, message):
+    original(tmp_path / "in")
+    if text is None:
+        (tmp_path / "in" / file).unlink()
+    else:
+        (tmp_path / "in" / file).write_text(text)
+    result = movielens("--source", tmp_path / "in", "--out", tmp_path / "out")
+    assert isinstance(result.exception, DataError) and message in str(result.exception)
+    assert file.split(".")[0] in str(result.exception)
+
+
+def test_pairs_without_those_of_the_test(tmp_path):
+    original(tmp_path / "in")
+    table = pq.read_table(tmp_path / "in/pairs.parquet")
+    pq.write_table(table.slice(5), tmp_path / "in/pairs.parquet")
+    result = movielens("--source", tmp_path / "in", "--out", tmp_path / "out")
+    assert isinstance(result.exception, DataError)
+
+
+@pytest.mark.skipif(not (REAL / "ml-1m.test.negative").exists(), reason="ML-1M is not here")
+def test_the_pairs_of_ml_1m():
+    from raytrec_datasets.movielens.candidates import read_candidates
+
+    data = read_candidates(REAL)
+    assert (len(data.train), data.users, data.items) == (994_169, 6040, 3706)
+    assert sum(len(items) < 100 for items in data.test.values()) == 156
