@@ -1,9 +1,11 @@
 """Sequences that are read id by id: what batches hold of them, and what a rank that stopped writes down."""
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from reading import batch_of, read
 from sequence_schema import schema
 
 from raytrec.checks.parity.batches import local_batch, random_batches
@@ -13,8 +15,6 @@ from raytrec.config.models import PythonSection
 from raytrec.config.models.ranking import DlrmSection
 from raytrec.config.models.sequences import SequenceSection
 from raytrec.config.schema import Schema
-from raytrec.data.collate import Collator, Rows
-from raytrec.data.form import Form
 from raytrec.data.read_plan import ReadPlan
 from raytrec.embeddings.bags import tables_in
 from raytrec.embeddings.pooling import PooledEmbeddings
@@ -32,61 +32,39 @@ def bags(rows, most, seed):
     return [rng.integers(0, 1000, rng.integers(0, most + 1)).tolist() for _ in range(rows)]
 
 
-def ragged(lists, dtype):
-    return np.cumsum([0, *map(len, lists)]).astype(np.int32), np.array(
-        [x for row in lists for x in row], dtype
-    )
+HISTORY, TAGS = bags(30, 7, 0), bags(30, 3, 1)
+LAST = [i % 5 - 1 if i % 5 else None for i in range(30)]  # one id a row, or none
+SCORES = [[float(i % 7) for i in row] for row in HISTORY]
 
 
-def pieces(form, weights):
-    """Rows of 3 tables, of which slices are taken, and what they hold."""
-    history, tags = bags(60, 7, 0), bags(60, 3, 1)
-    item, last = np.arange(60) % 1000, np.arange(60) % 5 - 1  # last is one id a row, or none
-    scores = [[float(i % 7) for i in row] for row in history]
-    out, kept = [], []
-    for table, (first, stop) in ((0, (0, 20)), (1, (3, 9)), (2, (19, 20))):
-        rows = slice(20 * table, 20 * table + 20)
-        offsets, ids = ragged(history[rows], np.int64)
-        of_bags = [
-            (offsets, ids, ragged(scores[rows], np.float32)[1] if weights else None),
-            (*ragged(tags[rows], np.int64), None),
-        ]
-        whole = form.table([np.zeros(20, np.float32)], [], [item[rows], last[rows]], of_bags, 20)
-        out.append(Rows.of(whole.to_batches()[0])[first:stop])
-        kept += range(20 * table + first, 20 * table + stop)
-    return out, [(item[i], history[i], scores[i], last[i], tags[i]) for i in kept]
-
-
-@pytest.mark.parametrize("weights", [False, True])
-def test_a_batch_holds_the_most_recent_ids_first(weights):
-    form = Form(ReadPlan(schema(weights)), lists=frozenset({"history", "tags"}))
+def batch_of_file(folder, weights=False):
+    """A batch of these rows, with two more, as a model with sequences reads them."""
+    columns = {"item": range(30), "seen": HISTORY, "w": SCORES, "last": LAST, "tags": TAGS}
+    pq.write_table(pa.table({n: pa.array(v) for n, v in columns.items()}), folder / "a.parquet")
+    table, form = read(folder / "a.parquet", ReadPlan(schema(weights), read_labels=False))
     features = resolve_features(form.schema, SEQUENCE)
     assert features.sequences == {"history": LENGTH, "last": LENGTH}
     assert features.tables_by_id == {"item": ["item", "history", "last"]}
-    parts, expected = pieces(form, weights)
-    batch = Collator(form, features)(parts, 30, 30)
-    keys = ["item", "history", "last", "tags"]
-    assert batch.sparse.keys() == keys == features.keys
-    ends = batch.sparse.lengths().view(len(keys), 30).cumsum(1)
-    for place, key in enumerate(keys):
-        ids = batch.sparse[key].values().tolist()
-        scores = batch.sparse[key].weights().tolist() if weights else None
-        for row in range(30):
-            a, b = (int(ends[place, row - 1]) if row else 0), int(ends[place, row])
-            item, history, of_history, last, tags = (
-                expected[row] if row < len(expected) else (0, [], [], -1, [])
-            )
-            wanted = {
-                "item": [item] if row < len(expected) else [],
-                "history": history[::-1][:LENGTH],
-                "last": [last] if last >= 0 else [],
-                "tags": tags,
-            }[key]
-            assert ids[a:b] == wanted, (key, row)
-            if weights and key == "history":
-                assert scores[a:b] == of_history[::-1][:LENGTH]
-            elif weights:
-                assert scores[a:b] == [1.0] * len(wanted)
+    return batch_of(table, form, features, padding=2)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_batch_holds_the_most_recent_ids_first(tmp_path, weights):
+    sparse = batch_of_file(tmp_path, weights).sparse
+    assert sparse.keys() == ["item", "history", "last", "tags"]
+    expected = {
+        "item": [[i] for i in range(30)],
+        "history": [ids[::-1][:LENGTH] for ids in HISTORY],
+        "last": [[] if i is None else [i] for i in LAST],
+        "tags": TAGS,
+    }
+    for key, rows in expected.items():
+        assert [ids.tolist() for ids in sparse[key].to_dense()] == [*rows, [], []], key
+        if weights:
+            of_history = [scores[::-1][:LENGTH] for scores in SCORES]
+            scores = of_history if key == "history" else [[1.0] * len(ids) for ids in rows]
+            found = sparse[key].to_dense_weights()
+            assert [row.tolist() for row in found] == [*scores, [], []], key
 
 
 def test_what_the_model_is_given():
@@ -135,12 +113,10 @@ def test_bags_are_the_same_beside_sequences(by_id):
 
 
 def test_a_batch_is_written_down_as_the_files_have_it(tmp_path):
-    form = Form(ReadPlan(schema()), lists=frozenset({"history", "tags"}))
-    parts, expected = pieces(form, False)
-    batch = Collator(form, resolve_features(form.schema, SEQUENCE))(parts, 30, 30)
-    rows = pq.read_table(dump(batch, form.schema, str(tmp_path), 3, 0, SEQUENCES)).to_pylist()
-    assert [row["history"] for row in rows] == [history[-LENGTH:] for _, history, *_ in expected]
-    assert [row["tags"] for row in rows] == [tags for *_, tags in expected]
+    batch = batch_of_file(tmp_path)
+    rows = pq.read_table(dump(batch, schema(), str(tmp_path), 3, 0, SEQUENCES)).to_pylist()
+    assert [row["history"] for row in rows] == [ids[-LENGTH:] for ids in HISTORY]
+    assert [row["tags"] for row in rows] == TAGS
 
 
 def test_only_models_that_read_sequences_have_them_one_by_one():
