@@ -130,7 +130,7 @@ def check_nothing_hidden(config: RunConfig) -> None:
     """
     if keys := hidden_keys(config.model_dump(by_alias=True, mode="json")):
         raise ConfigError(
-            f"{', '.join(keys)}: redacted in checkpoints and in MLflow",
+            f"redacted in checkpoints and in MLflow: {', '.join(keys)}",
             where="the configuration, which comes from there",
             do=f"pass it again: {' '.join(f'{key}=…' for key in keys)}",
         )

@@ -1,7 +1,6 @@
 """Runs over several hosts, one of which is cut off and comes back."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -78,10 +77,6 @@ class HostRun(Run):
                 return number, pid
         raise AssertionError(f"no host has rank {rank}, process {pid}")
 
-    def happened(self, event: str, since: float) -> float | None:
-        """Seconds from a moment until the run noted an event."""
-        return next((e["unix_s"] - since for e in self.events(since) if e["event"] == event), None)
-
 
 def _open_files(host: Host, pid: int) -> list[str]:
     place = Path(f"/proc/{host.pid}/root/proc/{pid}/fd")
@@ -91,13 +86,9 @@ def _open_files(host: Host, pid: int) -> list[str]:
         return []
 
 
-def _there(host: Host, pid: int) -> bool:
-    return bool(_open_files(host, pid))
-
-
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-def test_a_host_is_cut_off_and_comes_back(hosts, record_property):
+def test_a_host_is_cut_off_and_comes_back(hosts):
     calm, run = HostRun(hosts, "calm", WORKERS), HostRun(hosts, "cut", {"min": 1, "max": WORKERS})
     with calm.begun():
         calm.finish()
@@ -121,33 +112,23 @@ def test_a_host_is_cut_off_and_comes_back(hosts, record_property):
         run.wait("fewer workers", lambda: run.since(cut))
         again = run.since(cut)[0]
         assert again.world == WORKERS - 1
-        assert run.happened("hang", cut) is not None, "the coordinator has found it"
-        run.wait(
-            "the end of the process that was cut off", lambda: not _there(hosts.all[number - 1], pid), 60
-        )
+        left = hosts.all[number - 1]
+        run.wait("the end of the process that was cut off", lambda: not _open_files(left, pid), 60)
         assert hosts.alive() <= len(hosts.all)
 
         run.say("it comes back")
         healed = time.time()
         hosts.heal(number)
         run.wait("all workers", lambda: run.attempt().world == WORKERS and run.since(healed))
-        grown = run.attempt()
         run.pace(0)
         run.finish()
     outcome = recorder.compare(run.record.trained(), calm.record.trained(), hosts.rows, planted.EPOCHS)
     assert outcome == {"rows_lost": 0, "rows_doubled": 0, "steps_with_other_rows": 0}
     auc, expected = run.result()["eval.auc"], calm.result()["eval.auc"]
     assert abs(auc - expected) < 1e-3
+    # The coordinator has found it.
     hang = next(event for event in run.events(cut) if event["event"] == "hang")["cause"]
     assert f"rank 0 (pid {pid} on 10.77.0.{number}) hangs: no heartbeat" in hang
-    figures = {
-        "noticed_s": run.happened("hang", cut),
-        "again_s": again.began - cut,
-        "back_s": grown.began - healed,
-        "auc_delta": abs(auc - expected),
-        "cause": hang,
-    }
-    print(json.dumps(figures))
 
 
 @pytest.mark.cluster

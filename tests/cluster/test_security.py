@@ -112,7 +112,7 @@ def test_a_password_that_a_checkpoint_does_not_keep(tmp_path):
 
     folder = parquet.dataset(tmp_path / "data")
     values = parquet.settings(folder, tmp_path / "run", tracking__uri="http://me:***@127.0.0.1:5000")
-    with pytest.raises(ConfigError, match=r"tracking.uri: redacted in checkpoints"):
+    with pytest.raises(ConfigError, match=r"redacted in checkpoints and in MLflow: tracking\.uri"):
         driver.train(values)
     assert not (tmp_path / "run").exists()
 
@@ -266,7 +266,7 @@ def test_where_passwords_turn_up(head, tmp_path, mlflow_server):
     assert any("ray::" in command for command in commands), "workers were looked at"
 
     again = head.run(RAYTREC, "train", "--warm-start", str(run), f"run.dir={tmp_path}/next")
-    assert again.returncode == 1 and "tracking.uri: redacted in checkpoints" in again.stderr, again.stderr
+    assert again.returncode == 1 and "redacted in checkpoints and in MLflow: tracking.uri, tr" in again.stderr
 
 
 @pytest.mark.cluster

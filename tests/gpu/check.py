@@ -29,7 +29,7 @@ TESTS = HERE.parent
 sys.path[:0] = [str(HERE), str(TESTS / "helpers"), str(TESTS / "parity"), str(ROOT / "benchmarks")]
 
 import typer  # noqa: E402
-from blocks import BLOCKS, Block  # noqa: E402
+from blocks import BLOCKS  # noqa: E402
 from here import CannotRun, Here  # noqa: E402
 
 ROWS = {"smallest": 6_000, "cpu": 20_000, "cuda": 300_000}  # of the synthetic training data
@@ -54,23 +54,22 @@ class Outcome:
     about: dict[str, Any]
 
 
-def run_block(block: Block, here: Here) -> Outcome:
+def run_block(name: str, limit_s: int, here: Here) -> Outcome:
     """Runs a block in a separate process and waits for its end."""
     here.folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-W", "ignore", __file__, "--child", block.name, "--device", here.kind]
+    command = [sys.executable, "-W", "ignore", __file__, "--child", name, "--device", here.kind]
     command += ["--folder", str(here.shared), *(["--smallest"] if here.smallest else [])]
     command += ["--stand-in"] if here.stand_in else []
     began, log = perf_counter(), here.folder / "log.txt"
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([*sys.path[:4], os.environ.get("PYTHONPATH", "")])
     }
+    late = False
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=environment, cwd=HERE, start_new_session=True
-        )
+        options = {"stdout": output, "stderr": output, "env": environment, "start_new_session": True}
+        process = subprocess.Popen(command, cwd=HERE, **options)
         try:
-            process.wait(block.limit_s)
-            late = False
+            process.wait(limit_s)
         except subprocess.TimeoutExpired:
             late = True
         finally:
@@ -78,10 +77,10 @@ def run_block(block: Block, here: Here) -> Outcome:
     printed = here.folder / "outcome.json"
     values = json.loads(printed.read_text()) if printed.exists() else {"found": {}, "about": {}}
     if late:
-        values |= {"result": FAILED, "why": f"not done after {block.limit_s} s; it was {_tail(log)}"}
+        values |= {"result": FAILED, "why": f"not done after {limit_s} s; it was {_tail(log)}"}
     elif "result" not in values:
         values |= {"result": FAILED, "why": f"its process ended with {_end_of(process)}: {_tail(log)}"}
-    return Outcome(block.name, seconds=round(perf_counter() - began, 1), **values)
+    return Outcome(name, seconds=round(perf_counter() - began, 1), **values)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -192,11 +191,8 @@ def show(outcomes: list[Outcome]) -> None:
     for column in ("block", "result", "s", "what was found"):
         table.add_column(column, justify="right" if column == "s" else "left", overflow="fold")
     colors = {PASSED: "green", FAILED: "red", CANNOT: "yellow"}
-    asserts = {block.name: block.asserts for block in BLOCKS}
     for o in outcomes:
-        printed = (
-            o.why or "; ".join(f"{k} {_short(v)}" for k, v in o.found.items()) or asserts.get(o.name, "")
-        )
+        printed = o.why or "; ".join(f"{k} {_short(v)}" for k, v in o.found.items())
         table.add_row(o.name, f"[{colors[o.result]}]{o.result}[/]", f"{o.seconds:.0f}", printed)
     Console().print(table)
 
@@ -209,7 +205,7 @@ def _short(value: Any) -> str:
 def check(
     kind: str,
     shared: Path,
-    blocks: tuple[Block, ...] = BLOCKS,
+    blocks: dict[str, int] = BLOCKS,
     *,
     smallest: bool = False,
     stand_in: bool = False,
@@ -222,13 +218,10 @@ def check(
         stand_in: the GPU is tests/helpers/standin.
     """
     outcomes = []
-    for block in blocks:
-        here = Here(kind, smallest, shared / block.name, shared, stand_in)
-        outcomes.append(run_block(block, here))
-        last = outcomes[-1]
-        print(
-            f"{block.name}: {last.result}, {last.seconds:.0f} s{'. ' * bool(last.why)}{last.why}", flush=True
-        )
+    for name, limit_s in blocks.items():
+        here = Here(kind, smallest, shared / name, shared, stand_in)
+        outcomes.append(last := run_block(name, limit_s, here))
+        print(f"{name}: {last.result}, {last.seconds:.0f} s{'. ' * bool(last.why)}{last.why}", flush=True)
     return outcomes
 
 
@@ -245,11 +238,10 @@ def main(
     if child_of:
         return child(child_of, Here(device, smallest, folder / child_of, folder, stand_in))
     device = find_device() if device == "auto" else device
-    chosen = tuple(block for block in BLOCKS if not only or block.name in only.split(","))
-    if unknown := set(filter(None, only.split(","))) - {block.name for block in BLOCKS}:
-        raise typer.BadParameter(
-            f"no block {', '.join(sorted(unknown))}; there are {[b.name for b in BLOCKS]}"
-        )
+    wanted = set(filter(None, only.split(",")))
+    if unknown := wanted - BLOCKS.keys():
+        raise typer.BadParameter(f"no block {', '.join(sorted(unknown))}; there are {[*BLOCKS]}")
+    chosen = {name: limit_s for name, limit_s in BLOCKS.items() if name in wanted or not wanted}
     print(f"{len(chosen)} blocks on {device}" + " (torch finds no GPU)" * (device == "cpu"), flush=True)
     began = perf_counter()
     with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as place:
