@@ -33,6 +33,7 @@ Count = Annotated[int, Strict(), Field(ge=0, lt=2**62)]
 Counts = Annotated[list[Count], Field(max_length=MOST_DIMENSIONS)]
 Checksum = Annotated[int, Strict(), Field(ge=0, lt=2**32)]
 Text = Annotated[str, Strict()]
+_adapter_of = cache(TypeAdapter)
 
 
 class _Chunk(TypedDict):
@@ -134,14 +135,9 @@ def _why_not_whole(name: str, tensor: dict[str, Any], block_bytes: int) -> str |
 
 def _misfit(kind: type, value: Any) -> str | None:
     try:
-        _adapter(kind).validate_python(value)
+        _adapter_of(kind).validate_python(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part)[:80] for part in first["loc"])
         return f"{place or kind.__name__.strip('_').lower()}: {first['msg'].lower()}"[:300]
     return None
-
-
-@cache
-def _adapter(kind: type) -> TypeAdapter:
-    return TypeAdapter(kind)

@@ -135,7 +135,9 @@ class GlobalNormClip(OptimizerWrapper):
         self.last_norm: torch.Tensor | None = None
         self._device = model.device
         self._cuts: list[_Cut] = []
-        self._replicated = replicated_parameters(model)
+        # Of dense parameters and data-parallel tables every rank holds a copy, with the same gradient.
+        copies = {name for name, table in tables(model).items() if table.weight.replicated}
+        self._replicated = [p for name, p in model.named_parameters() if table_of(name) in {None, *copies}]
         for kernel in sharded_kernels(model):
             kernel.register_forward_hook(self._cut)
 
@@ -166,12 +168,6 @@ class GlobalNormClip(OptimizerWrapper):
         leaf = output.detach().requires_grad_()
         self._cuts.append(_Cut(kernel, inputs[0], output, leaf))
         return leaf
-
-
-def replicated_parameters(model: DistributedModelParallel) -> list[nn.Parameter]:
-    """Dense parameters and data-parallel tables: every rank holds a copy, with the same gradient."""
-    copies = {name for name, table in tables(model).items() if table.weight.replicated}
-    return [p for name, p in model.named_parameters() if table_of(name) in {None, *copies}]
 
 
 class DenseAverage(OptimizerWrapper):

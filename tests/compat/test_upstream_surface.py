@@ -191,6 +191,8 @@ SOURCES = {
         "self.prefetch_stream",
         "self.prefetch_pipeline",
         "self.lock_cache_line",
+        *("def flush(", "def reset_cache_states("),
+        *("def get_uvm_cache_stats(", "use_local_cache", "def reset_uvm_cache_stats("),
     ],
 }
 # File below its package → names of files and variables, and texts of errors.

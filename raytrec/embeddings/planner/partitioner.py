@@ -85,6 +85,4 @@ class ConstrainedPartitioner(GreedyPerfPartitioner):
 
 def _storage(group: list[ShardingOption]):
     first, *others = (option.total_storage for option in group)
-    for other in others:
-        first = first + other
-    return first
+    return sum(others, start=first)

@@ -11,6 +11,7 @@ from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.proposers import GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
@@ -39,7 +40,7 @@ from raytrec.embeddings.planner.footprint import (
 )
 from raytrec.embeddings.planner.hosts import Hosts, agree_on_hosts, capacity
 from raytrec.embeddings.planner.partitioner import ConstrainedPartitioner
-from raytrec.embeddings.planner.search import Enumerator, narrow, proposers
+from raytrec.embeddings.planner.search import Enumerator, GreedyProposer, narrow
 from raytrec.embeddings.planner.validation import host_room, validate_constraints
 
 
@@ -212,7 +213,8 @@ def _search(
         enumerator=Enumerator(topology, batch, of_torchrec, fused, on_disk),
         constraints=of_torchrec,
         partitioner=partitioner,
-        proposer=proposers(),
+        # TorchRec's own four, with greedy ones that end.
+        proposer=[GridSearchProposer(), GreedyProposer(max), GreedyProposer(sum), UniformProposer()],
         debug=False,
     )
     try:

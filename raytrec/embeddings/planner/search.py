@@ -16,7 +16,6 @@ from heapq import heapify, heappop, heappush
 
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.proposers import GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.types import Proposer, Shard, ShardingOption, Storage
 
 from raytrec.config.schema import Schema
@@ -94,12 +93,6 @@ def estimate_once_per_size(
         for shard in shards:
             shard.storage, shard.perf = known[tuple(shard.size)].storage, known[tuple(shard.size)].perf
         option.shards = shards
-
-
-def proposers() -> list[Proposer]:
-    """TorchRec's own four, with greedy ones that end."""
-    by_slowest, by_sum = GreedyProposer(max), GreedyProposer(sum)
-    return [GridSearchProposer(), by_slowest, by_sum, UniformProposer()]
 
 
 class GreedyProposer(Proposer):
