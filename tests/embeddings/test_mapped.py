@@ -35,9 +35,9 @@ WAYS = {
 
 
 def settings(world, tables, optimizer, kernel, folder):
-    out = config(world, {}, optimizer)
     plan = {name: {"compute_kernel": kernel} | line for name, line in tables.items()}
-    return load_config(out.model_dump(by_alias=True) | {"plan": {"tables": plan, "mmap_dir": folder}})
+    made = config(world, {}, optimizer).model_dump(by_alias=True)
+    return load_config(made | {"plan": {"tables": plan, "mmap_dir": folder}})
 
 
 def trained(rank, world, tables, optimizer, kernel, folder):
@@ -85,12 +85,10 @@ def test_training_is_that_of_tables_in_memory(way, tmp_path):
 
 def trained_by_id(rank, world, kernel, folder):
     schema = sequence_schema.schema()
-    values = config(world, {"sharding_type": "row_wise", "compute_kernel": kernel}).model_dump(by_alias=True)
-    values |= {"model": {"name": "sequence", "max_length": 5}}
-    values["plan"]["mmap_dir"] = folder
-    settings = load_config(values)
-    features = resolve_features(schema, settings.model)
-    step = build(settings, schema)
+    model, plan = {"name": "sequence", "max_length": 5}, {"sharding_type": "row_wise"}
+    made = config(world, plan | {"compute_kernel": kernel}, model=model)
+    made.plan.mmap_dir = folder
+    features, step = resolve_features(schema, made.model), build(made, schema)
     train(step, batches(3, rank, world, schema=schema, features=features)[1])
     found = tables_of(step.model)
     return {name: table.weight.dense() for name, table in found.items()}, found["item"].kernel
@@ -114,32 +112,26 @@ def test_upstream_draws_no_values_that_are_then_overwritten():
     assert on_ranks(1, unfilled) == [0.0]
 
 
-def plan_in(folder):
-    return load_config({"data": {"train": "d/train"}, "plan": {"mmap_dir": str(folder)}})
+def zeros_in(folder):
+    plan = {"mmap_dir": str(folder)}
+    files = MappedFiles(load_config({"data": {"train": "d/train"}, "plan": plan}))
+    return files.zeros(["user"], 1 << 20, torch.float32)
 
 
-def refused(rank, world, folder, why):
-    """The error where a file cannot be made."""
-    with pytest.MonkeyPatch.context() as patch:
-        if why:
-            patch.setattr(os, "posix_fallocate", fails)
-        try:
-            MappedFiles(plan_in(folder)).zeros(["user"], 1 << 20, torch.float32)
-        except RunError as error:
-            return str(error)
+def test_a_full_disk_and_one_in_memory_are_refused(tmp_path, monkeypatch):
+    zeros_in(tmp_path / "new")
+    assert not os.listdir(tmp_path)
 
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-def fails(*_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_a_full_disk_and_one_in_memory_are_refused(tmp_path):
-    (message,) = on_ranks(1, refused, str(tmp_path / "new"), True)
-    assert "no file of 4 MiB for user: no space left on device" in message and str(tmp_path) in message
-    assert on_ranks(1, refused, str(tmp_path / "new"), False) == [None] and not os.listdir(tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(RunError, match="no file of 4 MiB for user: no space left on device") as error:
+        zeros_in(tmp_path / "new")
+    assert str(tmp_path) in str(error.value)
     if Path("/dev/shm").is_dir():
-        (message,) = on_ranks(1, refused, "/dev/shm/tables", False)
-        assert "is on tmpfs, which is itself memory" in message
+        with pytest.raises(RunError, match="is on tmpfs, which is itself memory"):
+            zeros_in("/dev/shm/tables")
 
 
 def resident(values):
@@ -151,7 +143,7 @@ def resident(values):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages are in memory")
 def test_rows_bring_in_their_pages_and_blocks_all_at_once(tmp_path):
-    values = MappedFiles(plan_in(tmp_path)).zeros(["user"], 1 << 20, torch.float32)
+    values = zeros_in(tmp_path)
     values.fill_(1)
     place, size, count = ctypes.c_void_p(values.data_ptr()), ctypes.c_size_t(values.nbytes), 1024
     assert resident(values) == count == values.nbytes // mmap.PAGESIZE
