@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from raytrec.checkpoint.blocks import pieces
-from raytrec.checks.live.outcome import ranks
-from raytrec.checks.live.readout import read
+from raytrec.checks.live.outcome import ranks, read
 from raytrec.common.collectives import Peers
 from raytrec.compat.torch_ import local_parts
 

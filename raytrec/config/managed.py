@@ -1,4 +1,4 @@
-"""Managed ids: a table whose rows are assigned to ids as they appear. No torch here."""
+"""Managed ids: rows that ids get as they appear. No torch here."""
 
 from __future__ import annotations
 

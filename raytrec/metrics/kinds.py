@@ -1,4 +1,4 @@
-"""The kinds of metrics: what each gets, and what it returns. (registry.py has them by their names.)
+"""The kinds of metrics: what each gets and returns.
 
 What a metric sums adds up over ranks, so that no metric needs all rows in one place.
 """
@@ -83,6 +83,8 @@ class SumMetric(Metric):
 class RankedMetric(Metric):
     """A metric of an evaluation's rows in the order of their predictions, which the ranks sort together: each
     has a part of that order. Not defined where labels are not both 0 and 1, and nothing else."""
+
+    takes = ("probability", "number", "score")
 
     @classmethod
     def sums(cls, ranked: Ranked) -> dict[str, torch.Tensor]:

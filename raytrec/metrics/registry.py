@@ -1,4 +1,4 @@
-"""The registry of metrics: a new one is a class in a file of builtin/ and nothing else, or `module:name`.
+"""The registry of metrics. A new one is a class in a file of builtin/ and nothing else, or `module:name`.
 
 A metric is a class of one of three kinds, by what its sums are of; what it sums adds up over ranks:
 
@@ -92,7 +92,9 @@ def metric(
                 expected="lower-case letters, digits and _, and none of " + ", ".join(sorted(RESERVED)),
             )
         if better not in DIRECTIONS:
-            raise ConfigError(f"{better!r} is not a direction", where=where, expected=_some(DIRECTIONS))
+            raise ConfigError(
+                f"{better!r} is not a direction", where=where, expected=", ".join(map(str, DIRECTIONS))
+            )
         if not FORMAT.fullmatch(format):
             raise ConfigError(f"{format!r} is not a format", where=where, expected='such as "{:.4f}"')
         if not issubclass(cls, KINDS):
@@ -122,7 +124,8 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
     """
     name, at, places = reference.partition("@")
     found = METRICS.find(name, WHERE, folder)
-    if not _is_metric(found):
+    # Registered itself, not through what it inherits from.
+    if not (isinstance(found, type) and issubclass(found, Metric) and vars(found).get("name")):
         raise ConfigError(
             "not a metric class",
             where=f"{WHERE}: {reference}",
@@ -156,12 +159,3 @@ def at_places(metric: Any, k: int) -> Any:
 def _at(metric: Any, k: int) -> Any:
     texts = {name: getattr(metric, name).replace("{k}", str(k)) for name in ("title", "label")}
     return type(metric.__name__, (metric,), {**texts, "name": f"{metric.name}@{k}", "k": k})
-
-
-def _is_metric(value: Any) -> bool:
-    """Whether it is a class that has been registered itself, not through what it inherits from."""
-    return isinstance(value, type) and issubclass(value, Metric) and bool(vars(value).get("name"))
-
-
-def _some(values: tuple) -> str:
-    return ", ".join(str(value) for value in values)

@@ -1,4 +1,4 @@
-"""result.json for people: the metrics of its tasks with their counts, and tables of slices. No torch here."""
+"""result.json for people: metrics, counts, tables of slices. No torch here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which metrics a run has, what their figures are called, and how they are shown."""
+"""A run's metrics, their names, and how they are shown."""
 
 from __future__ import annotations
 

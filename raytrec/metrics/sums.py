@@ -1,17 +1,15 @@
-"""The sums of all metrics that add up, over steps and ranks."""
+"""Sums of metrics over steps and ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 from raytrec.metrics.registry import SumMetric
 from raytrec.metrics.selection import LOSS, Selection
-
-if TYPE_CHECKING:
-    import torch
-
-    from raytrec.tasks.outputs import Outputs
+from raytrec.tasks.outputs import Outputs
 
 ROWS = "rows"
 LOSS_OF = "loss of "  # begins the names of the tasks' losses (Outputs.losses)
@@ -40,8 +38,6 @@ class Sums:
 
     def add(self, outputs: Outputs) -> None:
         """Adds a step of this rank; the host waits for nothing."""
-        import torch
-
         found = {ROWS: outputs.rows.sum()}
         found |= {LOSS_OF + task: loss for task, loss in outputs.losses.items()}
         for task, functions in self._functions.items():
@@ -59,8 +55,6 @@ class Sums:
 
     def resume(self, total: dict[str, float]) -> None:
         """Continues from what `total` returned, with any number of ranks."""
-        import torch.distributed as dist
-
         self._names = list(total)
         self._before = dict(total) if dist.get_rank() == 0 else {}
 
@@ -91,16 +85,12 @@ class Sums:
 
     def _over_ranks(self) -> torch.Tensor:
         """The sums so far over all ranks; a collective."""
-        import torch.distributed as dist
-
         sums = self._tensor(self._before) if self._vector is None else self._vector.clone()
         dist.all_reduce(sums)
         return sums
 
     def _tensor(self, sums: dict[str, float]) -> torch.Tensor:
         """Sums in the order of the names."""
-        import torch
-
         if not sums:  # no copy to a GPU, for which the host would wait
             return torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
         values = [sums.get(name, 0.0) for name in self._names]

@@ -14,7 +14,7 @@ from typing import Any
 import raytrec
 from raytrec.checkpoint.state import LogicalState
 from raytrec.checks.live.registry import choose
-from raytrec.checks.live.runner import LiveChecks, Outcome, Position, verdict
+from raytrec.checks.live.runner import CheckedRun, LiveChecks, Outcome, Position, verdict
 from raytrec.common import messages
 from raytrec.common.machine import installed_versions
 from raytrec.embeddings.taps import Taps
@@ -271,7 +271,7 @@ def code_hash() -> str:
 
 def _live_checks(context: WorkerContext, step: Step, state: LogicalState, taps: Taps) -> LiveChecks:
     parameters = dict(step.head.model.named_parameters())
-    return LiveChecks(
+    run = CheckedRun(
         context.task.config,
         context.task.schema,
         state.tables,
@@ -282,3 +282,4 @@ def _live_checks(context: WorkerContext, step: Step, state: LogicalState, taps: 
         state.unbounded,
         step.maps,
     )
+    return LiveChecks(run)

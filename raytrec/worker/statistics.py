@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.checks.live.readout import read
+from raytrec.checks.live.outcome import read
 from raytrec.compat.fbgemm import cache_hits
 from raytrec.config.schema import Schema
 from raytrec.embeddings.planner.footprint import MMAP_KERNEL

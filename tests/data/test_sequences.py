@@ -8,8 +8,7 @@ import torch
 from reading import batch_of, read
 from sequence_schema import schema
 
-from raytrec.checks.parity.batches import local_batch, random_batches
-from raytrec.checks.parity.reference import GlobalBatch
+from raytrec.checks.parity.batches import GlobalBatch, local_batch, random_batches
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.models import PythonSection
 from raytrec.config.models.ranking import DlrmSection

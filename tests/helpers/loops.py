@@ -57,7 +57,7 @@ def loop(
     import torch
 
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.checks.live.outcome import Position
+    from raytrec.checks.live.outcome import CheckedRun, Position
     from raytrec.checks.live.runner import LiveChecks
     from raytrec.config.features import resolve_features
     from raytrec.config.tables import QCommsSection
@@ -84,7 +84,7 @@ def loop(
         scene.state = LogicalState(scene.step.model, scene.step.optimizer)
         scene.taps = Taps(scene.step.model, scene.head, list(schema.sparse))
         parameters = dict(scene.head.named_parameters())
-        scene.checks = LiveChecks(
+        checked = CheckedRun(
             settings,
             schema,
             scene.state.tables,
@@ -94,6 +94,7 @@ def loop(
             parameters,
             maps=scene.step.maps,
         )
+        scene.checks = LiveChecks(checked)
         outcomes, rows = scene.checks.at_start(scene.about), 0
         stream = (scene.local[i] for i in range(steps))  # taken as late as the pipeline takes it
         for done, _ in enumerate(scene.step.train(stream, steps), start=1):

@@ -5,22 +5,14 @@ from types import SimpleNamespace
 
 import torch
 from ranks import on_ranks
+from small import SCHEMA
 
 from raytrec.config.evaluation import EvalSection
-from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.outputs import Outputs, TaskOutputs
 from raytrec.tasks.task import key_columns, resolve_tasks
 
-SCHEMA = Schema.parse(
-    {
-        "labels": ["y"],
-        "sparse": {"user": {"table": "user"}},
-        "tables": {"user": {"rows": 23, "dim": 8}},
-    },
-    "here",
-)
 PARTS = {1: [1.0], 2: [0.3, 1.0], 3: [0.2, 0.2, 1.0]}  # of the rows that end with each rank; one has none
 BATCHES = 4
 

@@ -1,21 +1,20 @@
-"""Metrics that a task cannot have, and names with a number of places; results as people see them."""
+"""Which metrics a task can have, what they are called, and where; results as people see them."""
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from small import SCHEMA
 
+import raytrec
 from raytrec.common.errors import ConfigError
-from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
-from raytrec.metrics.registry import GroupMetric, RankedMetric, find_metric
+from raytrec.metrics.registry import METRICS, GroupMetric, find_metric
 from raytrec.metrics.results import format_result, slice_tables
 from raytrec.metrics.selection import Selection, figures_of
 from raytrec.tasks.losses import Loss
 from raytrec.tasks.task import resolve_tasks
-
-SCHEMA = Schema.parse(
-    {"labels": ["y"], "sparse": {"u": {"table": "u"}}, "tables": {"u": {"rows": 2, "dim": 8}}}, "here"
-)
 
 
 def task(*metrics, predicts="probability", **changes):
@@ -50,8 +49,6 @@ def test_names_with_places():
     metrics = Selection([task("recall@1", "recall@5", "mrr", group="u")])
     assert [figure.key for figure in metrics.figures] == ["recall@1", "recall@5", "mrr"]
     assert metrics.best("recall@5").better == "higher" and not metrics.figures[0].sums
-    with pytest.raises(ConfigError, match="the metric 'mrr' twice"):
-        Selection([task("mrr", "mrr", group="u")])
 
 
 def test_metrics_of_groups_need_a_group():
@@ -76,12 +73,6 @@ def test_a_metric_has_to_suit_the_loss(predicts, metrics):
         Selection([task(name, predicts=None, group="u")])
     suits = {"classes": ["accuracy", "logloss"], "number": ["auc", "rmse", "mrr"], "score": ["auc", "ndcg@3"]}
     Selection([task(*suits[predicts], predicts=predicts, group="u")])
-
-
-def test_kinds_are_told_apart():
-    kinds = {name: find_metric(name).__mro__ for name in ("auc", "pr_auc", "gauc", "mrr")}
-    assert all(RankedMetric in kinds[name] for name in ("auc", "pr_auc"))
-    assert all(GroupMetric in kinds[name] for name in ("gauc", "mrr"))
 
 
 def test_counts_and_bounds_are_in_the_table():
@@ -123,3 +114,48 @@ def test_console_and_report_show_slices(tmp_path, capsys):
     (tmp_path / "result.json").write_text(json.dumps(result))
     page = build(tmp_path).read_text()
     assert "&lt;b&gt;DE&lt;/b&gt;" in page and "largest of 2,000 values of country" in page
+
+
+ROOT = Path(raytrec.__file__).parent
+THEIRS = ("metrics", "tasks/losses", "checks/parity/losses.py")  # a loss is called mse, too
+
+
+def names_in(tree):
+    """(name, line) where a metric's name is a whole string, the last part of a key, or an argument."""
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            last = node.value.replace("/", ".").rpartition(".")[2]
+            if last in METRICS.parts:
+                yield last, node.lineno
+        if isinstance(node, ast.arg | ast.keyword) and node.arg in METRICS.parts:
+            yield node.arg, getattr(node, "lineno", 0)
+        if isinstance(node, ast.Attribute) and node.attr in METRICS.parts:
+            yield node.attr, node.lineno
+
+
+def test_no_name_of_a_metric_elsewhere():
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in sorted(ROOT.rglob("*.py"))
+        if not str(path.relative_to(ROOT)).startswith(THEIRS)
+        for name, line in names_in(ast.parse(path.read_text()))
+    ]
+    assert not found, "names of metrics belong into raytrec/metrics:\n" + "\n".join(found)
+
+
+def test_that_names_are_found():
+    text = 'x["eval.auc"]; f("train/ne"); g(logloss=1)\ndef h(auc): "calibration"\n("ne", "none", "aucs")'
+    assert [name for name, _ in names_in(ast.parse(text))].count("ne") == 2
+    assert {name for name, _ in names_in(ast.parse(text))} == {"auc", "ne", "logloss"}
+
+
+def test_metrics_are_found_in_the_files_of_builtin():
+    for part in METRICS.parts.values():
+        assert part.__module__.startswith("raytrec.metrics.builtin.") and part.__doc__

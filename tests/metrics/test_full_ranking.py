@@ -7,25 +7,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from evaluations import PARTS
 from ranks import on_ranks
+from small import SCHEMA
 
 from raytrec.config.evaluation import EvalSection
-from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.outputs import Outputs
 from raytrec.tasks.task import resolve_tasks
 
 ITEMS, ROWS, WIDTH, AT = 47, 60, 4, (1, 5)
-SCHEMA = Schema.parse(
-    {
-        "labels": ["y"],
-        "sparse": {"item": {"table": "item"}},
-        "tables": {"item": {"rows": 9, "dim": 4}},
-    },
-    "here",
-)
-PARTS = {1: [1.0], 2: [0.3, 1.0], 3: [0.2, 0.2, 1.0]}  # of rows and items that end with each rank
 
 
 def rows(texts=False, seed=0):

@@ -1,14 +1,14 @@
 """Every metric by its definition, against what ranks have summed and gathered; and resumed on other ranks."""
 
-from math import isnan, log
+from math import log
+from types import SimpleNamespace
 
 import pytest
 import torch
-from ranked_rows import ranked
 from ranks import on_ranks
+from small import a_schema
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.metrics.registry import METRICS, SumMetric, find_metric, metric
 from raytrec.metrics.selection import Selection, figures_of
@@ -16,14 +16,7 @@ from raytrec.tasks.outputs import Outputs, TaskOutputs
 from raytrec.tasks.task import resolve_tasks
 
 BATCHES, ROWS = 7, 40
-SCHEMA = Schema.parse(
-    {
-        "labels": ["click", "watched"],
-        "sparse": {"user": {"table": "user"}},
-        "tables": {"user": {"rows": 23, "dim": 8}},
-    },
-    "here",
-)
+SCHEMA = a_schema(labels=["click", "watched"])
 TWO = [{"label": "click"}, {"label": "watched", "loss": "mse", "metrics": ["mae", "mse"]}]
 
 
@@ -93,22 +86,6 @@ def defined(logits, labels, weights):
     }
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_each_metric_is_what_its_definition_says(world):
-    ranks = on_ranks(world, summed, TWO)
-    figures = ranks[0][1]
-    expected = defined(*click())
-    for name in ("logloss", "ne", "calibration"):
-        assert figures[f"click.{name}"] == pytest.approx(expected[name], abs=1e-6), name
-    logits, labels, weights = watched()
-    errors = (logits - labels).double()[weights > 0]
-    assert figures["watched.mae"] == pytest.approx(float(errors.abs().mean()), rel=1e-6)
-    assert figures["watched.mse"] == pytest.approx(float(errors.square().mean()), rel=1e-6)
-    real = weights > 0
-    assert figures["rows"] == int(real.sum()) and figures["click.positives"] == float(click()[1][real].sum())
-    assert all(each == figures for _, each in ranks)
-
-
 def test_the_sums_are_torchrecs():
     """Bit for bit: what TorchRec's functions give, added up in float64."""
     from torchrec.metrics.calibration import compute_calibration, get_calibration_states
@@ -154,33 +131,29 @@ def test_before_the_first_step():
         assert empty == {"rows": 0} and same == total
 
 
-class OneFile(torch.nn.Module):
-    """A Step that has predicted."""
-
-    def __init__(self, outputs):
-        super().__init__()
-        self._outputs = outputs
-
-    def evaluate(self, _):
-        yield from self._outputs
-
-
 def evaluated(rank, world, tasks):
-    from types import SimpleNamespace
-
     from raytrec.worker.evaluate import evaluate
 
     of = selection(tasks)
     rows = int(sum(float(outputs.rows.sum()) for outputs in batches(of)))
     stream = SimpleNamespace(batches=list, may_skip=False, dataset=SimpleNamespace(rows=rows, uri="here"))
-    return evaluate(OneFile(batches(of, rank, world)), stream, torch.device("cpu"), of)
+    step = SimpleNamespace(evaluate=lambda _: batches(of, rank, world))
+    return evaluate(step, stream, torch.device("cpu"), of)
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_what_needs_an_order_of_rows_has_it_for_each_task_that_needs_it(world):
+def test_each_task_has_its_own_metrics(world):
     (figures, curves), *others = on_ranks(world, evaluated, TWO)
-    assert figures["click.auc"] == pytest.approx(defined(*click())["auc"], abs=1e-6)
-    assert figures["skipped_rows"] == 0 and "watched.auc" not in figures
+    assert {name: figures[f"click.{name}"] for name in ("logloss", "ne", "calibration", "auc")} == (
+        pytest.approx(defined(*click()), abs=1e-6)
+    )
+    logits, labels, weights = watched()
+    errors = (logits - labels).double()[weights > 0]
+    assert figures["watched.mae"] == pytest.approx(float(errors.abs().mean()), rel=1e-6)
+    assert figures["watched.mse"] == pytest.approx(float(errors.square().mean()), rel=1e-6)
+    assert figures["rows"] == len(errors) and figures["skipped_rows"] == 0
+    assert figures["click.positives"] == float(click()[1][weights > 0].sum())
+    assert "watched.auc" not in figures
     assert all(other["click.auc"] == figures["click.auc"] and drawn is None for other, drawn in others)
     assert set(curves) == {"click.roc", "click.reliability"}
     assert curves["click.roc"]["metric"] == "click.auc"
@@ -193,26 +166,6 @@ def test_one_task_has_no_name_before_its_metrics():
     assert set(figures) == names and set(curves) == {"roc", "reliability"}
     figures, curves = on_ranks(2, evaluated, TWO[1:])[0]
     assert set(figures) == {"mae", "mse", "rows", "skipped_rows"} and curves is None
-
-
-@pytest.mark.parametrize("labels", [[0.0, 0.0], [1.0, 1.0], [0.2, 0.7], [1.0, 2.0], []])
-def test_what_is_not_defined(labels):
-    labels = torch.tensor(labels)
-    rows = ranked(torch.full((len(labels),), 0.5), labels)
-    assert not rows.both_classes
-    assert all(METRICS.parts[name].ranked_curve(rows) is None for name in ("auc", "calibration"))
-    ne, mse = find_metric("ne"), find_metric("mse")
-    if len(set(labels.tolist())) == 1:
-        outputs = TaskOutputs(torch.zeros(2), torch.full((2,), 0.5), labels, torch.ones(2))
-        assert isnan(ne.figure({k: v.double() for k, v in ne.sums(outputs).items()}))
-    assert isnan(mse.figure({"squares": torch.zeros(()), "weight": torch.zeros(())}))
-
-
-def test_weights_mask_rows_and_weigh_them():
-    mae = find_metric("mae")
-    values = torch.tensor([1.0, 2.0, 50.0])
-    outputs = TaskOutputs(values, values, torch.zeros(3), torch.tensor([1.0, 3.0, 0.0]))
-    assert float(mae.figure({k: v.double() for k, v in mae.sums(outputs).items()})) == 7 / 4
 
 
 OF_THE_USER = """
@@ -256,10 +209,8 @@ def of_the_user(rank, world, folder):
     import sys
 
     sys.path.insert(0, folder)
-    metrics = ["metrics_of_mine:HitRate", "ne", "metrics_of_mine:Spread"]
-    return *evaluated(rank, world, [{"label": "click", "metrics": metrics}]), selection(
-        [{"label": "click", "metrics": metrics}]
-    ).described()
+    tasks = [{"label": "click", "metrics": ["metrics_of_mine:HitRate", "ne", "metrics_of_mine:Spread"]}]
+    return *evaluated(rank, world, tasks), selection(tasks).described()
 
 
 def test_a_metric_of_the_users_own_on_two_ranks(tmp_path):
@@ -353,9 +304,7 @@ def test_a_description_of_somebody_elses_is_only_text():
     evil = {"key": "x", "title": "X", "label": "x", "better": None, "sums": 1}
     (figure,) = figures_of({"metrics": [{**evil, "format": "{0.__class__.__mro__}"}, {"key": 3}, "x", None]})
     assert figure.text(0.5) == "0.5" and not figure.sums
-    assert {figure.key for figure in figures_of({"metrics": [{**evil, "better": "worse"}]})} == set(
-        METRICS.parts
-    )
-    assert [figure.key for figure in figures_of({"metrics": {}}, {"metrics": [{**evil, "format": 3}]})] == [
-        "x"
-    ]
+    unknown = figures_of({"metrics": [{**evil, "better": "worse"}]})
+    assert {figure.key for figure in unknown} == METRICS.parts.keys()
+    (figure,) = figures_of({"metrics": {}}, {"metrics": [{**evil, "format": 3}]})
+    assert figure.key == "x"

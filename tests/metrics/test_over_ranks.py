@@ -40,14 +40,16 @@ KINDS = {
     "equal predictions": Case(
         **{**rows(3), "logits": torch.ones(ROWS)}, metrics=["auc", "pr_auc", *GROUP_METRICS]
     ),
-    "one class": Case(**{**rows(4), "labels": torch.zeros(ROWS)}, metrics=["auc", "pr_auc", *GROUP_METRICS]),
-    "no row counts": Case(**{**rows(5), "weights": torch.zeros(ROWS)}, metrics=["auc", *GROUP_METRICS]),
+    "one class": Case(**{**rows(4), "labels": torch.zeros(ROWS)}, metrics=["ne", *RANKED, *GROUP_METRICS]),
+    "no row counts": Case(
+        **{**rows(5), "weights": torch.zeros(ROWS)}, metrics=["auc", "ne", "mse", *GROUP_METRICS]
+    ),
     "a NaN": Case(
         **{**rows(6, weights=False), "logits": torch.ones(ROWS).index_fill(0, torch.tensor([7]), torch.nan)},
         metrics=["auc", "pr_auc", "gauc", "mrr"],
     ),
 }
-NO_POSITIVE = {"auc", "pr_auc", *GROUP_METRICS} - {"coverage@2"}
+NO_POSITIVE = {"auc", "pr_auc", "ne", "mse", *GROUP_METRICS} - {"coverage@2"}
 
 
 def reference(case, name):

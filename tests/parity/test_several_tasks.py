@@ -58,47 +58,31 @@ EXTRAS = {
 
 
 @dataclass(frozen=True)
-class Learned:
-    """A case of design.Case with these tasks, over two labels."""
+class Learned(Case):
+    """A case with these tasks, over two labels."""
 
-    tasks: str
-    place: tuple[int, int]
-    balance: str = "unequal"
-    recomputed: bool = False
-    max_grad_norm: float | None = None
-    sharding: str = "row_wise"
-    optimizer: str = "sgd"
-    model: str = "dlrm"
+    tasks: str = ""
 
     groups = ("tasks", *EXTRAS, "place", "model")
 
-    def _case(self):
-        kernel = "dense" if self.sharding == "data_parallel" else "fused"
-        return Case(
-            self.sharding,
-            "mixed",
-            self.optimizer,
-            self.place,
-            self.balance,
-            self.recomputed,
-            self.max_grad_norm,
-            kernel=kernel,
-            model=self.model,
-        )
-
     def schema(self):
-        return Schema.parse(self._case().schema().model_dump() | {"labels": ["y", "z"]}, "case")
+        return Schema.parse(super().schema().model_dump() | {"labels": ["y", "z"]}, "case")
 
     def config(self):
-        values = self._case().config().model_dump(by_alias=True)
+        values = super().config().model_dump(by_alias=True)
         return load_config(values | {"tasks": (TASKS | VECTORS)[self.tasks]})
+
+
+PLAIN = {"sharding": "row_wise", "pooling": "mixed", "optimizer": "sgd", "balance": "unequal"}
 
 
 def learned(name, place, random=None, **extras):
     drawn = {key: random.choice(values) for key, values in EXTRAS.items()} if random else {}
     models = ["two_tower"] if name in VECTORS else ["dlrm", "dcn", "two_tower", "sequence"]
     model = random.choice(models) if random else models[0]
-    return Learned(name, place, **{"model": model, **drawn, **extras})
+    values = PLAIN | {"model": model} | drawn | extras
+    kernel = "dense" if values["sharding"] == "data_parallel" else "fused"
+    return Learned(**values, place=place, kernel=kernel, tasks=name)
 
 
 FEW = [

@@ -4,6 +4,8 @@ In a pairwise choice of cases, every two values of two factors meet. `make test`
 are on 1 and 2 ranks, and the corners that are known to be bad; `make parity` every one.
 """
 
+from dataclasses import replace
+
 import pytest
 from design import CORNERS, FACTORS, HALVES, every_combination, pairwise
 from record import assert_parity
@@ -61,3 +63,20 @@ def chunks():
 @pytest.mark.parametrize("cases,place", chunks())
 def test_every_combination(cases, place):
     assert_parity(cases, place)
+
+
+def managed(cases):
+    """These cases with managed ids, in whose rows ids come to be in any order; compared by id."""
+    return [replace(case, ids="managed") for case in cases]
+
+
+def test_corners_of_managed_ids():
+    """Means, weights, checkpoints of activations, clipping and sequences; tables that features share."""
+    few = [case for case in CORNERS if case.place == (3, 1) and case.recomputed]
+    assert_parity(managed(few), (3, 1))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("place", FACTORS["place"], ids=str)
+def test_pairs_of_managed_ids(place):
+    assert_parity(managed([case for case in pairwise() if case.place == place]), place)

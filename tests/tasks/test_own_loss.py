@@ -7,8 +7,8 @@ import torch
 from ranks import on_ranks
 from small import SCHEMA, build, config, labelled, objective
 
+from raytrec.checks.parity.batches import GlobalBatch
 from raytrec.checks.parity.losses import loss_of
-from raytrec.checks.parity.reference import GlobalBatch
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
 from raytrec.tasks.objective import Objective, total

@@ -1,4 +1,4 @@
-"""conservation: no id and no row is lost on the way, and all ranks are at the same step."""
+"""conservation: no id and no row is lost, ranks are in step."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ from math import isfinite
 
 import torch
 
-from raytrec.checks.live.outcome import Check, Outcome, Position, ranks
-from raytrec.checks.live.readout import read
+from raytrec.checks.live.outcome import Check, Outcome, Position, ranks, read
 from raytrec.checks.live.registry import check
 from raytrec.embeddings.tables import Shard
 from raytrec.embeddings.taps import Lookup

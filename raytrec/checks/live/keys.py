@@ -1,4 +1,4 @@
-"""Bags of ids taken apart in plain torch, for the parity check."""
+"""Bags of ids taken apart, for the parity check."""
 
 from __future__ import annotations
 

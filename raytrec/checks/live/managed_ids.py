@@ -1,4 +1,4 @@
-"""managed_ids: managed ids and the rows that they have are one to one, over all ranks."""
+"""managed_ids: ids and their rows are one to one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""numerics: no gradient is NaN or infinite, no norm explodes, predicted rates do not drift from real ones."""
+"""numerics: gradients are finite, no norm explodes, no rate drifts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from statistics import median
 import torch
 
 from raytrec.checks.live.finite import largest, weights_of
-from raytrec.checks.live.outcome import Check, Outcome, Position, ranks
-from raytrec.checks.live.readout import read
+from raytrec.checks.live.outcome import Check, Outcome, Position, ranks, read
 from raytrec.checks.live.registry import check
 
 GROWTH = 100.0  # times the median of the earlier looks

@@ -1,8 +1,9 @@
-"""Checks that run while training: what each gets, and its outcome."""
+"""What a live check gets, and its outcome."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -179,12 +180,25 @@ def differing(found: Mapping[str, Any], peers: Peers) -> list[tuple[str, list[An
 
 def odd_ones(values: list[Any]) -> list[int]:
     """The ranks whose value is not the commonest one; of several, that of the lowest rank."""
-    counts: list[list[Any]] = []  # [value, how often]; values may not be hashable
-    for value in values:
-        known = next((pair for pair in counts if pair[0] == value), None)
-        if known:
-            known[1] += 1
-        else:
-            counts.append([value, 1])
-    usual = max(counts, key=lambda pair: pair[1])[0]
-    return [rank for rank, value in enumerate(values) if value != usual]
+    texts = [repr(value) for value in values]  # as Peers.same compares them
+    usual = Counter(texts).most_common(1)[0][0]
+    return [rank for rank, text in enumerate(texts) if text != usual]
+
+
+def read(tensors: Sequence[torch.Tensor]) -> list[list[int | float | bool]]:
+    """The values of each tensor as plain numbers, flat: one copy to the host, and so one wait, for all.
+
+    They may be of several devices (torch keeps the count of an optimizer's steps in host memory) and dtypes:
+    the tensors of each are copied at once.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(number)
+    out: list[list[int | float | bool]] = [[]] * len(tensors)
+    for numbers in groups.values():
+        values = torch.cat([tensors[n].detach().reshape(-1) for n in numbers]).tolist()
+        start = 0
+        for n in numbers:
+            out[n] = values[start : start + tensors[n].numel()]
+            start += tensors[n].numel()
+    return out

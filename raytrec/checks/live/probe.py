@@ -1,4 +1,4 @@
-"""parity: pooled embeddings and table gradients of a live step are those of one process.
+"""parity: embeddings and gradients are those of one process.
 
 A few bags of the next batch are pooled in plain torch from rows of the ranks' shards, by nothing but the map
 of the shards, and compared with what the dense layers got. After the step, the gradient of those rows is
@@ -8,8 +8,6 @@ summed from its definition over the batches of all ranks, and compared with what
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
 import torch
@@ -53,6 +51,7 @@ class Parity(Check):
     def __init__(self, run: CheckedRun):
         super().__init__(run)
         self._turn = 0
+        self._forward, self._backward = _roundings(run)
         self._rows: dict[str, torch.Tensor] = {}
         self._expected: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
@@ -70,9 +69,7 @@ class Parity(Check):
             sizes_S = vectors_ND.new_zeros(len(some.doubt))
             pooled_SD.index_add_(0, some.bag, vectors_ND)
             sizes_S.index_add_(0, some.bag, vectors_ND.abs().amax(1))
-            sizes_S = torch.maximum(
-                sizes_S * some.doubt, self._roundings.forward[table].smallest * some.share
-            )
+            sizes_S = torch.maximum(sizes_S * some.doubt, self._forward[table].smallest * some.share)
             self._expected[feature] = some.at, pooled_SD, sizes_S
 
     @torch.no_grad()
@@ -85,8 +82,8 @@ class Parity(Check):
             for feature, (at, expected, sizes) in self._expected.items()
         }
         gradient = dict(self._gradients())
-        limits = [LIMIT + self._roundings.forward[run.schema.sparse[f].table].share for f in forward]
-        limits += [LIMIT + self._roundings.backward[table].share for table in gradient]
+        limits = [LIMIT + self._forward[run.schema.sparse[f].table].share for f in forward]
+        limits += [LIMIT + self._backward[table].share for table in gradient]
         found = [*forward.values(), *(error for error, _ in gradient.values())]
         worst = peers.max(torch.tensor(found, dtype=torch.float64)).tolist()
         errors = list(zip(worst, limits, strict=True))
@@ -111,10 +108,6 @@ class Parity(Check):
                 f"by {error:.2g} of its size"
             )
         return [text for text, (error, limit) in zip(texts, errors, strict=True) if error > limit]
-
-    @cached_property
-    def _roundings(self) -> Roundings:
-        return _roundings(self.run)
 
     def _begin(self, values: dict[str, torch.Tensor], batch: Batch) -> None:
         """Puts what rows will begin with that the batch has given to ids in the place of what they hold."""
@@ -212,7 +205,7 @@ class Parity(Check):
             expected[table].index_add_(0, places, terms_ND)
             # What is sent is the bag's gradient, which the kernel multiplies with the id's weight.
             sizes_N = torch.maximum(
-                terms_ND.abs().amax(1), self._roundings.backward[table].smallest * key.weights[hits].abs()
+                terms_ND.abs().amax(1), self._backward[table].smallest * key.weights[hits].abs()
             )
             size[table].index_add_(0, places, sizes_N * doubt[slot[hits]])
 
@@ -237,19 +230,13 @@ class Parity(Check):
         return next((s.rank for s in shards if row in s.rows and column in s.columns), dist.get_rank())
 
 
-@dataclass(frozen=True)
-class Roundings:
+def _roundings(run: CheckedRun) -> tuple[dict[str, Rounding], dict[str, Rounding]]:
     """Table → what plan.qcomms may change of its embeddings; and of its gradients."""
-
-    forward: dict[str, Rounding]
-    backward: dict[str, Rounding]
-
-
-def _roundings(run: CheckedRun) -> Roundings:
-    qcomms, forward, backward = run.config.plan.qcomms, {}, {}
+    qcomms = run.config.plan.qcomms
+    forward = dict.fromkeys(run.tables, Rounding(0.0, 0.0))
+    backward = dict(forward)
     if qcomms == QCommsSection():
-        none = dict.fromkeys(run.tables, Rounding(0.0, 0.0))
-        return Roundings(none, none)
+        return forward, backward
     world = dist.get_world_size()
     factor = gradient_factor(run.config, world)
     for name, table in run.tables.items():
@@ -257,7 +244,7 @@ def _roundings(run: CheckedRun) -> Roundings:
         how = table.sharding, world, row_parts, name in run.features.tables_by_id
         forward[name] = forward_rounding(qcomms.forward_precision, *how)
         backward[name] = backward_rounding(qcomms.backward_precision, *how, factor)
-    return Roundings(forward, backward)
+    return forward, backward
 
 
 def is_looking(rank: int, world: int, turn: int) -> bool:

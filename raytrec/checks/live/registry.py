@@ -1,4 +1,4 @@
-"""The registry of live checks: a new one is a file in this folder and its setting in config/training.py.
+"""The registry of live checks. A new one is a file in this folder and its setting in config/training.py.
 
     @check("replicas")
     class Replicas(Check):

@@ -1,4 +1,4 @@
-"""replicas: values that every rank has a copy of are the same on all, to the last bit."""
+"""replicas: what every rank has a copy of is the same, to the last bit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from functools import cache
 
 import torch
 
-from raytrec.checks.live.outcome import Check, Outcome, Position, differing, ranks
-from raytrec.checks.live.readout import read
+from raytrec.checks.live.outcome import Check, Outcome, Position, differing, ranks, read
 from raytrec.checks.live.registry import check
 from raytrec.embeddings.hashing import hash_bits
 

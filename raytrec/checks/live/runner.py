@@ -1,6 +1,6 @@
-"""Checks while training: at the start, after probed steps, and before checkpoints.
+"""Live checks at the start, after probed steps, before checkpoints.
 
-    checks = LiveChecks(config, schema, state.tables, state.dense, taps, device)
+    checks = LiveChecks(CheckedRun(config, schema, state.tables, state.dense, taps, device))
     outcomes = checks.at_start({"config": …, "versions": …})
     taps.probing = checks.probes
     checks.prepare(next_batch)
@@ -19,52 +19,24 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, CheckedRun, Outcome, Position
 from raytrec.checks.live.registry import choose
-from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig
-from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
-from raytrec.embeddings.managed.row_map import RowMap
-from raytrec.embeddings.tables import Table
-from raytrec.embeddings.taps import Taps
 
 
 class LiveChecks:
     """The checks of a run that are not off and have something to check; every method is a collective.
 
-    Args:
-        tables, dense: of checkpoint.state.LogicalState; live values.
-        taps: of the model.
-        device: of this rank.
-        parameters: the dense layers' parameters by name, so that `numerics` sees their gradients, too.
-        unbounded: of LogicalState.
-        maps: table with managed ids → this rank's part of its map.
-
     Attributes:
         probes: whether a check needs the step before `after_step` to be probed.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        schema: Schema,
-        tables: dict[str, Table],
-        dense: dict[str, torch.Tensor],
-        taps: Taps,
-        device: torch.device,
-        parameters: Mapping[str, nn.Parameter] | None = None,
-        unbounded: frozenset[str] = frozenset(),
-        maps: Mapping[str, RowMap] | None = None,
-    ):
-        self._peers = Peers(device)
-        run = CheckedRun(
-            config, schema, tables, dense, taps, device, parameters or {}, unbounded, maps or {}, self._peers
-        )
-        self._checks = [c.check(run) for c in choose(config).values() if c.check.applies(run)]
+    def __init__(self, run: CheckedRun):
+        self._peers = run.peers
+        self._checks = [c.check(run) for c in choose(run.config).values() if c.check.applies(run)]
         self.probes = any(check.probes for check in self._checks)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""same_environment: configuration, schema, code and libraries are the same on all ranks."""
+"""same_environment: configuration, code and libraries are the same on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""shards: every value of every table, and of its optimizer state, is on one rank (or whole on each)."""
+"""shards: every value of every table is on one rank (or whole on each), and so is its optimizer state."""
 
 from __future__ import annotations
 

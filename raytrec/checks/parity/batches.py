@@ -1,15 +1,15 @@
-"""Random global batches that try every corner, and each rank's part of them."""
+"""Random global batches, and each rank's part of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
 from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.checks.parity.reference import GlobalBatch, age
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
@@ -17,6 +17,58 @@ from raytrec.tasks.task import Task, key_columns, label_ranges, task_rows, whole
 
 YEAR_2026 = 1_767_225_600.0  # its beginning in UTC, in seconds since 1970
 HIGHEST = 5.0  # label of a loss that takes any
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """A whole batch in plain tensors.
+
+    Attributes:
+        dense: float32 [B, n]. labels: float32 [B, labels of the schema].
+        bags: feature → (ids int64 [N], bag of each id int64 [N], weights float32 [N]).
+        weights: float32 [B, T], of each row in each task; None: 1. keys: int64 [B, K], of the tasks' columns.
+        side_features: sequence → float64 [N, n], values of each id; of those that have some.
+    """
+
+    dense: torch.Tensor
+    labels: torch.Tensor
+    bags: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    weights: torch.Tensor | None = None
+    keys: torch.Tensor | None = None
+    side_features: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, rows: slice) -> GlobalBatch:
+        start, stop, _ = rows.indices(len(self))
+        bags, side_features = {}, {}
+        for feature, (ids, bag, weights) in self.bags.items():
+            mine = (bag >= start) & (bag < stop)
+            bags[feature] = ids[mine], bag[mine] - start, weights[mine]
+            if feature in self.side_features:
+                side_features[feature] = self.side_features[feature][mine]
+        weights, keys = (None if x is None else x[rows] for x in (self.weights, self.keys))
+        return GlobalBatch(self.dense[rows], self.labels[rows], bags, weights, keys, side_features)
+
+    @classmethod
+    def join(cls, batches: list[GlobalBatch]) -> GlobalBatch:
+        """One batch of the rows of all, in order."""
+        starts = list(accumulate(map(len, batches), initial=0))
+        bags = {}
+        for feature in batches[0].bags:
+            ids, bag, weights = zip(*(batch.bags[feature] for batch in batches), strict=True)
+            moved = [rows + start for rows, start in zip(bag, starts, strict=False)]
+            bags[feature] = torch.cat(ids), torch.cat(moved), torch.cat(weights)
+        dense, labels, weights, keys = (
+            None if parts[0] is None else torch.cat(parts)
+            for parts in zip(*((b.dense, b.labels, b.weights, b.keys) for b in batches), strict=True)
+        )
+        side_features = {
+            feature: torch.cat([b.side_features[feature] for b in batches])
+            for feature in batches[0].side_features
+        }
+        return cls(dense, labels, bags, weights, keys, side_features)
 
 
 def random_batches(
@@ -125,6 +177,12 @@ def local_batch(
         keys=None if part.keys is None else pad(part.keys, (0, 0, 0, padding)),
         side_features={f: part.side_features[f][orders[f]] for f in features.side_features} or None,
     )
+
+
+def age(bag: torch.Tensor) -> torch.Tensor:
+    """Of each id, how many of its bag come after it: int64 [N]."""
+    ends = torch.bincount(bag).cumsum(0)
+    return ends[bag] - 1 - torch.arange(len(bag), device=bag.device)
 
 
 def _recent_first(bag: torch.Tensor, most: int | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Parity: what the sharded run computes against what one process computes (reference.py)."""
+"""A sharded run compared with one process (reference.py)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torchrec.distributed.types import ShardingPlan
 
 from raytrec.checks.parity import reference
-from raytrec.checks.parity.batches import cuts, random_batches
-from raytrec.checks.parity.reference import GlobalBatch, Reference, TableReference
+from raytrec.checks.parity.batches import GlobalBatch, cuts, random_batches
+from raytrec.checks.parity.reference import Reference, TableReference
 from raytrec.checks.parity.sharded import Sharded
 from raytrec.common.formatting import null_nonfinite
 from raytrec.config.managed import ManagedIds

@@ -1,4 +1,4 @@
-"""The loss of a global batch from its definition, in plain torch: nothing of raytrec's objective.
+"""The loss of a global batch from its definition. Plain torch, and nothing of raytrec's objective.
 
 Losses of rows are torch.nn's; those that compare rows are written out row by row. Each loss of raytrec has
 its definition in OF_ROWS or OF_BATCH. A loss of the user's is its own definition: parity then compares only
@@ -8,33 +8,19 @@ how its rows add up.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from raytrec.checks.parity.batches import GlobalBatch
 from raytrec.common.errors import RunError
 from raytrec.tasks.losses import BatchLoss, Loss, Rows, loss
 from raytrec.tasks.task import Task, key_columns
 
 
-class Labelled(Protocol):
-    """Rows with labels; see reference.GlobalBatch."""
-
-    @property
-    def labels(self) -> torch.Tensor: ...
-
-    @property
-    def weights(self) -> torch.Tensor | None: ...
-
-    @property
-    def keys(self) -> torch.Tensor | None: ...
-
-    def __len__(self) -> int: ...
-
-
 def loss_of(
-    tasks: Sequence[Task], logits: torch.Tensor, batch: Labelled, own_loss: bool = False
+    tasks: Sequence[Task], logits: torch.Tensor, batch: GlobalBatch, own_loss: bool = False
 ) -> torch.Tensor:
     """The loss of a global batch.
 
@@ -59,7 +45,7 @@ def loss_of(
     return total + _of_model(tasks, columns[:, first], batch) if own_loss else total
 
 
-def _of_model(tasks: Sequence[Task], losses: torch.Tensor, batch: Labelled) -> torch.Tensor:
+def _of_model(tasks: Sequence[Task], losses: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
     """The loss that the model gives itself.
 
     Args:
@@ -74,11 +60,11 @@ def _of_model(tasks: Sequence[Task], losses: torch.Tensor, batch: Labelled) -> t
     return task.weight * losses.sum() / len(batch)
 
 
-def _weights(rows: Labelled, place: int) -> torch.Tensor:
+def _weights(rows: GlobalBatch, place: int) -> torch.Tensor:
     return rows.labels.new_ones(len(rows)) if rows.weights is None else rows.weights[:, place]
 
 
-def _keys(rows: Labelled, tasks: Sequence[Task], column: str | None) -> torch.Tensor | None:
+def _keys(rows: GlobalBatch, tasks: Sequence[Task], column: str | None) -> torch.Tensor | None:
     if column is None or rows.keys is None:
         return None
     return rows.keys[:, key_columns(tasks).index(column)]

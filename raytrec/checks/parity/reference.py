@@ -1,4 +1,4 @@
-"""What one process computes: the definition that every sharded run is held to, in plain torch.
+"""What one process computes, in plain torch. It is the definition that every sharded run is held to.
 
 The dense model is the trained run's own; tables and losses are not. Pooling and losses (losses.py) are
 written from their formulas, tables are ordinary parameters that their optimizers' definitions update
@@ -8,12 +8,11 @@ written from their formulas, tables are ordinary parameters that their optimizer
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 from torch import nn
 
+from raytrec.checks.parity.batches import GlobalBatch, age
 from raytrec.checks.parity.losses import loss_of
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
@@ -23,58 +22,6 @@ from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import resolve_tasks
 
 KINKED = (nn.ReLU, nn.PReLU, nn.LeakyReLU)
-
-
-@dataclass(frozen=True)
-class GlobalBatch:
-    """A whole batch in plain tensors.
-
-    Attributes:
-        dense: float32 [B, n]. labels: float32 [B, labels of the schema].
-        bags: feature → (ids int64 [N], bag of each id int64 [N], weights float32 [N]).
-        weights: float32 [B, T], of each row in each task; None: 1. keys: int64 [B, K], of the tasks' columns.
-        side_features: sequence → float64 [N, n], values of each id; of those that have some.
-    """
-
-    dense: torch.Tensor
-    labels: torch.Tensor
-    bags: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    weights: torch.Tensor | None = None
-    keys: torch.Tensor | None = None
-    side_features: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, rows: slice) -> GlobalBatch:
-        start, stop, _ = rows.indices(len(self))
-        bags, side_features = {}, {}
-        for feature, (ids, bag, weights) in self.bags.items():
-            mine = (bag >= start) & (bag < stop)
-            bags[feature] = ids[mine], bag[mine] - start, weights[mine]
-            if feature in self.side_features:
-                side_features[feature] = self.side_features[feature][mine]
-        weights, keys = (None if x is None else x[rows] for x in (self.weights, self.keys))
-        return GlobalBatch(self.dense[rows], self.labels[rows], bags, weights, keys, side_features)
-
-    @classmethod
-    def join(cls, batches: list[GlobalBatch]) -> GlobalBatch:
-        """One batch of the rows of all, in order."""
-        starts = list(accumulate(map(len, batches), initial=0))
-        bags = {}
-        for feature in batches[0].bags:
-            ids, bag, weights = zip(*(batch.bags[feature] for batch in batches), strict=True)
-            moved = [rows + start for rows, start in zip(bag, starts, strict=False)]
-            bags[feature] = torch.cat(ids), torch.cat(moved), torch.cat(weights)
-        dense, labels, weights, keys = (
-            None if parts[0] is None else torch.cat(parts)
-            for parts in zip(*((b.dense, b.labels, b.weights, b.keys) for b in batches), strict=True)
-        )
-        side_features = {
-            feature: torch.cat([b.side_features[feature] for b in batches])
-            for feature in batches[0].side_features
-        }
-        return cls(dense, labels, bags, weights, keys, side_features)
 
 
 class Reference(nn.Module):
@@ -159,12 +106,6 @@ class Reference(nn.Module):
     def loss(self, logits: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
         """The loss of a global batch."""
         return loss_of(self.objective.tasks, logits, batch, own_loss=self.objective.own_loss)
-
-
-def age(bag: torch.Tensor) -> torch.Tensor:
-    """Of each id, how many of its bag come after it: int64 [N]."""
-    ends = torch.bincount(bag).cumsum(0)
-    return ends[bag] - 1 - torch.arange(len(bag), device=bag.device)
 
 
 class TableReference(torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""A sharded model seen from outside: whole tensors on rank 0, and the reference that starts like it.
+"""A sharded model seen from outside: whole tensors.
 
 Tables with managed ids are seen by id: the row of an id comes at the place that the id is the number of. Ids
 that have no row yet have what it would begin with. So they are those of a table without managed ids.
@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from raytrec.checks.parity.batches import local_batch
-from raytrec.checks.parity.reference import GlobalBatch, Reference
+from raytrec.checks.parity.batches import GlobalBatch, local_batch
+from raytrec.checks.parity.reference import Reference
 from raytrec.compat.torch_ import Dropout
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig

@@ -1,4 +1,4 @@
-"""Areas under curves: ROC and precision-recall, with the ROC curve."""
+"""AUC, PR AUC and the ROC curve."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def roc(ranked: Ranked) -> dict[str, list] | None:
     return {"fpr": fpr, "tpr": tpr}
 
 
-@metric("auc", title="AUC", label="AUC", better="higher", takes=("probability", "number", "score"))
+@metric("auc", title="AUC", label="AUC", better="higher")
 class AUC(RankedMetric):
     """The share of pairs of a positive and a negative row in which the positive one is predicted higher, ties
     counted half, and pairs by the product of their weights. None when labels are not both 0 and 1.
@@ -72,13 +72,7 @@ class AUC(RankedMetric):
         return sums["tied"] / (sums["positive"] * sums["negative"])
 
 
-@metric(
-    "pr_auc",
-    title="PR AUC (average precision)",
-    label="PR AUC",
-    better="higher",
-    takes=("probability", "number", "score"),
-)
+@metric("pr_auc", title="PR AUC (average precision)", label="PR AUC", better="higher")
 class PRAUC(RankedMetric):
     """Σ (R_i - R_(i-1)) P_i over the distinct predictions from the highest down: P_i is the precision and R_i
     the recall of all rows predicted at least as high, rows counted by their weights.

@@ -1,4 +1,4 @@
-"""Calibration with its reliability diagram, and the expected calibration error."""
+"""Calibration, its reliability diagram, and ECE."""
 
 from __future__ import annotations
 

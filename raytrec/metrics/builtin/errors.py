@@ -1,4 +1,4 @@
-"""Mean errors of predictions: MAE, MSE, RMSE."""
+"""Mean errors of predictions: MAE, MSE, RMSE, accuracy."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from raytrec.metrics.registry import SumMetric, metric
+from raytrec.tasks.losses import Kind
 
 if TYPE_CHECKING:
     import torch
 
     from raytrec.tasks.outputs import TaskOutputs
 
+NUMBERS: tuple[Kind, ...] = ("probability", "number")
+HALF = 0.5
 
-@metric(
-    "mae",
-    title="MAE (mean absolute error)",
-    label="MAE",
-    better="lower",
-    format="{:.4g}",
-    takes=("probability", "number"),
-)
+
+@metric("mae", title="MAE (mean absolute error)", label="MAE", better="lower", format="{:.4g}", takes=NUMBERS)
 class MAE(SumMetric):
     """Σ w |p - y| ÷ Σ w, in units of the label; NaN without rows.
 
@@ -37,14 +34,7 @@ class MAE(SumMetric):
         return sums["errors"] / sums["weight"]
 
 
-@metric(
-    "mse",
-    title="MSE (mean squared error)",
-    label="MSE",
-    better="lower",
-    format="{:.4g}",
-    takes=("probability", "number"),
-)
+@metric("mse", title="MSE (mean squared error)", label="MSE", better="lower", format="{:.4g}", takes=NUMBERS)
 class MSE(SumMetric):
     """Σ w (p - y)² ÷ Σ w, in squared units of the label; NaN without rows.
 
@@ -67,7 +57,7 @@ class MSE(SumMetric):
     label="RMSE",
     better="lower",
     format="{:.4g}",
-    takes=("probability", "number"),
+    takes=NUMBERS,
 )
 class RMSE(SumMetric):
     """√(Σ w (p - y)² ÷ Σ w), in units of the label; NaN without rows."""
@@ -77,3 +67,24 @@ class RMSE(SumMetric):
     @staticmethod
     def figure(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return MSE.figure(sums).sqrt()
+
+
+@metric("accuracy", better="higher", takes=("probability", "classes"))
+class Accuracy(SumMetric):
+    """Σ w [right] ÷ Σ w; NaN without rows.
+
+    Of probabilities: right where prediction and label are on one side of 0.5 (above it, or not). Of classes:
+    right where the class with the highest prediction, the first of equal ones, is the label.
+    """
+
+    @staticmethod
+    def sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
+        if outputs.predictions.dim() == 2:
+            right_B = outputs.predictions.argmax(1) == outputs.labels
+        else:
+            right_B = (outputs.predictions > HALF) == (outputs.labels > HALF)
+        return {"right": (right_B * outputs.weights).double().sum(), "weight": outputs.weights.double().sum()}
+
+    @staticmethod
+    def figure(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return sums["right"] / sums["weight"]

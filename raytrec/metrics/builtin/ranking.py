@@ -1,4 +1,4 @@
-"""Metrics of the order within groups: recall, hit rate, MRR, NDCG, coverage, GAUC."""
+"""Recall, hit rate, MRR, NDCG, coverage, GAUC."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Metrics over all ranks: rows are sorted or grouped where they are, and only sums meet."""
+"""Metrics over all ranks: only sums meet."""

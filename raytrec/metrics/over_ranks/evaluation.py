@@ -1,4 +1,4 @@
-"""The rows of an evaluation as one task's metrics need them, beyond sums of batches, and their figures."""
+"""An evaluation's rows as a task's metrics need them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 from raytrec.common.collectives import Peers
 from raytrec.metrics.kinds import GroupMetric, Metric, RankedMetric
-from raytrec.metrics.over_ranks.groups import GroupRows
-from raytrec.metrics.over_ranks.kept_rows import rank_of
+from raytrec.metrics.over_ranks.groups import GroupRows, rank_of
 from raytrec.metrics.over_ranks.ranked import Scores
 from raytrec.metrics.over_ranks.slices import Slices, summarize
 from raytrec.metrics.registry import BOUND
@@ -72,7 +71,7 @@ class TaskRows:
         if self._groups:
             self._groups.add(rows.logits, rows.labels, rows.weights, rows.keys)
         for column, slices in self._slices.items():
-            slices.add(rows.keys[column], rows.logits, rows.labels, rows.weights)
+            slices.add(rows.logits, rows.labels, rows.weights, rows.keys[column])
 
     def figures(self, peers: Peers, place: torch.device) -> tuple[dict[str, float | None], dict]:
         """Figures by their keys, and curves (evaluate.Curves), the same on all ranks; a collective."""

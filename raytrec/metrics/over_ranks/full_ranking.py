@@ -1,4 +1,4 @@
-"""The rank of an evaluated row's item among all items (eval.retrieval): exact, on any number of ranks.
+"""The rank of a row's item among all items (eval.retrieval).
 
 The items' vectors are computed once an evaluation and stay on the rank that computed them. A batch's queries
 go to all ranks; each compares them with its own items, block by block, and the counts are added up. So no

@@ -1,8 +1,8 @@
-"""Rows in the order of their predictions, kept in bounded memory and sorted by all ranks together."""
+"""Rows of all ranks in the order of their predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,12 +118,10 @@ def _borders(rising_D: torch.Tensor, peers: Peers) -> torch.Tensor:
     return values[torch.searchsorted(reached, shares).clamp(max=len(values) - 1)]
 
 
-class Scores:
-    """Rows of one task on this rank, from which `Ranked` is made.
-
-    Up to `exact_rows` rows are kept, 12 bytes each. The rows beyond that, and those before, are counted in
-    bins, 24 MiB in all: rows whose predictions agree in sign, exponent and 11 bits of fraction (1 in
-    2,048 of their size) then count as tied.
+class BoundedRows:
+    """Rows of one task on this rank in bounded memory: beyond `exact_rows` rows, all are put into bins. Rows
+    whose predictions agree in sign, exponent and 11 bits of fraction (1 in 2,048 of their size) then count as
+    tied.
 
     Args:
         predict: logits → predictions, of the task.
@@ -132,17 +130,33 @@ class Scores:
 
     def __init__(self, predict: Callable[[torch.Tensor], torch.Tensor], exact_rows: int):
         self._predict, self._exact_rows = predict, exact_rows
-        self._parts: list[tuple[torch.Tensor, ...]] = []
+        self._parts: list[Sequence[torch.Tensor]] = []
         self._rows, self._binary = 0, True
-        self._bins: torch.Tensor | None = None  # float64 [3, BIN_COUNT]: positive, negative, rows
 
-    def add(self, logits_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor) -> None:
-        """Adds rows that count, in host memory."""
-        self._parts.append((logits_N, labels_N, weights_N))
+    def add(self, logits_N: torch.Tensor, labels_N: torch.Tensor, *columns_N: torch.Tensor) -> None:
+        """Adds rows that count, in host memory: logits, labels, weights and, of slices, their keys."""
+        self._parts.append((logits_N, labels_N, *columns_N))
         self._rows += len(labels_N)
         self._binary = self._binary and is_binary(labels_N)
         if self._rows > self._exact_rows:
-            self._count()
+            self._put_into_bins()
+
+    def _put_into_bins(self) -> None:
+        """Adds what `_joined` gives to the bins, and empties it."""
+        raise NotImplementedError
+
+    def _joined(self) -> list[torch.Tensor]:
+        """The columns of the rows that are kept."""
+        none = [torch.empty(0)] * 3 + [torch.empty(0, dtype=torch.int64)]
+        joined = [torch.cat(columns) for columns in zip(*self._parts, strict=True)] if self._parts else none
+        self._parts, self._rows = [], 0
+        return joined
+
+
+class Scores(BoundedRows):
+    """Rows of which `Ranked` is made: 12 bytes each, or 24 MiB of bins."""
+
+    _bins: torch.Tensor | None = None  # float64 [3, BIN_COUNT]: positive, negative, rows
 
     def ranked(self, peers: Peers, place: torch.device) -> tuple[Ranked, bool]:
         """The rows of all ranks in the order of their predictions, and whether they are in bins: all ranks'
@@ -153,34 +167,23 @@ class Scores:
         """
         binned = peers.largest(self._bins is not None) > 0
         if binned:
-            self._count()
-            ties = _ties_of(self._bins)
+            self._put_into_bins()
+            filled = (self._bins[2] > 0).nonzero().squeeze(1)
+            ties = Ties(midpoints(filled), *self._bins[:, filled])
         else:
-            logits, labels, weights = self._joined()
-            ties = Ties.of(self._predict(logits.to(place).double()), labels.to(place), weights.to(place))
-        self._parts, self._bins = [], None
+            logits, labels, weights = (column.to(place) for column in self._joined()[:3])
+            ties = Ties.of(self._predict(logits.double()), labels, weights)
+        self._bins = None
         return Ranked.sort(ties, peers, self._binary), binned
 
-    def _count(self) -> None:
-        """Puts the kept rows into bins."""
+    def _put_into_bins(self) -> None:
         if self._bins is None:
             self._bins = torch.zeros(3, BIN_COUNT, dtype=torch.float64)
-        logits, labels, weights = self._joined()
+        logits, labels, weights = self._joined()[:3]
         predictions = self._predict(logits.double())
         middles = midpoints(bins_of(predictions)).masked_fill(predictions.isnan(), float("nan"))
         ties = Ties.of(middles, labels, weights)
         self._bins.index_add_(1, bins_of(ties.predictions), torch.stack(ties.columns[1:]))
-        self._parts, self._rows = [], 0
-
-    def _joined(self) -> list[torch.Tensor]:
-        if not self._parts:
-            return [torch.empty(0)] * 3
-        return [torch.cat(columns) for columns in zip(*self._parts, strict=True)]
-
-
-def _ties_of(bins: torch.Tensor) -> Ties:
-    filled = (bins[2] > 0).nonzero().squeeze(1)
-    return Ties(midpoints(filled), *bins[:, filled])
 
 
 def bins_of(predictions_N: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Figures of slices: rows with the same value in a column; of the largest slices and of the worst."""
+"""Figures of the largest slices and of the worst."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from raytrec.common.collectives import Peers
-from raytrec.metrics.over_ranks.groups import auc_of_groups
-from raytrec.metrics.over_ranks.kept_rows import rank_of
-from raytrec.metrics.over_ranks.ranked import bins_of, is_binary, midpoints
+from raytrec.metrics.over_ranks.groups import auc_of_groups, rank_of
+from raytrec.metrics.over_ranks.ranked import BoundedRows, bins_of, midpoints
 
 if TYPE_CHECKING:
     from raytrec.data.batch import Batch
@@ -25,32 +24,11 @@ LEAST_ROWS = (
 MOST_NAMES = 100_000  # values of a column whose text a rank keeps
 
 
-class Slices:
-    """Rows of one task on this rank, by the slice that they are in: 20 bytes each up to `exact_rows` rows.
+class Slices(BoundedRows):
+    """Rows by the slice that they are in: 20 bytes each, or bins of each slice: memory then grows with the
+    slices, not with the rows."""
 
-    Beyond, rows of one slice whose predictions are in one bin (ranked.py) count as tied and are put together:
-    memory then grows with the slices, not with the rows.
-
-    Args:
-        predict: logits → predictions, of the task.
-        exact_rows: eval.max_exact_rows.
-    """
-
-    def __init__(self, predict: Callable[[torch.Tensor], torch.Tensor], exact_rows: int):
-        self._predict, self._exact_rows = predict, exact_rows
-        self._rows, self._binary = 0, True
-        self._parts: list[tuple[torch.Tensor, ...]] = []
-        self._binned: list[torch.Tensor] = []  # Ties of slices; none before there were more than exact_rows
-
-    def add(
-        self, keys_N: torch.Tensor, logits_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor
-    ) -> None:
-        """Adds rows that count, in host memory, with the keys of their slices."""
-        self._parts.append((keys_N, logits_N, labels_N, weights_N))
-        self._rows += len(keys_N)
-        self._binary = self._binary and is_binary(labels_N)
-        if self._rows > self._exact_rows:
-            self._bin()
+    _bins: list[torch.Tensor] | None = None  # ties of slices (`_put_together`)
 
     def figures(self, peers: Peers, place: torch.device) -> SliceFigures:
         """The figures of the slices that belong to this rank; a collective, after which nothing is kept.
@@ -58,27 +36,22 @@ class Slices:
         Args:
             place: the device that rows are sorted on.
         """
-        if binned := peers.largest(bool(self._binned)) > 0:
-            self._bin()
-        ties = [x.to(place) for x in (self._binned if binned else self._ties())]
-        self._parts, self._binned = [], []
+        if binned := peers.largest(self._bins is not None) > 0:
+            self._put_into_bins()
+        ties = [x.to(place) for x in self._bins or self._ties()]
+        self._bins = None
         ties = _put_together(*peers.send(ties, rank_of(ties[0], peers.world)))
         return SliceFigures.of(ties, peers.largest(not self._binary) == 0, binned)
 
-    def _bin(self) -> None:
-        """Puts the kept rows into bins of their slices."""
+    def _put_into_bins(self) -> None:
         keys, predictions, *sums = self._ties()
         new = [keys, midpoints(bins_of(predictions)), *sums]
-        both = zip(self._binned or [x[:0] for x in new], new, strict=True)
-        self._binned = _put_together(*(torch.cat(pair) for pair in both))
-        self._parts, self._rows = [], 0
+        both = zip(self._bins or [x[:0] for x in new], new, strict=True)
+        self._bins = _put_together(*(torch.cat(pair) for pair in both))
 
     def _ties(self) -> list[torch.Tensor]:
-        """The kept rows as ties."""
-        if self._parts:
-            keys, logits, labels, weights = (torch.cat(columns) for columns in zip(*self._parts, strict=True))
-        else:
-            keys, logits, labels, weights = torch.empty(0, dtype=torch.int64), *[torch.empty(0)] * 3
+        """The rows that are kept as ties."""
+        logits, labels, weights, keys = self._joined()
         predictions, weights = self._predict(logits.double()).double(), weights.double()
         positive = weights * labels
         sums = positive, weights - positive, weights * predictions, torch.ones_like(weights)

@@ -12,7 +12,7 @@ from raytrec.checks.live import probe
 from raytrec.checks.live.conservation import Conservation, IdCounts
 from raytrec.checks.live.finite import Finite
 from raytrec.checks.live.numerics import Numerics, Sizes
-from raytrec.checks.live.outcome import Position, odd_ones
+from raytrec.checks.live.outcome import Position
 from raytrec.checks.live.replicas import Replicas
 from raytrec.checks.live.same_environment import SameEnvironment
 
@@ -119,20 +119,6 @@ def test_a_run_that_is_well_exchanges_no_objects():
     assert not failed(on_ranks(3, silent, None))
     with pytest.raises(RuntimeError, match="nothing is wrong"):
         on_ranks(3, silent, a_copy)
-
-
-def test_odd_ones_of_many_ranks_compare_each_once():
-    class Value(int):
-        compared = 0
-
-        def __eq__(self, other):
-            Value.compared += 1
-            return int(self) == int(other)
-
-        __hash__ = None
-
-    assert odd_ones([Value(rank == 500) for rank in range(1000)]) == [500]
-    assert Value.compared < 5_000
 
 
 def test_the_probe_compares_the_bags_of_few_ranks_at_a_time():

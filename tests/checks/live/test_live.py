@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from loops import COPIES, PLANS, ROW_WISE, failed, loop, run, the_one
 from ranks import on_ranks
+from small import a_schema
 
 
 def flip(tensor, bit=0):
@@ -86,19 +87,6 @@ def nobodys_row(scene):
     sharded_metadata(scene, "user")[1].shard_sizes[0] -= 1
 
 
-@pytest.mark.parametrize(
-    "fault,words",
-    [
-        (metadata_of_another_size, "rank 1 has another map"),
-        (shards_exchanged, "rank 1 has another map"),
-        (nobodys_row, "rows 22 to 22 are in 0 shards (found on ranks 0 and 1)"),
-    ],
-)
-def test_shards_in_the_description(fault, words):
-    found = failed(on_ranks(2, run, ROW_WISE, fault, {"after": 0, "steps": 2, "every": 5}), "shards")
-    assert found[0]["step"] == 0 and "table user's weight" in found[0]["text"] and words in found[0]["text"]
-
-
 def state_elsewhere(scene):
     shards = scene.state.tables["tag"].state["sum"].shards
     shards[0], shards[1] = replace(shards[0], rows=shards[1].rows), replace(shards[1], rows=shards[0].rows)
@@ -111,15 +99,21 @@ def weights_taken_away(scene):
 
 
 @pytest.mark.parametrize(
-    "fault,words",
+    "fault,step,words",
     [
-        (state_elsewhere, "table tag's sum: the rows from 3 and columns from 0 are a tensor"),
-        (weights_taken_away, "table tag's weight: the rows from 3 and columns from 0 are a tensor"),
+        (metadata_of_another_size, 0, ["table user's weight", "rank 1 has another map"]),
+        (shards_exchanged, 0, ["table user's weight", "rank 1 has another map"]),
+        (nobodys_row, 0, ["user's weight: rows 22 to 22 are in 0 shards (found on ranks 0 and 1)"]),
+        (state_elsewhere, 6, ["table tag's sum: the rows from 3 and columns from 0 are a tensor"]),
+        (weights_taken_away, 6, ["table tag's weight: the rows from 3 and columns from 0 are a tensor"]),
     ],
 )
-def test_shards_in_memory(fault, words):
+def test_shards(fault, step, words):
+    """In TorchRec's description before the first step, and in memory later."""
     settings = {"checks": {"parity": "off", "numerics": "off"}, "optimizer": "adagrad"}
-    assert words in the_one(on_ranks(2, run, ROW_WISE, fault, settings), "shards")
+    settings |= {} if step else {"after": 0, "steps": 2, "every": 5}
+    text = the_one(on_ranks(2, run, ROW_WISE, fault, settings), "shards", step)
+    assert all(each in text for each in words), text
 
 
 def nan(scene):
@@ -232,3 +226,39 @@ def test_ranks_that_are_not_alike():
 
 def loop_about(rank, world, _):
     return loop(rank, world, ROW_WISE, other_words, after=0, steps=2)
+
+
+LABELS = a_schema(labels=["y", "z"])
+TASKS = [
+    {"label": "y", "loss": "bpr", "group": "user", "sample_weight": "w"},
+    {"name": "kind", "label": "z", "loss": "cross_entropy", "options": {"classes": 3}, "weight": 0.5},
+    {"name": "time", "label": "y", "loss": "mse", "mask": "kind"},
+]
+
+
+def watched(rank, world, fault):
+    settings = {"activation_checkpointing": True, "max_grad_norm": 1.0}
+    return loop(rank, world, PLANS["row-wise"], fault, schema=LABELS, tasks=TASKS, **settings)
+
+
+def test_several_tasks():
+    """With masks and weights, and a loss that compares rows of all ranks."""
+    answers = on_ranks(2, watched, None)
+    assert {record["check"] for record in answers[0]} >= {"parity", "conservation", "replicas", "shards"}
+    assert not failed(answers)
+    assert failed(on_ranks(2, watched, without_all_reduce), "replicas")
+
+
+def of_tables_alone(rank, world):
+    """A model without a dense parameter, which no rank has a copy of anything of."""
+    from raytrec.config.models.retrieval import MfSection
+
+    section = MfSection(name="mf", user="user", item="tags")
+    tasks = [{"label": "y", "loss": "in_batch_softmax"}]
+    return loop(rank, world, PLANS["row-wise"], schema=LABELS, model=section, tasks=tasks)
+
+
+def test_a_model_without_dense_layers_passes():
+    answers = on_ranks(2, of_tables_alone)
+    assert {record["check"] for record in answers[0]} >= {"parity", "replicas", "finite"}
+    assert not failed(answers)

@@ -18,9 +18,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from raytrec.checks.live.finite import SAMPLED_ROWS, Finite, largest, sample
 from raytrec.checks.live.keys import LONGEST_BAG, some_bags
 from raytrec.checks.live.numerics import GROWTH, Numerics, Sizes
-from raytrec.checks.live.outcome import CheckedRun, Outcome, Position, odd_ones, ranks
+from raytrec.checks.live.outcome import CheckedRun, Outcome, Position, odd_ones, ranks, read
 from raytrec.checks.live.probe import error_of
-from raytrec.checks.live.readout import read
 from raytrec.checks.live.registry import all_checks
 from raytrec.checks.live.replicas import CHUNK, Replicas, _multipliers, fingerprint
 from raytrec.checks.live.runner import verdict

@@ -93,13 +93,21 @@ def test_training_is_that_of_a_plain_loop(loss, settings):
         torch.testing.assert_close(got, expected)
 
 
-def trained(make, steps=6):
-    """A table of 6 × 4 after some steps, in each of which some rows have no gradient."""
+def some_rows():
+    return torch.randn(6, 4) * (torch.rand(6, 1) > 0.5)
+
+
+def same_columns():
+    return torch.randn(6, 1).expand(6, 4).clone()
+
+
+def trained(make, gradient=some_rows):
+    """A table of 6 × 4 after some steps."""
     torch.manual_seed(1)
     table = nn.Parameter(torch.randn(6, 4))
     optimizer = make([table])
-    for _ in range(steps):
-        table.grad = torch.randn(6, 4) * (torch.rand(6, 1) > 0.5)
+    for _ in range(6):
+        table.grad = gradient()
         if isinstance(optimizer, torch.optim.SparseAdam):
             table.grad = _sparse(table.grad)
         optimizer.step()
@@ -128,17 +136,9 @@ def test_adam_of_touched_rows_is_torchs_sparse_adam():
 def test_row_wise_adagrad_is_adagrad_of_the_rows_root_mean_square():
     """With one column the two are the same; with gradients alike in all columns, too."""
 
-    def same_columns(make):
-        torch.manual_seed(1)
-        table = nn.Parameter(torch.randn(6, 4))
-        optimizer = make([table])
-        for _ in range(6):
-            table.grad = torch.randn(6, 1).expand(6, 4).clone()
-            optimizer.step()
-        return table.detach()
-
-    ours = same_columns(lambda p: reference.TableReference("rowwise_adagrad", *p, lr=0.1, eps=1e-6))
-    torch.testing.assert_close(ours, same_columns(lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6)))
+    ours = trained(lambda p: reference.TableReference("rowwise_adagrad", *p, lr=0.1, eps=1e-6), same_columns)
+    theirs = trained(lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6), same_columns)
+    torch.testing.assert_close(ours, theirs)
     # Columns that differ share the mean of their squares: (1 + 9) ÷ 2 = 5.
     table = nn.Parameter(torch.zeros(1, 2))
     table.grad = torch.tensor([[1.0, 3.0]])

@@ -8,9 +8,23 @@ from small import SCHEMA, config
 from raytrec.config.tables import QCommsSection, Schedule
 
 
-def failed(rank, world, part, where):
-    """The names that fail where one rank's copy of something has been moved by 0.01 before the first step."""
+def compared(rank, world, settings, device="cpu", steps=2, build=None):
+    """Findings of some steps as (check, name, whether it is within its limit)."""
     from raytrec.checks.parity.compare import compare
+    from raytrec.worker.build import build_step
+
+    given = settings.model_copy(deep=True)
+    found = compare(build or build_step, settings, SCHEMA, torch.device(device), rows=12, steps=steps)
+    assert settings == given, "the caller's has been changed"
+    return [(f.check, f.name, f.error <= f.limit) for f in found]
+
+
+def wrong(found):
+    return {name for _, name, well in found if not well}
+
+
+def moved(rank, world, part, where):
+    """The names that fail where one rank's copy of something has been moved by 0.01 before the first step."""
     from raytrec.embeddings.tables import tables
     from raytrec.worker.build import build_step
 
@@ -23,26 +37,13 @@ def failed(rank, world, part, where):
                 next(step.model.module.head.model.logit.parameters())[0, 0] += 0.01
         return step, plan
 
-    settings = config(world, {"sharding_type": "data_parallel"}, "sgd")
-    found = compare(build, settings, SCHEMA, torch.device("cpu"), rows=12, steps=2)
-    return {f.name for f in found if not f.error <= f.limit}
+    return wrong(compared(rank, world, config(world, {"sharding_type": "data_parallel"}, "sgd"), build=build))
 
 
 @pytest.mark.parametrize("part,name", [("table", "user"), ("dense", "logit.weight")])
 def test_replicas_that_differ(part, name):
-    assert on_ranks(2, failed, part, None)[0] == set()
-    assert name in on_ranks(2, failed, part, 1)[0]
-
-
-def on_a_gpu(rank, world, plan, optimizer):
-    """Findings of a few steps on a GPU."""
-    from raytrec.checks.parity.compare import compare
-    from raytrec.worker.build import build_step
-
-    found = compare(
-        build_step, config(world, plan, optimizer), SCHEMA, torch.device("cuda"), rows=12, steps=2
-    )
-    return {f.check for f in found}, {f.name for f in found if not f.error <= f.limit}
+    assert on_ranks(2, moved, part, None)[0] == set()
+    assert name in on_ranks(2, moved, part, 1)[0]
 
 
 @pytest.mark.parametrize(
@@ -53,43 +54,25 @@ def on_a_gpu(rank, world, plan, optimizer):
     ],
 )
 def test_gpus_are_compared_with_one_process_on_cpu(plan, optimizer):
-    checks, wrong = on_ranks(2, on_a_gpu, plan, optimizer, device="cuda")[0]
-    assert checks == {"forward", "gradient", "weights", "state"} and not wrong
-
-
-def scheduled(rank, world, sharding):
-    """Findings of 12 steps of warm-up and decay."""
-    from raytrec.checks.parity.compare import compare
-    from raytrec.worker.build import build_step
-
-    settings = config(world, {"sharding_type": sharding}, "sgd")
-    settings.optim.schedule = Schedule(warmup_steps=3, decay="cosine", decay_steps=6)
-    found = compare(build_step, settings, SCHEMA, torch.device("cpu"), rows=12, steps=12)
-    return [(f.check, f.name, f.error, f.limit) for f in found]
+    found = on_ranks(2, compared, config(2, plan, optimizer), "cuda", device="cuda")[0]
+    assert {check for check, _, _ in found} == {"forward", "gradient", "weights", "state"} and not wrong(
+        found
+    )
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
 def test_learning_rates_that_change(sharding):
-    found = on_ranks(2, scheduled, sharding)[0]
-    assert len(found) > 10
-    assert [f for f in found if not f[2] <= f[3]] == []
-
-
-def quantized(rank, world):
-    """Findings of a plan by which ranks send fewer digits."""
-    from raytrec.checks.parity.compare import compare
-    from raytrec.worker.build import build_step
-
-    settings = config(world, {"sharding_type": "row_wise"}, "sgd")
-    settings.plan.qcomms = QCommsSection(forward_precision="bf16", backward_precision="bf16")
-    found = compare(build_step, settings, SCHEMA, torch.device("cpu"), rows=12, steps=2)
-    assert settings.plan.qcomms.forward_precision == "bf16", "the caller's has been changed"
-    return [(f.check, f.name, f.error, f.limit) for f in found]
+    settings = config(2, {"sharding_type": sharding}, "sgd")
+    settings.optim.schedule = Schedule(warmup_steps=3, decay="cosine", decay_steps=6)
+    found = on_ranks(2, compared, settings, "cpu", 12)[0]
+    assert len(found) > 10 and not wrong(found)
 
 
 def test_what_ranks_send_is_compared_in_full_precision():
-    found = on_ranks(2, quantized)[0]
-    assert len(found) > 10 and [f for f in found if not f[2] <= f[3]] == []
+    settings = config(2, {"sharding_type": "row_wise"}, "sgd")
+    settings.plan.qcomms = QCommsSection(forward_precision="bf16", backward_precision="bf16")
+    found = on_ranks(2, compared, settings)[0]
+    assert len(found) > 10 and not wrong(found)
 
 
 def test_the_schedule():

@@ -37,14 +37,15 @@ def _trained(here: Here, seed: int = 3):
 def _checks_pass(here: Here, step, state) -> None:
     import small
 
-    from raytrec.checks.live.outcome import Position
+    from raytrec.checks.live.outcome import CheckedRun, Position
     from raytrec.checks.live.runner import LiveChecks
     from raytrec.embeddings.taps import Taps
 
     head = step.head
     taps = Taps(step.model, head, list(small.SCHEMA.sparse))
     parameters = dict(head.model.named_parameters())
-    checks = LiveChecks(_config(3), small.SCHEMA, state.tables, state.dense, taps, here.device, parameters)
+    run = CheckedRun(_config(3), small.SCHEMA, state.tables, state.dense, taps, here.device, parameters)
+    checks = LiveChecks(run)
     outcomes = [*checks.at_start({"versions": "any"}), *checks.at_checkpoint(Position(3))]
     here.found["checks"] = sorted({outcome.check for outcome in outcomes})
     failed = [outcome.text for outcome in outcomes if not outcome.passed]
