@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from raytrec.checkpoint.blocks import pieces
-from raytrec.checks.live.outcome import ranks, read
+from raytrec.checks.live.outcome import rarest_first, read
 from raytrec.common.collectives import Peers
 from raytrec.compat.torch_ import local_parts
 
@@ -51,14 +51,9 @@ def on_any_rank(mine: list[str], group: dist.ProcessGroup | None = None) -> str 
     peers = Peers(group=group)
     if not peers.largest(bool(mine)):
         return None
-    everyone = peers.objects(mine)
-    on = {
-        name: [rank for rank, bad in enumerate(everyone) if name in bad] for bad in everyone for name in bad
-    }
-    # What has begun on one rank is soon on all, so the fewest come first.
-    names = sorted(on, key=lambda name: (len(on[name]), name))
-    shown = [f"{in_words(name)} on {ranks(on[name])}" for name in names[:SHOWN]]
-    more = f"; and {len(names) - SHOWN} more tensors" if len(names) > SHOWN else ""
+    found = rarest_first(peers.objects(mine))
+    shown = [f"{in_words(name)} on {where}" for name, where in found[:SHOWN]]
+    more = f"; and {len(found) - SHOWN} more tensors" if len(found) > SHOWN else ""
     return "; ".join(shown) + more
 
 

@@ -7,7 +7,7 @@ from math import isfinite
 
 import torch
 
-from raytrec.checks.live.outcome import Check, Outcome, Position, ranks, read
+from raytrec.checks.live.outcome import Check, Outcome, Position, rarest_first, read
 from raytrec.checks.live.registry import check
 from raytrec.embeddings.tables import Shard
 from raytrec.embeddings.taps import Lookup
@@ -35,14 +35,8 @@ class Finite(Check):
     def evaluate(self, position: Position, probed: bool) -> Outcome:
         peers = self.run.peers
         bad = [name for name, size in self.sizes(probed).items() if not isfinite(size)]
-        on_ranks: dict[str, list[int]] = {}
-        if peers.largest(bool(bad)):
-            for rank, names in enumerate(peers.objects(bad)):
-                for name in names:
-                    on_ranks.setdefault(name, []).append(rank)
-        # What has begun on one rank is soon on all.
-        first = sorted(on_ranks.items(), key=lambda pair: len(pair[1]))
-        problems = [f"{name}: a value is NaN or infinite on {ranks(where)}" for name, where in first]
+        on_ranks = rarest_first(peers.objects(bad)) if peers.largest(bool(bad)) else []
+        problems = [f"{name}: a value is NaN or infinite on {where}" for name, where in on_ranks]
         return self.outcome(
             position.step, problems, "all weights and optimizer state are finite", len(problems), 0
         )

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 from raytrec.checks.live.finite import largest, weights_of
-from raytrec.checks.live.outcome import Check, Outcome, Position, ranks, read
+from raytrec.checks.live.outcome import Check, Outcome, Position, rarest_first, read
 from raytrec.checks.live.registry import check
 
 GROWTH = 100.0  # times the median of the earlier looks
@@ -70,7 +70,10 @@ class Numerics(Check):
         exploded = [name for name, grown in growths.items() if grown > GROWTH]
         undefined = [name for name, square in squares.items() if not isfinite(square)]
         of_ranks = self.run.peers.objects(mine) if exploded or undefined else []
-        problems = _not_finite(undefined, of_ranks)
+        bad = [[name for name in undefined if not isfinite(each.squares[name])] for each in of_ranks]
+        problems = [
+            f"{name}: the gradient is NaN or infinite on {where}" for name, where in rarest_first(bad)
+        ]
         if growth > GROWTH:
             times = f"{growth:,.0f} × what is usual"
             problems.append(
@@ -145,16 +148,6 @@ class Numerics(Check):
             for (name, _), (value,) in zip(found, read([v for _, v in found]), strict=True):
                 out[name] += value
         return dict(out)
-
-
-def _not_finite(undefined: list[str], of_ranks: list[Sizes]) -> list[str]:
-    """What is on the fewest ranks comes first: what has begun on one is soon on all."""
-    found = []
-    for name in undefined:
-        bad = [rank for rank, each in enumerate(of_ranks) if not isfinite(each.squares[name])]
-        if bad:
-            found.append((len(bad), f"{name}: the gradient is NaN or infinite on {ranks(bad)}"))
-    return [text for _, text in sorted(found, key=lambda pair: pair[0])]
 
 
 def _norm(squares: dict[str, float]) -> tuple[float, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -161,6 +161,16 @@ def ranks(numbers: list[int]) -> str:
         return f"rank {words[0]}"
     shown = words if len(words) <= 8 else [*words[:7], f"{len(words) - 7} more"]
     return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def rarest_first(of_ranks: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
+    """(name, its ranks in words) of what ranks have found by name. What has begun on one rank is soon on all,
+    so names of the fewest ranks come first."""
+    on: dict[str, list[int]] = defaultdict(list)
+    for rank, names in enumerate(of_ranks):
+        for name in names:
+            on[name].append(rank)
+    return [(name, ranks(on[name])) for name in sorted(on, key=lambda name: (len(on[name]), name))]
 
 
 def differing(found: Mapping[str, Any], peers: Peers) -> list[tuple[str, list[Any], list[int]]]:
