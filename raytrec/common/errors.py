@@ -129,13 +129,8 @@ def _cut(text: str, most: int) -> str:
     return begin.decode(errors="ignore") + mark + end.decode(errors="ignore")
 
 
-class _Short(reprlib.Repr):
-    def __init__(self):
-        super().__init__()
-        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 3, 80, 80, 40
-
-
-_REPR = _Short()
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 80, 80, 40
 
 
 def did_you_mean(word: str, known: list[str]) -> str | None:

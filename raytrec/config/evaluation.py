@@ -15,36 +15,23 @@ Column = Annotated[str, Field(min_length=1)]
 class RetrievalSection(Section):
     """Every evaluated row's item, ranked among all items; for models that give vectors of query and item."""
 
-    items: str = Field(
-        description="Folder or file of Parquet with one row for each item: its key and the features of the "
-        "item's tower.",
-    )
-    item: Column = Field("item", description="The column that is an item's key, in items and evaluated rows.")
-    seen: list[Column] = Field(
-        default_factory=list,
-        max_length=20,
-        description="List columns of the evaluated rows, such as history: items that are left out of a row's "
-        "ranking, but for its own.",
-    )
-    at: list[Few] = Field(
-        [10], min_length=1, max_length=20, description="Places k that hit rate and NDCG are of."
-    )
+    items: str
+    """Folder or file of Parquet with one row for each item: its key and the features of the item's tower."""
+    item: Column = "item"
+    """The column that is an item's key, in items and evaluated rows."""
+    seen: list[Column] = Field(default_factory=list, max_length=20)
+    """List columns of the evaluated rows, such as history: items that are left out of a row's ranking, but
+    for its own."""
+    at: list[Few] = Field([10], min_length=1, max_length=20)
+    """Places k that hit rate and NDCG are of."""
 
 
 class EvalSection(Section):
-    slices: list[str] = Field(
-        default_factory=list,
-        max_length=20,
-        description="Columns of data.reserve_columns with few values, such as country: of the 10 largest and "
-        "the 10 worst of them, rows, AUC and calibration of each task are reported.",
-    )
-    max_exact_rows: PositiveInt = Field(
-        2_000_000,
-        description="Rows of an evaluation that a worker keeps in memory for metrics of an order or of "
-        "groups. Beyond, areas under curves come from bins, with a bound on their error, and rows of groups "
-        "go to temporary files.",
-    )
-    retrieval: RetrievalSection | None = Field(
-        None,
-        description="Rank every evaluated row's item among all items: items, item, seen, at; null: no.",
-    )
+    slices: list[str] = Field(default_factory=list, max_length=20)
+    """Columns of data.reserve_columns with few values, such as country: of the 10 largest and the 10 worst of
+    them, rows, AUC and calibration of each task are reported."""
+    max_exact_rows: PositiveInt = 2_000_000
+    """Rows of an evaluation that a worker keeps in memory for metrics of an order or of groups. Beyond, areas
+    under curves come from bins, with a bound on their error, and rows of groups go to temporary files."""
+    retrieval: RetrievalSection | None = None
+    """Rank every evaluated row's item among all items: items, item, seen, at; null: no."""

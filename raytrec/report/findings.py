@@ -17,14 +17,7 @@ from raytrec.common.formatting import duration, number, percent
 from raytrec.common.messages import PHASES, Eval, Final, RankLine, recorded_ranks
 from raytrec.metrics.results import EVAL
 from raytrec.report.run_timeline import story
-from raytrec.tracking.aggregate import (
-    WAIT_PHASES,
-    by_step,
-    order_by_load,
-    own_time,
-    skip_warmup,
-    sum_over_time,
-)
+from raytrec.tracking import aggregate
 from raytrec.tracking.run_folder import RunFolder
 
 SURE_S = 60.0  # of an interval: in less, other processes that start take a small machine's processors
@@ -106,13 +99,13 @@ def _model(run: RunFolder) -> list[str]:
 
 
 def _ranks(run: RunFolder) -> list[str]:
-    lines = sum_over_time(skip_warmup(run.ranks))
+    lines = aggregate.sum_over_time(aggregate.skip_warmup(run.ranks))
     return [said for advise in (straggler, low_utilisation, hot_rank) if (said := advise(lines))]
 
 
 def _tables(run: RunFolder) -> list[str]:
-    lines = list(by_step(run.ranks).values())[-1] if run.ranks else []
-    last = {name: run.over_ranks(lines, name) for name in order_by_load(lines)}
+    lines = list(aggregate.by_step(run.ranks).values())[-1] if run.ranks else []
+    last = {name: run.over_ranks(lines, name) for name in aggregate.order_by_load(lines)}
     for name, figures in last.items():
         if run.table_spec(name).get("out_of_range") == "hash":  # as text is: collisions are what it costs
             figures["changed_share"] = nan
@@ -144,21 +137,21 @@ def straggler(lines: list[RankLine]) -> str | None:
     timed = [line for line in lines if line.seconds > 0]
     if len(timed) < 2:
         return None
-    slow = max(timed, key=own_time)
+    slow = max(timed, key=aggregate.own_time)
     if slow.seconds < SURE_S:
         return None
     others = [line for line in timed if line is not slow]
-    excess = own_time(slow) - median(own_time(line) for line in others)
+    excess = aggregate.own_time(slow) - median(aggregate.own_time(line) for line in others)
     if excess <= SLOWER * slow.seconds:
         return None
     more = {
         phase: slow.phase_s(phase) - median(other.phase_s(phase) for other in others)
         for phase in PHASES
-        if phase not in WAIT_PHASES
+        if phase not in aggregate.WAIT_PHASES
     }
     phase = max(more, key=lambda p: more[p])
     own, over, added = (
-        seconds / max(1, slow.steps) * 1e3 for seconds in (own_time(slow), excess, more[phase])
+        seconds / max(1, slow.steps) * 1e3 for seconds in (aggregate.own_time(slow), excess, more[phase])
     )
     return (
         f"rank {slow.rank} is slow: {own:.1f} ms of own time a step, {over:.1f} ms more than the "

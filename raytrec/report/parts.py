@@ -10,15 +10,7 @@ from raytrec.common.formatting import bytes_text, count, duration, figure, numbe
 from raytrec.common.messages import Check, RankLine, Saved
 from raytrec.metrics.results import slice_tables
 from raytrec.report.run_timeline import story
-from raytrec.tracking.aggregate import (
-    by_step,
-    last_group,
-    order_by_load,
-    own_time,
-    skip_warmup,
-    sum_over_time,
-    table_bytes,
-)
+from raytrec.tracking import aggregate
 from raytrec.tracking.run_folder import RunFolder
 
 MOST_EVENTS = 200
@@ -78,14 +70,14 @@ def slices(run: RunFolder) -> list[tuple[str, Sheet]]:
 
 def ranks(run: RunFolder) -> Sheet | None:
     """One row for each rank of the last group of workers."""
-    lines = sum_over_time(skip_warmup(run.ranks))
+    lines = aggregate.sum_over_time(aggregate.skip_warmup(run.ranks))
     if not lines:
         return None
     total = sum(line.added("lookup_bytes") for line in lines)
     columns: dict[str, Callable[[RankLine], Cell]] = {
         "rank": lambda line: Cell(str(line.rank), line.rank),
         "ms a step": lambda line: _a_step(line, line.seconds),
-        "own time": lambda line: _a_step(line, own_time(line)),
+        "own time": lambda line: _a_step(line, aggregate.own_time(line)),
         "data wait": lambda line: _share(line.phase_s("data") / max(1e-12, line.seconds)),
         "lookups": lambda line: _share(line.added("lookup_bytes") / total if total else float("nan")),
         "tables": lambda line: Cell(str(len(line.tables)), len(line.tables)),
@@ -103,9 +95,9 @@ def ranks(run: RunFolder) -> Sheet | None:
 
 def table_sheet(run: RunFolder) -> Sheet | None:
     """One row for each table: its plan, and the figures of the last interval; load since the group began."""
-    group = sum_over_time(last_group(run.ranks))
-    latest = list(by_step(run.ranks).values())[-1] if run.ranks else []
-    names = list(dict.fromkeys([*order_by_load(group), *run.plan]))
+    group = aggregate.sum_over_time(aggregate.last_group(run.ranks))
+    latest = list(aggregate.by_step(run.ranks).values())[-1] if run.ranks else []
+    names = list(dict.fromkeys([*aggregate.order_by_load(group), *run.plan]))
     looked = sum(line.added("lookup_bytes") for line in group)
     rows = [_about(run, name, group, latest, looked) for name in names]
     columns: dict[str, Callable[[dict], Cell]] = {
@@ -194,7 +186,7 @@ def _about(
         "sharding_type": str(plan.get("sharding_type") or ""),
         "compute_kernel": str(plan.get("compute_kernel") or ""),
         "ranks": ranges(on) if isinstance(on, list) else str(on),
-        "bytes": sum(map(table_bytes, held)) if held else nan,
+        "bytes": sum(map(aggregate.table_bytes, held)) if held else nan,
         "load": sum(entry.get("lookup_bytes") or 0.0 for entry in held) / looked if looked else nan,
         **figures,
     }

@@ -24,7 +24,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.tracking.failures import closed_to_us, may_pass, reason, unreachable
 from raytrec.tracking.feed import NOTE, Feed
 from raytrec.tracking.run_folder import CHECK_RESULT, CONFIG, PLAN, REPORT, RESULT, SCHEMA, TAGS
-from raytrec.tracking.store import CORRECT, Store, cannot_open, place_for_artifacts
+from raytrec.tracking.store import CORRECT, Store, cannot_open
 from raytrec.tracking.tags import in_parts, parameters
 
 ARTIFACTS = (CONFIG, SCHEMA, PLAN, RESULT, REPORT, CHECK_RESULT)
@@ -53,19 +53,10 @@ class Delivery:
     """
 
     def __init__(self, folder: Path, config: RunConfig, notify: Callable[[str], None]):
-        tracking, noted = config.tracking, (folder / NOTE).is_file()
-        self.uri = tracking.uri
+        noted, self.uri = (folder / NOTE).is_file(), config.tracking.uri
         self._folder, self._notify, self._feed = folder, notify, Feed(folder)
-        self._store = Store(
-            tracking.uri,
-            tracking.experiment,
-            config.run.name,
-            place_for_artifacts(tracking.uri, folder),
-            self._feed.delivered.key,
-            asked=noted,
-            before=self._feed.delivered.run_id,
-            parent=tracking.parent_run,
-        )
+        delivered = self._feed.delivered
+        self._store = Store(config, folder, delivered.key, noted, delivered.run_id)
         self._params = parameters(config)
         self._tags: dict[str, str] = {}  # that the store has
         self._uploaded: dict[Path, tuple[int, int]] = {}  # file → its time and size

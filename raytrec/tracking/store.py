@@ -12,6 +12,7 @@ from typing import Any
 from raytrec.common.errors import ConfigError
 from raytrec.common.redaction import hide, hide_yaml
 from raytrec.compat.mlflow_ import EXPERIMENT_TAGS, PARENT_RUN, has_store, load_quietly
+from raytrec.config.run_config import RunConfig
 from raytrec.tracking.failures import may_pass
 from raytrec.tracking.translate import Record
 
@@ -24,36 +25,25 @@ class Store:
     """One MLflow run.
 
     Args:
-        uri: tracking store or server, for example sqlite:////runs/mlflow.db or http://127.0.0.1:5000.
-        experiment: made if it does not exist.
-        name: name of the run.
-        artifacts: folder for artifacts where the store is an sqlite file.
+        config: of the run: its name, store, experiment and parent; experiment and parent are made where the
+            store has none of these names.
+        folder: of the run; artifacts lie near it where the store is an sqlite file.
         key: of the run, kept in one of its tags.
         asked: whether a run with this key may have been made before.
         before: id of a run to continue; if the store does not have it, a new one is made.
-        parent: name of the run's parent, made if the experiment has none of that name.
 
     Attributes:
         run_id: None until `open` has found or made the run.
     """
 
     def __init__(
-        self,
-        uri: str,
-        experiment: str,
-        name: str,
-        artifacts: Path,
-        key: str,
-        *,
-        asked: bool = False,
-        before: str | None = None,
-        parent: str | None = None,
+        self, config: RunConfig, folder: Path, key: str = "", asked: bool = False, before: str | None = None
     ):
-        self.uri = uri
+        tracking = config.tracking
+        self.uri, self._experiment, self._parent = tracking.uri, tracking.experiment, tracking.parent_run
         self.run_id: str | None = None
-        self._experiment, self._name, self._artifacts = experiment, name, artifacts
-        self._before, self._parent = before, parent
-        self._key, self._asked = key, asked
+        self._name, self._artifacts = config.run.name, place_for_artifacts(tracking.uri, folder)
+        self._before, self._key, self._asked = before, key, asked
         self._parent_made: str | None = None
 
     @property
@@ -71,7 +61,8 @@ class Store:
         self.run_id = self._continue() or self._answer_lost() or self._make()
 
     def open_parent(self) -> None:
-        """Finds or makes the run's parent, and is that run from now on."""
+        """Finds or makes the parent of runs that have this one's name for it, and is that run from now on."""
+        self._parent = self._name
         self._connect()
         parents = self._parents()
         self.run_id = parents[0].info.run_id if parents else self._make_parent()

@@ -17,7 +17,7 @@ from raytrec.common.terminal import bold, open_console, plain
 from raytrec.config.trust import mark
 from raytrec.driver.recorder import write_json, write_text
 from raytrec.metrics.selection import EVAL
-from raytrec.tracking.store import Store, place_for_artifacts
+from raytrec.tracking.store import Store
 from raytrec.tracking.translate import NOT_IN_NAMES, Record
 from raytrec.tuning.folder import OUTCOME, SPACE
 from raytrec.tuning.search import BEST, OVER, Search, Trial
@@ -109,9 +109,7 @@ def _write_run(search: Search, failed: list[str]) -> None:
     Args:
         failed: emptied when all is written; else the reason is added to it.
     """
-    tracking, folder, name = search.config.tracking, search.folder, search.config.run.name
-    place = place_for_artifacts(tracking.uri, folder)
-    store = Store(tracking.uri, tracking.experiment, name, place, key="", parent=name)
+    folder, store = search.folder, Store(search.config, search.folder)
     draws = {f"space.{NOT_IN_NAMES.sub('_', draw.key)}": draw for draw in search.space.draws}
     tags = {"trials": str(len(search.trials)), "metric": search.figure.key}
     try:

@@ -120,13 +120,14 @@ def test_a_run_is_resumed_or_a_new_one_made_which_has_all_of_it(run, tmp_path):
 
 
 def test_a_run_is_made_once_although_the_answer_got_lost(place):
-    store = Store(f"sqlite:///{place}/new/mlflow.db", "lost", "run", place, "a key")
+    config = tracked.config(place, {"tracking": {"uri": f"sqlite:///{place}/new/mlflow.db"}})
+    store = Store(config, place, "a key")
     store.load()
     store.open()
     made, store.run_id = store.run_id, None
     store.open()
     assert store.run_id == made
-    of_a_driver_that_died = Store(store.uri, "lost", "run", place, "a key", asked=True)
+    of_a_driver_that_died = Store(config, place, "a key", asked=True)
     of_a_driver_that_died.open()
     assert of_a_driver_that_died.run_id == made
     assert store._client.get_run(made).data.tags[KEY] == "a key"
@@ -147,8 +148,8 @@ class LooksBeforeOthersMake(Store):
 
 def test_four_runs_that_start_at_once_have_one_parent(place):
     def open_store(kind, parent):
-        uri = f"sqlite:///{place}/new/mlflow.db"
-        store = kind(uri, "sweep", "run", place, uuid4().hex, parent=parent)
+        tracking = {"uri": f"sqlite:///{place}/new/mlflow.db", "experiment": "sweep", "parent_run": parent}
+        store = kind(tracked.config(place, {"tracking": tracking}), place, uuid4().hex)
         store.load()
         store.open()
         return store

@@ -37,11 +37,15 @@ def message(kind, step):
     return messages.RankLine(**line | {"seconds": float(step)})
 
 
+def written_in(first, last):
+    """A driver's messages of the steps first … last - 1: figures, a check, and a line of each rank."""
+    kinds = ("train", "check", *range(RANKS))
+    return [message(kind, step) for step in range(first, last) for kind in kinds]
+
+
 def add_all(folder, first, last):
-    """A driver's lines of the steps first … last - 1: figures, a check, and a line of each rank."""
-    for step in range(first, last):
-        for kind in ("train", "check", *range(RANKS)):
-            append_line(folder, message(kind, step))
+    for each in written_in(first, last):
+        append_line(folder, each)
 
 
 def expected(steps):
@@ -51,8 +55,7 @@ def expected(steps):
         "train/loss": [(step, 1 / step, ms[step]) for step in steps],
         "watch/check/parity": [(step, float(step % 7 != 0), ms[step]) for step in steps],
         "watch/check/parity_figure": [(step, step / 10, ms[step]) for step in steps],
-        "watch/rank/0/step_ms": [(100 * step, 10.0 * step, ms[step]) for step in steps],
-        "watch/rank/1/step_ms": [(100 * step, 10.0 * step, ms[step]) for step in steps],
+        **{f"watch/rank/{r}/step_ms": [(100 * s, 10.0 * s, ms[s]) for s in steps] for r in range(RANKS)},
         "watch/table/user/lookups": [(100 * step, 200.0, ms[step]) for step in steps],
     }
 
@@ -240,15 +243,14 @@ def test_a_disk_that_is_full(uri, tmp_path):
         disks.fill(folder)
         wide = {f"wide/{i}": float(i) for i in range(300)}  # more than is left of the file's last page
         record.keep(messages.Train(step=1, unix_s=1e9, figures=wide))
-        for step in range(2, 30):
-            for kind in ("train", "check", *range(RANKS)):
-                record.keep(message(kind, step))
+        for each in written_in(2, 30):
+            record.keep(each)
         assert delivery.deliver(), "a note that cannot be written stops nothing"
         wanted = expected(range(1, 2))
         assert stored(uri, delivery.run_id, wanted) == wanted
         (folder / "ballast").unlink()
-        for kind in ("train", "check", *range(RANKS)):
-            record.keep(message(kind, 30))
+        for each in written_in(30, 31):
+            record.keep(each)
         assert [text for text in record.close() if "lacks" in text] == []
         assert delivery.finish("FINISHED", 60) is None
         wanted = expected(range(1, 31))
