@@ -1,4 +1,4 @@
-"""Models: a new one is a file here, and its section in its family of raytrec/config/models.
+"""Models: each has its section in raytrec/config/models.
 
 A model is a plain nn.Module built from (schema, its section of the configuration, outputs). Its forward
 takes the dense columns, float32 [B, n], and the inputs of the sparse features, a dict of feature →

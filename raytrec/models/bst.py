@@ -1,4 +1,7 @@
-"""BST: attention between a sequence and the item in question (Chen et al. 2019, arXiv:1905.06874)."""
+"""BST: attention between a sequence and its target.
+
+Chen et al. 2019, arXiv:1905.06874.
+"""
 
 from __future__ import annotations
 

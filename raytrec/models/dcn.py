@@ -1,4 +1,7 @@
-"""DCN-V2: learned products of features, layer by layer (Wang et al. 2021, arXiv:2008.13535)."""
+"""DCN-V2: learned products of features, layer by layer.
+
+Wang et al. 2021, arXiv:2008.13535.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepFM and xDeepFM: products of features, vector by vector, and an MLP over the same vectors."""
+"""DeepFM and xDeepFM: products of vectors, and an MLP."""
 
 from __future__ import annotations
 

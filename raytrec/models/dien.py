@@ -1,4 +1,7 @@
-"""DIEN: interests, and how they change towards the item in question (Zhou et al. 2019, arXiv:1809.03672)."""
+"""DIEN: interests, and how they change towards a target.
+
+Zhou et al. 2019, arXiv:1809.03672.
+"""
 
 from __future__ import annotations
 

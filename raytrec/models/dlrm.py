@@ -1,4 +1,4 @@
-"""DLRM: dense and sparse features meet in dot products; and DLRM after attention over sequences."""
+"""DLRM: dense and sparse features meet in dot products."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from raytrec.config.models.base import one_dim
 from raytrec.config.models.ranking import DlrmSection
 from raytrec.config.models.sequences import SequenceSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import Constant, Sequence, dim_of, mlp
-from raytrec.models.parts.attention import TargetAttention
+from raytrec.models.inputs import Constant, mlp
 
 
 class DLRM(nn.Module):
@@ -63,37 +62,3 @@ class DotInteraction(nn.Module):
     def forward(self, vectors_BFD: torch.Tensor) -> torch.Tensor:
         products_BFF = torch.bmm(vectors_BFD, vectors_BFD.transpose(1, 2))
         return products_BFF.flatten(1).index_select(1, self.upper)
-
-
-class SequenceModel(nn.Module):
-    """Each sequence becomes one vector, by attention for a target feature (as in DIN: Zhou et al. 2018,
-    arXiv:1706.06978); then DLRM.
-
-    Args:
-        schema: what DLRM takes, with at least one feature of pooling: sequence.
-        config: the target; sizes and dropout.
-        outputs: logits of a row, which share all layers but the last.
-
-    Returns (forward):
-        float32 [B]: the logit of each row; [B, outputs] for several.
-
-    Raises:
-        ConfigError: what DLRM refuses; no sequence; a target that there is not, or that has to be named.
-    """
-
-    def __init__(self, schema: Schema, config: SequenceSection, outputs: int = 1):
-        super().__init__()
-        self.target_of = config.targets(schema)
-        self.dlrm = DLRM(schema, config, outputs)
-        # A feature's name cannot name a module: it may have dots.
-        self.attention = nn.ModuleList(
-            TargetAttention(dim_of(schema, feature), config.max_length, config.attention_mlp)
-            for feature in self.target_of
-        )
-
-    def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
-        read = {
-            feature: attention(pooled[feature], pooled[target])
-            for (feature, target), attention in zip(self.target_of.items(), self.attention, strict=True)
-        }
-        return self.dlrm(dense, {**pooled, **read})

@@ -1,5 +1,7 @@
-"""FinalMLP: two MLPs that see the features differently, and a bilinear form of both (Mao et al. 2023,
-arXiv:2304.00902)."""
+"""FinalMLP: two gated MLPs, and a bilinear form of both.
+
+Mao et al. 2023, arXiv:2304.00902.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models are given of sparse features, and parts that several models share."""
+"""Inputs of models, and layers that several share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,8 @@ from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 
 
-class _Ids(NamedTuple):
-    vectors: torch.Tensor
-    present: torch.Tensor
-
-
-class Sequence(_Ids):
-    """A sequence feature, id by id: a pair, `vectors, present = sequence`, with its side features.
+class Sequence(NamedTuple):
+    """A sequence feature, id by id.
 
     Attributes:
         vectors: float32 [B, L, dim], the embedding of each id (times its weight, where the feature has
@@ -30,14 +25,9 @@ class Sequence(_Ids):
             order of `side_features` in the schema; 0 where there is no id. None: the schema names none.
     """
 
-    side_features: torch.Tensor | None
-
-    def __new__(
-        cls, vectors: torch.Tensor, present: torch.Tensor, side_features: torch.Tensor | None = None
-    ) -> Sequence:
-        made = super().__new__(cls, vectors, present)
-        made.side_features = side_features
-        return made
+    vectors: torch.Tensor
+    present: torch.Tensor
+    side_features: torch.Tensor | None = None
 
 
 class Sequences:

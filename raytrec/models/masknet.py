@@ -1,5 +1,7 @@
-"""MaskNet: what layers read is multiplied by masks that follow from the row itself (Wang et al. 2021,
-arXiv:2102.07619)."""
+"""MaskNet: layers behind masks that follow from the row.
+
+Wang et al. 2021, arXiv:2102.07619.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole model, for training and for inference alike: features in, logits out."""
+"""A whole model: features in, logits out."""
 
 from __future__ import annotations
 

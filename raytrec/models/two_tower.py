@@ -1,4 +1,4 @@
-"""Two towers: what asks and what is recommended become vectors that can be searched by their dot product."""
+"""Two towers: vectors that are searched by dot product."""
 
 from __future__ import annotations
 

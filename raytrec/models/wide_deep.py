@@ -1,5 +1,7 @@
-"""Wide & Deep: a linear model that memorises, and an MLP that generalises (Cheng et al. 2016,
-arXiv:1606.07792)."""
+"""Wide & Deep: a linear model and an MLP.
+
+Cheng et al. 2016, arXiv:1606.07792.
+"""
 
 from __future__ import annotations
 

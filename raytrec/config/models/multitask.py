@@ -13,9 +13,9 @@ from raytrec.config.models.base import Dropout, ModelSection, Sizes, check_task_
 from raytrec.config.schema import Schema
 
 
-@model("shared_bottom", "raytrec.models.experts:SharedBottom")
+@model("shared_bottom", "raytrec.models.multitask:SharedBottom")
 class SharedBottomSection(ModelSection):
-    """One MLP that all tasks share, and a tower for each (models/experts.py)."""
+    """One MLP that all tasks share, and a tower for each."""
 
     name: Literal["shared_bottom"]
     bottom_mlp: Annotated[Sizes, Field(min_length=1)] = Field([128])
@@ -26,9 +26,9 @@ class SharedBottomSection(ModelSection):
     """Dropout in all layers while training."""
 
 
-@model("mmoe", "raytrec.models.experts:MMoE")
+@model("mmoe", "raytrec.models.multitask:MMoE")
 class MMoESection(ModelSection):
-    """Experts that all tasks share, a gate and a tower for each task (models/experts.py)."""
+    """Experts that all tasks share, a gate and a tower for each task."""
 
     name: Literal["mmoe"]
     experts: Few = 4
@@ -41,9 +41,9 @@ class MMoESection(ModelSection):
     """Dropout in experts and towers while training."""
 
 
-@model("ple", "raytrec.models.experts:PLE")
+@model("ple", "raytrec.models.multitask:PLE")
 class PLESection(ModelSection):
-    """Levels of experts, shared ones and those of each task, with gates between them (models/experts.py)."""
+    """Levels of experts, shared ones and those of each task, with gates between them."""
 
     name: Literal["ple"]
     levels: Annotated[Few, Field(le=100)] = 2
@@ -60,9 +60,9 @@ class PLESection(ModelSection):
     """Dropout in experts and towers while training."""
 
 
-@model("esmm", "raytrec.models.esmm:ESMM")
+@model("esmm", "raytrec.models.multitask:ESMM")
 class ESMMSection(ModelSection):
-    """P(click), and P(click and conversion) = P(click) · P(conversion | click) (models/esmm.py)."""
+    """P(click), and P(click and conversion) = P(click) · P(conversion | click)."""
 
     name: Literal["esmm"]
     click: str
@@ -98,9 +98,9 @@ class ESMMSection(ModelSection):
             )
 
 
-@model("dbmtl", "raytrec.models.dbmtl:DBMTL")
+@model("dbmtl", "raytrec.models.multitask:DBMTL")
 class DBMTLSection(ModelSection):
-    """A tower for each task, which reads those of the tasks that it depends on, too (models/dbmtl.py)."""
+    """A tower for each task, which reads those of the tasks that it depends on, too."""
 
     name: Literal["dbmtl"]
     relations: dict[str, list[str]] | None = None

@@ -44,9 +44,9 @@ class SampledSection(ModelSection):
             same_table(schema, self.negatives, item, "model.negatives")
 
 
-@model("mf", "raytrec.models.mf:MatrixFactorization")
+@model("mf", "raytrec.models.pairs:MatrixFactorization")
 class MfSection(SampledSection):
-    """The dot product of a user's and an item's embedding (models/mf.py)."""
+    """The dot product of a user's and an item's embedding."""
 
     gives_vectors: ClassVar[bool | None] = True
     retrieves: ClassVar[bool] = True
@@ -75,9 +75,9 @@ class MfSection(SampledSection):
         return {"query": {self.user}, "item": {self.item}}
 
 
-@model("ncf", "raytrec.models.ncf:NeuMF")
+@model("ncf", "raytrec.models.pairs:NeuMF")
 class NcfSection(SampledSection):
-    """Products of a user's and an item's embeddings, and an MLP over them: NeuMF (models/ncf.py)."""
+    """Products of a user's and an item's embeddings, and an MLP over them: NeuMF."""
 
     name: Literal["ncf"]
     user: str = "user"

@@ -90,7 +90,7 @@ class TargetedSection(ModelSection):
         return same[0]
 
 
-@model("sequence", "raytrec.models.dlrm:SequenceModel")
+@model("sequence", "raytrec.models.din:SequenceModel")
 class SequenceSection(TargetedSection):
     """Attention over sequences, for the item in question, before DLRM's dot products (models/dlrm.py)."""
 
@@ -187,7 +187,7 @@ class BstSection(TargetedSection):
 
 
 class NextItemSection(SampledSection):
-    """A causal model of a history of items (models/parts/next_item.py)."""
+    """A causal model of a history of items (models/next_item.py)."""
 
     gives_vectors: ClassVar[bool | None] = True
     retrieves: ClassVar[bool] = True
@@ -232,9 +232,9 @@ class NextItemSection(SampledSection):
         check_heads(self.heads, width, f"{what} is {width}")
 
 
-@model("sasrec", "raytrec.models.sasrec:SASRec")
+@model("sasrec", "raytrec.models.next_item:SASRec")
 class SasrecSection(NextItemSection):
-    """Self-attention over a history, for the next item (models/sasrec.py)."""
+    """Self-attention over a history, for the next item."""
 
     name: Literal["sasrec"]
     feedforward: Size | None = None
@@ -248,9 +248,9 @@ class SasrecSection(NextItemSection):
         self.check_heads(schema.tables[table].dim, f"the dim of table {table}")
 
 
-@model("hstu", "raytrec.models.hstu:HSTU")
+@model("hstu", "raytrec.models.next_item:HSTU")
 class HstuSection(NextItemSection):
-    """Pointwise aggregated attention over a history, for the next item (models/hstu.py)."""
+    """Pointwise aggregated attention over a history, for the next item."""
 
     name: Literal["hstu"]
     width: Size | None = None

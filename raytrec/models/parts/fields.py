@@ -1,4 +1,4 @@
-"""Inputs that ranking models share: all features side by side, or as fields with one vector each."""
+"""All features side by side, or as fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ids that there are of sequences, one after another, without padding between them."""
+"""Ids of sequences without padding between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses that hold a row's own item against items drawn for it, and what models with them share."""
+"""Losses of drawn negatives, and query vectors."""
 
 from __future__ import annotations
 

@@ -1,0 +1,273 @@
+"""Models of several tasks: experts, ESMM and DBMTL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from raytrec.config.models.multitask import (
+    DBMTLSection,
+    ESMMSection,
+    MMoESection,
+    PLESection,
+    SharedBottomSection,
+)
+from raytrec.config.schema import Schema
+from raytrec.models.inputs import mlp
+from raytrec.models.parts.fields import SideBySide
+
+
+class SharedBottom(nn.Module):
+    """logits of task k = towerₖ(MLP(dense columns and embeddings side by side)) (Caruana 1997, "Multitask
+    Learning", Machine Learning 28).
+
+    Args:
+        schema: any dense columns, sparse features of any dims.
+        config: sizes and dropout.
+        tasks: task → its columns of logits.
+
+    Returns (forward):
+        float32 [B, columns of all tasks], in their order; [B] of one column.
+    """
+
+    def __init__(self, schema: Schema, config: SharedBottomSection, tasks: Mapping[str, int]):
+        super().__init__()
+        self.beside = SideBySide(schema)
+        self.bottom = mlp([self.beside.width, *config.bottom_mlp], config.dropout)
+        self.towers = TaskTowers(config.bottom_mlp[-1], config.tower_mlp, tasks, config.dropout)
+        self.count = len(tasks)
+
+    def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        shared_BN = self.bottom(self.beside(dense, pooled))
+        return self.towers([shared_BN] * self.count)
+
+
+class MMoE(nn.Module):
+    """logits of task k = towerₖ(Σₑ softmax(Wₖ x)ₑ · expertₑ(x)) (Ma et al. 2018,
+    doi:10.1145/3219819.3220007, equations 6 and 7).
+
+    x has the dense columns and embeddings side by side.
+
+    Args:
+        schema: any dense columns, sparse features of any dims.
+        config: experts, sizes and dropout.
+        tasks: task → its columns of logits.
+
+    Returns (forward):
+        float32 [B, columns of all tasks], in their order; [B] of one column.
+    """
+
+    def __init__(self, schema: Schema, config: MMoESection, tasks: Mapping[str, int]):
+        super().__init__()
+        self.beside = SideBySide(schema)
+        width = self.beside.width
+        self.experts = Experts(config.experts, width, config.expert_mlp, config.dropout)
+        self.gates = nn.ModuleList(Gate(width, config.experts) for _ in tasks)
+        self.towers = TaskTowers(config.expert_mlp[-1], config.tower_mlp, tasks, config.dropout)
+
+    def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        x_BN = self.beside(dense, pooled)
+        experts_BEM = self.experts(x_BN)
+        return self.towers([gate(x_BN, experts_BEM) for gate in self.gates])
+
+
+class PLE(nn.Module):
+    """Progressive layered extraction: levels of experts and gates, then a tower for each task (Tang et al.
+    2020, doi:10.1145/3383313.3412236).
+
+    The first level reads x, the dense columns and embeddings side by side; each other one reads what the
+    level before gives each task, and what it gives all. Of a single level this is CGC.
+
+    Args:
+        schema: any dense columns, sparse features of any dims.
+        config: levels, experts, sizes and dropout.
+        tasks: task → its columns of logits.
+
+    Returns (forward):
+        float32 [B, columns of all tasks], in their order; [B] of one column.
+    """
+
+    def __init__(self, schema: Schema, config: PLESection, tasks: Mapping[str, int]):
+        super().__init__()
+        self.beside, self.count = SideBySide(schema), len(tasks)
+        widths = [self.beside.width, *[config.expert_mlp[-1]] * (config.levels - 1)]
+        self.levels = nn.ModuleList(
+            Level(width, self.count, config, last=place == config.levels - 1)
+            for place, width in enumerate(widths)
+        )
+        self.towers = TaskTowers(config.expert_mlp[-1], config.tower_mlp, tasks, config.dropout)
+
+    def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        inputs = [self.beside(dense, pooled)] * (self.count + 1)
+        for level in self.levels:
+            inputs = level(inputs)
+        return self.towers(inputs)
+
+
+class Level(nn.Module):
+    """Task k is given Σₑ softmax(Wₖ xₖ)ₑ · expert e of its experts, which read xₖ, and the shared ones,
+    which read x of all; all are given the same of every expert, weighted by softmax(W x), but at the last
+    level (equations 4 to 7).
+
+    Args:
+        inputs: width of what it reads. tasks: how many. last: whether there is nothing for all.
+
+    Returns (forward):
+        Of xₖ of each task and x of all, float [B, inputs] each: float [B, expert_mlp[-1]], likewise.
+    """
+
+    def __init__(self, inputs: int, tasks: int, config: PLESection, last: bool):
+        super().__init__()
+        own, shared = config.task_experts, config.shared_experts
+        counts = [own] * tasks + [shared]
+        self.experts = nn.ModuleList(
+            Experts(count, inputs, config.expert_mlp, config.dropout) for count in counts
+        )
+        read = [own + shared] * tasks + [sum(counts)] * (not last)
+        self.gates = nn.ModuleList(Gate(inputs, count) for count in read)
+
+    def forward(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        *own, shared_BEM = (experts(x_BN) for experts, x_BN in zip(self.experts, inputs, strict=True))
+        read = [torch.cat([of_task_BEM, shared_BEM], dim=1) for of_task_BEM in own]
+        read.append(torch.cat([*own, shared_BEM], dim=1))
+        # Without a gate for all, zip leaves the last of both out.
+        return [gate(x_BN, experts) for gate, x_BN, experts in zip(self.gates, inputs, read, strict=False)]
+
+
+class TaskTowers(nn.Module):
+    """An MLP with a linear last layer for each task.
+
+    Args:
+        inputs: width of what each tower reads. sizes: hidden sizes.
+        tasks: task → its columns of logits.
+
+    Returns (forward):
+        Of one float [B, inputs] for each task: float32 [B, columns of all tasks]; [B] of one column.
+    """
+
+    def __init__(self, inputs: int, sizes: list[int], tasks: Mapping[str, int], dropout: float):
+        super().__init__()
+        # A task's name cannot name a module: it may be that of a method of nn.Module.
+        self.towers = nn.ModuleList(mlp([inputs, *sizes], dropout) for _ in tasks)
+        last = (sizes or [inputs])[-1]
+        self.logits = nn.ModuleList(nn.Linear(last, columns) for columns in tasks.values())
+
+    def forward(self, of_tasks: Sequence[torch.Tensor]) -> torch.Tensor:
+        layers = zip(self.towers, self.logits, of_tasks, strict=True)
+        return torch.cat([logit(tower(x_BN)) for tower, logit, x_BN in layers], dim=1).squeeze(1)
+
+
+class Experts(nn.Module):
+    """Equal MLPs over one input: float [B, inputs] → [B, count, sizes[-1]]."""
+
+    def __init__(self, count: int, inputs: int, sizes: list[int], dropout: float):
+        super().__init__()
+        self.experts = nn.ModuleList(mlp([inputs, *sizes], dropout) for _ in range(count))
+
+    def forward(self, x_BN: torch.Tensor) -> torch.Tensor:
+        return torch.stack([expert(x_BN) for expert in self.experts], dim=1)
+
+
+class Gate(nn.Module):
+    """Σₑ softmax(W x)ₑ · expert e: a mean of experts, weighted by x.
+
+    Args:
+        inputs: width of x. experts: how many there are.
+    """
+
+    def __init__(self, inputs: int, experts: int):
+        super().__init__()
+        self.scores = nn.Linear(inputs, experts, bias=False)
+
+    def forward(self, x_BN: torch.Tensor, experts_BEM: torch.Tensor) -> torch.Tensor:
+        """float [B, inputs] and [B, experts, M] → [B, M]."""
+        weights_BE = self.scores(x_BN).softmax(dim=1)
+        return torch.einsum("be,bem->bm", weights_BE, experts_BEM)
+
+
+class ESMM(nn.Module):
+    """pCTCVR = pCTR · pCVR: two towers that share the embeddings, and the log-odds of both products
+    (Ma et al. 2018, arXiv:1804.07931).
+
+    The click's logit is a, with pCTR = σ(a). The conversion's tower gives b, with pCVR = σ(b), which no label
+    reaches on its own: the conversion's logit is that of p = σ(a) · σ(b), so that it is learned from all
+    impressions and not from clicked ones alone. As (1 − p) ÷ p = (1 + e⁻ᵃ)(1 + e⁻ᵇ) − 1, this is
+    −ln(e⁻ᵃ + e⁻ᵇ + e⁻ᵃ⁻ᵇ), exact where p is next to 0 or to 1. P(conversion | click) is the quotient of the
+    two predictions.
+
+    Args:
+        schema: any dense columns, sparse features of any dims.
+        config: which task is which; sizes and dropout.
+        tasks: the two, in the order of their columns.
+
+    Returns (forward):
+        float32 [B, 2], in the order of the tasks.
+    """
+
+    def __init__(self, schema: Schema, config: ESMMSection, tasks: Mapping[str, int]):
+        super().__init__()
+        self.beside = SideBySide(schema)
+        last = (config.tower_mlp or [self.beside.width])[-1]
+        self.click, self.conversion = (
+            nn.Sequential(mlp([self.beside.width, *config.tower_mlp], config.dropout), nn.Linear(last, 1))
+            for _ in range(2)
+        )
+        self.click_first = next(iter(tasks)) == config.click
+
+    def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        x_BN = self.beside(dense, pooled)
+        click_B1, given_click_B1 = self.click(x_BN).float(), self.conversion(x_BN).float()
+        against_B3 = torch.cat([-click_B1, -given_click_B1, -click_B1 - given_click_B1], dim=1)
+        both_B1 = -against_B3.logsumexp(dim=1, keepdim=True)
+        return torch.cat([click_B1, both_B1] if self.click_first else [both_B1, click_B1], dim=1)
+
+
+class DBMTL(nn.Module):
+    """P(labels | x) = Πₖ P(label k | x, the labels that it depends on), in the layers below the logits
+    (Wang et al. 2019, arXiv:1902.09154).
+
+    With s the layers that all share over the dense columns and embeddings side by side, and tₖ = towerₖ(s)
+    those of task k: rₖ = MLPₖ(tₖ next to rⱼ of each task j that it depends on); its logits are linear in rₖ.
+
+    Args:
+        schema: any dense columns, sparse features of any dims.
+        config: relations, sizes and dropout.
+        tasks: task → its columns of logits.
+
+    Returns (forward):
+        float32 [B, columns of all tasks], in their order; [B] of one column.
+
+    Raises:
+        ConfigError: relations of tasks that there are not, or in a circle.
+    """
+
+    def __init__(self, schema: Schema, config: DBMTLSection, tasks: Mapping[str, int]):
+        super().__init__()
+        self.beside = SideBySide(schema)
+        self.bottom = mlp([self.beside.width, *config.bottom_mlp], config.dropout)
+        shared = (config.bottom_mlp or [self.beside.width])[-1]
+        places = {name: place for place, name in enumerate(tasks)}
+        # place of a task → places of those that it depends on, in an order in which they can be computed
+        self.parents = {
+            places[name]: [places[parent] for parent in parents]
+            for name, parents in config.order(tasks).items()
+        }
+        own, related = config.tower_mlp[-1], config.relation_mlp[-1]
+        self.towers = nn.ModuleList(mlp([shared, *config.tower_mlp], config.dropout) for _ in tasks)
+        self.relations = nn.ModuleList(
+            mlp([own + len(self.parents[place]) * related, *config.relation_mlp], config.dropout)
+            for place in range(len(tasks))
+        )
+        self.logits = nn.ModuleList(nn.Linear(related, columns) for columns in tasks.values())
+
+    def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        shared_BN = self.bottom(self.beside(dense, pooled))
+        related: dict[int, torch.Tensor] = {}
+        for place, parents in self.parents.items():
+            own_BM = self.towers[place](shared_BN)
+            inputs = torch.cat([own_BM, *(related[parent] for parent in parents)], dim=1)
+            related[place] = self.relations[place](inputs)
+        logits = [logit(related[place]) for place, logit in enumerate(self.logits)]
+        return torch.cat(logits, dim=1).squeeze(1)

@@ -1,0 +1,267 @@
+"""SASRec and HSTU: causal models of the next item."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from math import log
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding, layer_norm, scaled_dot_product_attention, silu
+
+from raytrec.config.models.sequences import HstuSection, NextItemSection, SasrecSection
+from raytrec.config.schema import Schema
+from raytrec.models.inputs import Sequence, dim_of
+from raytrec.models.parts.packed import Packed
+from raytrec.models.parts.sampled import Queries, result, sampled_loss
+
+BUCKETS = 128  # of times between items; the last takes all that are longer
+FACTOR = log(1.35)  # a bucket's times are 1.35 × as long as those of the one before
+
+
+class NextItem(nn.Module, ABC):
+    """A causal model of a sequence: the state after each item is a query for the next one.
+
+    score = ⟨state after the most recent item, item⟩ ÷ temperature, of unit vectors with `normalize`. A row
+    without a history has the state 0, and so the score 0 for every item.
+
+    The model's own loss is that of every item of the history, the oldest aside, and of the row's own item,
+    each predicted from what was before it and held against the row's negatives. A row's loss is the sum over
+    these places ÷ max_length, so that all places of all rows count alike.
+
+    Args:
+        schema: history and item, of one table; others are not read.
+        config: their names, sizes, and what is learned.
+        outputs: logits of a row; of several, each has its own query (sampled.Queries).
+        vectors: whether vectors are given, too: the query's is divided by the temperature.
+
+    Returns (forward):
+        float32 [B], or [B, outputs | own loss | query D, item D] (models/__init__.py), D = dim of the table.
+
+    Raises:
+        ConfigError: no such feature; no sequence; history, item and negatives of different tables.
+    """
+
+    def __init__(self, schema: Schema, config: NextItemSection, outputs: int = 1, vectors: bool = False):
+        super().__init__()
+        config.check(schema)
+        self.config, self.outputs, self.vectors = config, outputs, vectors
+        self.dim = dim_of(schema, config.item)
+        self.queries = Queries(outputs, vectors, self.dim)
+        self.positions = nn.Parameter(torch.randn(config.max_length, self.dim) * 0.02)
+        self.dropout = nn.Dropout(config.dropout)
+
+    @abstractmethod
+    def states(self, history: Sequence, packed: Packed) -> torch.Tensor:
+        """The state after each item that there is: float32 [N, D], each from it and older ones alone.
+
+        Args:
+            packed: where these items are in the history.
+        """
+
+    def placed(self, history: Sequence, packed: Packed) -> torch.Tensor:
+        """√D · e + p for each item's embedding e and the learned vector p of its position, with dropout:
+        float32 [N, D]."""
+        places_N = packed.recency if self.config.positions == "recency" else packed.order
+        x_ND = packed.pack(history.vectors) * self.dim**0.5
+        return self.dropout(x_ND + embedding(places_N, self.positions))
+
+    def query(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
+        """float32 [B, D] of the history alone; of several outputs, [B, outputs, D]."""
+        history = inputs[self.config.history]
+        packed = Packed(history.present)
+        return self._query(self.states(history, packed), packed)
+
+    def item(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
+        """float32 [B, D] of the item alone."""
+        return self._unit(inputs[self.config.item])
+
+    def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
+        history, item_BD = inputs[self.config.history], self.item(dense, inputs)
+        packed = Packed(history.present)
+        states_ND, own_B = self.states(history, packed), None
+        if self.config.own_loss and self.training:
+            own_B = self._own_loss(states_ND, packed, inputs)
+        elif self.config.own_loss:
+            own_B = item_BD.new_zeros(len(item_BD), dtype=torch.float32)
+        query = self._query(states_ND, packed) / self.config.temperature
+        return result(query, item_BD, self.outputs, self.vectors, own_B)
+
+    def _own_loss(self, states_ND: torch.Tensor, packed: Packed, inputs: dict) -> torch.Tensor:
+        """float32 [B]."""
+        history, drawn = inputs[self.config.history], inputs[self.config.negatives]
+        # What follows each item; the row's own follows the most recent one.
+        next_BLD = torch.cat([inputs[self.config.item].unsqueeze(1), history.vectors[:, :-1]], dim=1)
+        query_ND = self._unit(self.queries.of_own_loss(states_ND)) / self.config.temperature
+        groups = zip(
+            packed.by_time(query_ND),
+            packed.by_time(self._unit(packed.pack(next_BLD))),
+            packed.in_groups(self._unit(drawn.vectors)),
+            packed.in_groups(drawn.present),
+            packed.there,
+            strict=True,
+        )
+        losses = [
+            (sampled_loss(self.config.loss, query_bTD, next_bTD, Sequence(vectors, present)) * there_bT).sum(
+                1
+            )
+            for query_bTD, next_bTD, vectors, present, there_bT in groups
+        ]
+        return packed.in_rows(losses) / self.config.max_length
+
+    def _query(self, states_ND: torch.Tensor, packed: Packed) -> torch.Tensor:
+        return self._unit(self.queries(packed.newest(states_ND)))
+
+    def _unit(self, vectors: torch.Tensor) -> torch.Tensor:
+        return nn.functional.normalize(vectors, dim=-1) if self.config.normalize else vectors
+
+
+class SASRec(NextItem):
+    """A causal transformer over a history (Kang and McAuley 2018, arXiv:1808.09781).
+
+    x = √D · e + p for each item's embedding e and the learned vector p of its position (the factor is that of
+    the authors' code). Then in each block, with layer norm N and dropout d (sections III.A to III.C):
+
+        x ← x + d(attention(N x))         multi-head, causal
+        x ← x + d(W₂ · d(relu(W₁ N x)))
+
+    The state is N of the last block's x.
+
+    Args, Returns, Raises: see NextItem; ConfigError, too, if the heads do not divide D.
+    """
+
+    def __init__(self, schema: Schema, config: SasrecSection, outputs: int = 1, vectors: bool = False):
+        super().__init__(schema, config, outputs, vectors)
+        self.blocks = nn.ModuleList(Block(self.dim, config) for _ in range(config.blocks))
+        self.norm = nn.LayerNorm(self.dim)
+
+    def states(self, history: Sequence, packed: Packed) -> torch.Tensor:
+        x_ND = self.placed(history, packed)
+        for block in self.blocks:
+            x_ND = block(x_ND, packed)
+        return self.norm(x_ND)
+
+
+class Block(nn.Module):
+    """Attention, and a network of two layers for each item: [N, D] → [N, D]."""
+
+    def __init__(self, dim: int, config: SasrecSection):
+        super().__init__()
+        hidden = config.feedforward or dim
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
+        self.attention = Attention(dim, config.heads, config.attention_dropout)
+        self.dropout = nn.Dropout(config.dropout)
+        self.network = nn.Sequential(
+            nn.Linear(dim, hidden), nn.ReLU(), nn.Dropout(config.dropout), nn.Linear(hidden, dim)
+        )
+
+    def forward(self, x_ND: torch.Tensor, packed: Packed) -> torch.Tensor:
+        x_ND = x_ND + self.dropout(self.attention(self.norms[0](x_ND), packed))
+        return x_ND + self.dropout(self.network(self.norms[1](x_ND)))
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention (Vaswani et al. 2017, arXiv:1706.03762): [N, D] → [N, D]."""
+
+    def __init__(self, dim: int, heads: int, dropout: float):
+        super().__init__()
+        self.heads, self.rate = heads, dropout
+        self.inputs, self.output = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x_ND: torch.Tensor, packed: Packed) -> torch.Tensor:
+        rate, read = self.rate if self.training else 0.0, []
+        for group_bTE in packed.by_time(self.inputs(x_ND)):
+            of_all = group_bTE.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, b, H, T, D ÷ H]
+            query_bHTd, key_bHTd, value_bHTd = of_all.unbind(0)
+            read_bHTd = scaled_dot_product_attention(
+                query_bHTd, key_bHTd, value_bHTd, dropout_p=rate, is_causal=True
+            )
+            read.append(read_bHTd.transpose(1, 2).flatten(2))
+        return self.output(packed.from_time(read))
+
+
+class HSTU(NextItem):
+    """Hierarchical sequential transduction units over a history (Zhai et al. 2024, arXiv:2402.17152).
+
+    x = √D · e + p for each item's embedding e and the learned vector p of its position. Then in each layer,
+    with layer norm N (without weights) and dropout d (equations 1 to 3), in each head:
+
+        u, v, q, k = silu(W₁ N x)
+        a_ij = silu(⟨q_i, k_j⟩ + r_{i−j} + s_{bucket(t_i − t_j)}) ÷ max_length   for j ≤ i, else 0
+        x ← x + W₂ · d(u ⊙ N(Σ_j a_ij v_j))
+
+    with learned biases r of each distance and s of each of 128 buckets of times between the two, on a
+    logarithmic scale (s only with model.time). Weights do not add up to 1: how much of a history is about
+    something counts, too. The state is the last layer's x.
+
+    Args, Returns, Raises: see NextItem; ConfigError, too, if the heads do not divide the width, or there is
+    no such column of times.
+    """
+
+    def __init__(self, schema: Schema, config: HstuSection, outputs: int = 1, vectors: bool = False):
+        super().__init__(schema, config, outputs, vectors)
+        self.time = None if config.time is None else config.time_place(schema)
+        self.layers = nn.ModuleList(Layer(self.dim, config) for _ in range(config.blocks))
+
+    def states(self, history: Sequence, packed: Packed) -> torch.Tensor:
+        x_ND = self.placed(history, packed)
+        buckets = None if self.time is None else self._buckets(history, packed)
+        for layer in self.layers:
+            x_ND = layer(x_ND, packed, buckets)
+        return x_ND
+
+    def _buckets(self, history: Sequence, packed: Packed) -> list[torch.Tensor]:
+        """Of the times between every two items: int64 [b, T, T] of each group; 0: none, or before."""
+        assert history.side_features is not None
+        times_BL1 = history.side_features[:, :, self.time].unsqueeze(2)
+        groups = [group_bT1.squeeze(2) for group_bT1 in packed.by_time(packed.pack(times_BL1))]
+        return [bucket(times_bT.unsqueeze(2) - times_bT.unsqueeze(1)) for times_bT in groups]
+
+
+def bucket(between: torch.Tensor) -> torch.Tensor:
+    """The bucket of a time between items, in the column's own unit: float [...] → int64 [...]."""
+    return (between.clamp(min=1).log() / FACTOR).long().clamp(max=BUCKETS - 1)
+
+
+class Layer(nn.Module):
+    """One unit: [N, D] → [N, D]."""
+
+    def __init__(self, dim: int, config: HstuSection):
+        super().__init__()
+        self.heads, self.length, width = config.heads, config.max_length, config.width or dim
+        self.inputs, self.output = nn.Linear(dim, 4 * width, bias=False), nn.Linear(width, dim)
+        self.dropout = nn.Dropout(config.dropout)
+        self.distances = nn.Parameter(torch.randn(config.max_length) * 0.02)
+        self.times = None if config.time is None else nn.Parameter(torch.randn(BUCKETS) * 0.02)
+        nn.init.normal_(self.inputs.weight, std=0.02)
+        nn.init.xavier_uniform_(self.output.weight)
+
+    def forward(self, x_ND: torch.Tensor, packed: Packed, buckets: list[torch.Tensor] | None) -> torch.Tensor:
+        of_all_NW = silu(self.inputs(layer_norm(x_ND, x_ND.shape[1:])))
+        gate_NW, others_NW = of_all_NW.tensor_split([of_all_NW.shape[1] // 4], dim=1)
+        groups = packed.by_time(others_NW)
+        read_NW = packed.from_time(
+            [self._read(group, buckets and buckets[place]) for place, group in enumerate(groups)]
+        )
+        read_NW = gate_NW * layer_norm(read_NW, read_NW.shape[1:])
+        return x_ND + self.output(self.dropout(read_NW))
+
+    def _read(self, group_bTW: torch.Tensor, buckets_bTT: torch.Tensor | None) -> torch.Tensor:
+        """Σ_j a_ij v_j: [b, T, 3 · width] → [b, T, width]."""
+        rows, length, _ = group_bTW.shape
+        by_head = group_bTW.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        value_nTd, query_nTd, key_nTd = by_head.flatten(1, 2).unbind(0)  # n = b · heads
+        bias = self._bias(length, buckets_bTT).to(query_nTd.dtype)
+        scores_nTT = torch.baddbmm(bias, query_nTd, key_nTd.transpose(1, 2))
+        read_nTd = torch.bmm(silu(scores_nTT).tril(), value_nTd) / self.length
+        return read_nTd.unflatten(0, (rows, self.heads)).transpose(1, 2).flatten(2)
+
+    def _bias(self, length: int, buckets_bTT: torch.Tensor | None) -> torch.Tensor:
+        """Of each query for each key: [1, T, T], with times [b · heads, T, T]; of later keys, any."""
+        places_T = torch.arange(length, device=self.distances.device)
+        back_TT = (places_T.unsqueeze(1) - places_T).clamp(min=0)
+        bias_1TT = self.distances[back_TT].unsqueeze(0)
+        if self.times is None or buckets_bTT is None:
+            return bias_1TT
+        of_times_bTT = embedding(buckets_bTT, self.times.unsqueeze(1)).squeeze(3)
+        return (bias_1TT + of_times_bTT).repeat_interleave(self.heads, 0)
