@@ -37,6 +37,7 @@ def _share(spec: t.Share, array: pa.Array) -> pa.Array:
 
 
 """
+SETTING = '    patience: Reaction = Field("stop", description="A run is over in time.")\n'
 JOB = """\
 run: {dir: run}
 data:
@@ -68,39 +69,30 @@ def inserted(tree, place, before, text):
     (tree / place).write_text(re.sub(f"(?m)^{re.escape(before)}", lambda _: text + before, whole))
 
 
-def add_model(tree):
-    copied(tree, "shop_model.py", "raytrec/models/linear.py")
-    inserted(tree, "raytrec/config/models/ranking.py", '@model("dcn"', SECTION)
+# A part → the changes that it takes: own files with their places, and text put in before a line of a file.
+PARTS = {
+    "model": [
+        ("shop_model.py", "raytrec/models/linear.py"),
+        ("raytrec/config/models/ranking.py", '@model("dcn"', SECTION),
+    ],
+    "loss": [("shop_loss.py", "raytrec/tasks/losses/hinge.py")],
+    "metric": [("shop_metric.py", "raytrec/metrics/builtin/right_side.py")],
+    "check": [
+        ("shop_check.py", "raytrec/checks/live/patience.py"),
+        ("raytrec/config/training.py", "    custom: dict[", SETTING),
+    ],
+    "optimizer": [("shop_optimizer.py", "raytrec/embeddings/optimizers/rmsprop.py")],
+    "transform": [
+        ("raytrec/config/transforms.py", "class Python(", TRANSFORM),
+        ("raytrec/data/transform_functions.py", "@does(t.DropNull)", FUNCTION),
+    ],
+    "recipe": [("shop_recipe.py", "datasets/shop/__init__.py")],
+}
 
 
-def add_loss(tree):
-    copied(tree, "shop_loss.py", "raytrec/tasks/losses/hinge.py")
-
-
-def add_metric(tree):
-    copied(tree, "shop_metric.py", "raytrec/metrics/builtin/right_side.py")
-
-
-def add_check(tree):
-    copied(tree, "shop_check.py", "raytrec/checks/live/patience.py")
-    setting = '    patience: Reaction = Field("stop", description="A run is over in time.")\n'
-    inserted(tree, "raytrec/config/training.py", "    custom: dict[", setting)
-
-
-def add_optimizer(tree):
-    copied(tree, "shop_optimizer.py", "raytrec/embeddings/optimizers/rmsprop.py")
-
-
-def add_transform(tree):
-    inserted(tree, "raytrec/config/transforms.py", "class Python(", TRANSFORM)
-    inserted(tree, "raytrec/data/transform_functions.py", "@does(t.DropNull)", FUNCTION)
-
-
-def add_recipe(tree):
-    copied(tree, "shop_recipe.py", "datasets/shop/__init__.py")
-
-
-PARTS = [add_model, add_loss, add_metric, add_check, add_optimizer, add_transform, add_recipe]
+def add(tree, part):
+    for change in PARTS[part]:
+        (copied if len(change) == 2 else inserted)(tree, *change)
 
 
 def hashes(tree):
@@ -118,17 +110,17 @@ def copy_of_the_tree(folder):
 def tree(tmp_path_factory):
     """The tree with all of them, as it would be installed."""
     tree = copy_of_the_tree(tmp_path_factory.mktemp("tree"))
-    for add in PARTS:
-        add(tree)
+    for part in PARTS:
+        add(tree, part)
     (tree / "raytrec_datasets").symlink_to("datasets")
     return tree
 
 
-@pytest.mark.parametrize("add", PARTS, ids=lambda add: add.__name__)
-def test_at_most_two_files_change(add, tmp_path):
+@pytest.mark.parametrize("part", PARTS)
+def test_at_most_two_files_change(part, tmp_path):
     tree = copy_of_the_tree(tmp_path)
     before = hashes(tree)
-    add(tree)
+    add(tree, part)
     after = hashes(tree)
     changed = [path for path in before.keys() | after.keys() if before.get(path) != after.get(path)]
     assert 1 <= len(changed) <= 2, changed

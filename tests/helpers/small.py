@@ -67,6 +67,50 @@ def train(step, local):
     return list(step.train(iter(local), len(local)))
 
 
+def weights_of(step):
+    """name → copies of the dense layers' parameters and of whole tables; a collective."""
+    from raytrec.embeddings.tables import tables
+
+    dense = {name: parameter.detach().clone() for name, parameter in step.head.model.named_parameters()}
+    return dense | {name: table.weight.dense() for name, table in tables(step.model).items()}
+
+
+def one_process(step, config, schema=SCHEMA):
+    """A checks.parity.reference.Reference with the weights that a Step has; a collective."""
+    from raytrec.checks.parity.reference import Reference
+    from raytrec.models import build_model
+    from raytrec.tasks.objective import Objective
+
+    weights, model = weights_of(step), build_model(schema, config.model)
+    model.load_state_dict({name: weights.pop(name) for name, _ in model.named_parameters()}, strict=False)
+    return Reference(schema, weights, model, objective=Objective.of(config, schema))
+
+
+def largest_difference(weights, others):
+    """Of all values of these names."""
+    return max(float((weights[name] - others[name]).abs().max()) for name in others)
+
+
+def state_of(step):
+    """name → copies of this rank's parts of weights and optimizer state."""
+    from raytrec.checkpoint.state import LogicalState
+
+    found = {}
+    for name, value in LogicalState(step.model, step.optimizer).tensors().items():
+        parts = [s.tensor for s in value.local_shards()] if hasattr(value, "local_shards") else [value]
+        found[name] = [part.detach().cpu().clone() for part in parts]
+    return found
+
+
+def assert_same_state(state, other):
+    """To the last bit."""
+    import torch
+
+    assert state.keys() == other.keys()
+    for name, values in state.items():
+        assert all(torch.equal(a, b) for a, b in zip(values, other[name], strict=True)), name
+
+
 def objective(tasks, schema=SCHEMA, world=1, **options):
     """The Objective of these tasks."""
     from raytrec.tasks.objective import Objective

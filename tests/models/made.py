@@ -120,8 +120,7 @@ def assert_alone(model, dense, found):
     def of_row(x, i):
         if not isinstance(x, Sequence):
             return x[i : i + 1]
-        parts = (x.vectors, x.present, x.side_features)
-        return Sequence(*(part if part is None else part[i : i + 1] for part in parts))
+        return Sequence(*(part if part is None else part[i : i + 1] for part in x))
 
     for i in range(len(dense)):
         alone = model(dense[i : i + 1], {name: of_row(x, i) for name, x in found.items()})
@@ -130,7 +129,7 @@ def assert_alone(model, dense, found):
     for name, x in found.items():
         if isinstance(x, Sequence):
             noise = 9 * torch.randn_like(x.vectors) * ~x.present.unsqueeze(2)
-            noisy[name] = Sequence(x.vectors + noise, x.present, x.side_features)
+            noisy[name] = x._replace(vectors=x.vectors + noise)
     torch.testing.assert_close(model(dense, noisy), whole)
 
 

@@ -3,9 +3,9 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from small import a_schema
 
 from raytrec.common.errors import DataError
-from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
@@ -13,13 +13,11 @@ from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import check_accused, read_item
 from raytrec.tasks.task import label_ranges, resolve_tasks
 
-SCHEMA = Schema.parse(
-    {
-        "labels": ["clicked", "stars"],
-        "sparse": {"user": {"table": "user"}},
-        "tables": {"user": {"rows": 9, "dim": 4}},
-    },
-    "test",
+SCHEMA = a_schema(
+    labels=["clicked", "stars"],
+    dense=[],
+    sparse={"user": {"table": "user"}},
+    tables={"user": {"rows": 9, "dim": 4}},
 )
 STARS = {"label": "stars", "loss": "mse"}
 COUNT = {"label": "stars", "loss": "own_parts:Count"}
@@ -37,8 +35,7 @@ def read(path, *tasks, check=True):
     if check:
         check_accused(dataset)
     item = Item(0, 0, (Part(path, 0, 0, dataset.rows),), None, 0)
-    (table,) = [read_item(item, dataset.form)]
-    return table["labels"].to_pylist(), bool(dataset.accused)
+    return read_item(item, dataset.form)["labels"].to_pylist(), bool(dataset.accused)
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import on_ranks
-from small import SCHEMA, batches, build, config, labelled, objective, train
+from small import (
+    SCHEMA,
+    batches,
+    build,
+    config,
+    labelled,
+    largest_difference,
+    objective,
+    one_process,
+    train,
+    weights_of,
+)
 
 from raytrec.common.errors import ConfigError
-from raytrec.tasks.objective import Objective, total
+from raytrec.tasks.objective import Scoring, total
 
 HERE = str(Path(__file__).parent)
 TWO = SCHEMA.model_copy(update={"labels": ["y", "z"]})
@@ -52,6 +63,26 @@ def test_outputs_have_predictions_in_the_labels_units():
     assert torch.equal(outputs.rows, weights) and float(outputs.loss) == 1.5
 
 
+def test_scores_without_labels_are_predictions_of_every_task():
+    """With a world of two ranks, of which there is one: a collective would be an error."""
+    tasks = [
+        {"label": "y", "negatives_kept": 0.25},
+        {"label": "z", "loss": "cross_entropy", "options": {"classes": 3}},
+        {"label": "y", "name": "pairs", "loss": "bpr", "group": "user"},
+    ]
+    scoring = Scoring(objective(tasks, TWO).tasks, world=2)
+    logits = torch.tensor([[0.5, 1.0, 2.0, 3.0, -1.0], [-2.0, 0.0, 0.0, 0.0, 4.0]])
+    batch = labelled(torch.empty(2, 0), torch.tensor([1.0, 0.0]))
+    loss = total(scoring.losses(logits, batch))
+    outputs = scoring.outputs(loss, logits, batch)
+    found = {name: each.predictions for name, each in outputs.tasks.items()}
+    p = torch.sigmoid(logits[:, 0])
+    torch.testing.assert_close(found["y"], p / (p + (1 - p) / 0.25))
+    torch.testing.assert_close(found["z"], torch.softmax(logits[:, 1:4], 1))
+    assert torch.equal(found["pairs"], logits[:, 4])
+    assert float(loss) == 0 and outputs.rows.tolist() == [1, 0]
+
+
 @pytest.mark.parametrize(
     "tasks,shape,message",
     [
@@ -71,15 +102,9 @@ def trained(rank, world, tasks, logits, changes):
     how far weights went."""
     from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
-    from raytrec.checks.parity.reference import Reference
-    from raytrec.embeddings.tables import tables
-    from raytrec.models import build_model
-
     made, schema = settings(world, tasks, logits, **changes), TWO if logits else SCHEMA
     step = build(made, schema)
-    model = build_model(schema, made.model)
-    model.load_state_dict(step.model.module.head.model.state_dict())
-    start = {name: table.weight.dense() for name, table in tables(step.model).items()}
+    start, one = weights_of(step), one_process(step, made, schema)
     whole, local = batches(3, rank, world, schema=schema)
     losses = [outputs.loss for outputs in train(step, local)]
     for loss in losses:
@@ -94,7 +119,6 @@ def trained(rank, world, tasks, logits, changes):
         right = torch.where(labels[:, 0] > 0, p, 1 - p)
         return (-right.log() * (1 - right) ** 1.5).mean()
 
-    one = Reference(schema, start, model, objective=Objective.of(made, schema))
     optimizers = [
         torch.optim.SGD(one.tables.values(), lr=0.1),
         torch.optim.SGD(one.model.parameters(), lr=0.1),
@@ -107,12 +131,9 @@ def trained(rank, world, tasks, logits, changes):
         for optimizer in optimizers:
             optimizer.step()
         errors.append(abs(float(loss) / world - float(expected)))
-    got = {name: table.weight.dense() for name, table in tables(step.model).items()}
-    apart = [float((got[name] - one.tables[name]).abs().max()) for name in got]
-    ours = dict(step.model.module.head.model.named_parameters())
-    apart += [float((ours[name] - p).abs().max()) for name, p in one.model.named_parameters()]
-    moved = max(float((got[name] - start[name]).abs().max()) for name in got)
-    return max(apart), max(errors), moved
+    got = weights_of(step)
+    apart = largest_difference(got, dict(one.model.named_parameters()) | one.tables)
+    return apart, max(errors), largest_difference(got, start)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -1,11 +1,13 @@
-"""Losses that a model gives itself: which column they are, which rows they count for, on how many ranks."""
+"""Losses that a model gives itself: which column they are, which rows they count for, on how many ranks; and
+the training loss as metrics have it."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import on_ranks
-from small import SCHEMA, build, config, labelled, objective
+from small import SCHEMA, batches, build, config, labelled, objective, train
 
 from raytrec.checks.parity.batches import GlobalBatch
 from raytrec.checks.parity.losses import loss_of
@@ -72,8 +74,6 @@ def test_the_reference_has_the_same_definition(tasks):
 
 
 def parity(rank, world, tasks, changes):
-    import sys
-
     from raytrec.checks.parity.compare import compare
     from raytrec.worker.build import build_step
 
@@ -93,10 +93,6 @@ def test_ranks_learn_what_one_process_does(world, case, changes):
 
 
 def evaluated(rank, world):
-    import sys
-
-    from small import batches, train
-
     sys.path.insert(0, HERE)
     step = build(settings(world, CASES["for a task"], ema=0.5), TWO)
     _, local = batches(2, rank, world, schema=TWO)
@@ -123,3 +119,52 @@ def test_a_task_without_a_loss_needs_a_model_that_gives_one(tasks, options, mess
     model = {"name": "dlrm"} if options.get("name") else values["model"] | options
     with pytest.raises(ConfigError, match=message):
         Objective.of(load_config(values | {"model": model}), TWO)
+
+
+def figures_of_training(rank, world, tasks, changes, spoil=False):
+    """(figures of training over three steps, Outputs.loss of each)."""
+    from raytrec.metrics.selection import Selection
+    from raytrec.metrics.sums import Sums
+
+    sys.path.insert(0, HERE)
+    made = settings(world, tasks, **changes)
+    _, local = batches(3, rank, world, schema=TWO)
+    if spoil:
+        local[1].dense[0, 0] = float("nan")
+    step, sums = build(made, TWO), Sums(Selection.of_config(made, TWO), torch.device("cpu"))
+    losses = []
+    for outputs in step.train(iter(local), 3):
+        sums.add(outputs)
+        losses.append(float(outputs.loss))
+    return sums.reduce(), losses
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_mean_loss_of_steps_on_any_number_of_ranks(case):
+    one, many = (on_ranks(world, figures_of_training, CASES[case], {}) for world in (1, 2))
+    for ranks in (one, many):
+        of_ranks = [sum(losses) / 3 for _, losses in ranks]
+        assert ranks[0][0]["loss"] == pytest.approx(sum(of_ranks) / len(of_ranks), rel=1e-5) != 0
+        mine = {key: value for key, value in ranks[0][0].items() if key.rpartition(".")[2] == "loss"}
+        assert mine == pytest.approx({key: one[0][0][key] for key in mine}, rel=1e-5)
+        names = {"".join(key.rpartition(".")[:1]) for key in mine} - {""}
+        of_tasks = sum(mine[f"{name}.loss"] for name in names)
+        if case == "with a loss":  # the model's is only in the sum
+            assert names == {"y"} and mine["loss"] - of_tasks > 0
+        elif case == "for a task":
+            assert not names
+        else:
+            assert len(names) > 1 and mine["loss"] == pytest.approx(of_tasks, rel=1e-6)
+
+
+def test_the_loss_of_labels_is_their_log_loss_times_the_weight_of_the_task():
+    tasks = [{"label": "y"}, {"label": "z", "weight": 0.5}]
+    ((figures, _),) = on_ranks(1, figures_of_training, tasks, {})
+    assert figures["z.loss"] == pytest.approx(0.5 * figures["z.logloss"], rel=1e-5)
+    assert figures["y.loss"] == pytest.approx(figures["y.logloss"], rel=1e-5)
+
+
+def test_a_step_that_is_skipped_does_not_count():
+    for figures, losses in on_ranks(2, figures_of_training, CASES["with a loss"], {"on_nan": "skip"}, True):
+        assert losses[1] == 0 and losses[0] != 0
+        assert figures["rows"] == 24 and figures["loss"] > 0.3

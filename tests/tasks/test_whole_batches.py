@@ -7,7 +7,8 @@ import torch
 from ranks import on_ranks
 from small import batches, build, config, labelled, objective, train
 
-from raytrec.common.errors import ConfigError
+from raytrec.common.errors import ConfigError, RunError
+from raytrec.tasks.global_batch import rank_loss
 from raytrec.tasks.losses import Rows, loss
 from raytrec.tasks.objective import Objective, total
 
@@ -148,6 +149,37 @@ def test_keys_reach_the_metrics_by_their_columns():
     sliced = Objective(made.tasks, keys=["user", "film", "country"])  # training reads no slices
     outputs = sliced.outputs(torch.zeros(()), X, labelled(Y, keys=keys))
     assert list(outputs["y"].keys) == ["user", "film"]
+
+
+def test_ranks_losses_average_to_the_loss_of_the_global_batch():
+    losses, padding = torch.arange(1.0, 11), torch.full((2,), 99.0)
+    mine = []
+    for part in (losses[:3], losses[3:3], losses[3:]):
+        weights = torch.tensor([1.0] * len(part) + [0, 0])
+        mine.append(rank_loss(torch.cat([part, padding]), weights, 10, 3))
+    assert float(sum(mine)) / 3 == pytest.approx(55 / 10)
+
+
+def switches(rank, world):
+    """TorchRec's process-wide switch after a training, and the message where it was off before."""
+    from torchrec.distributed import comm_ops
+
+    plan = {"sharding_type": "row_wise"}
+    train(build(config(world, plan, max_grad_norm=0.1)), batches(2, rank, world)[1])
+    after = comm_ops.get_gradient_division(), comm_ops.get_use_sync_collectives()
+    comm_ops.set_gradient_division(False)
+    try:
+        build(config(world, plan))
+    except RunError as error:
+        return after, str(error)
+    finally:
+        comm_ops.set_gradient_division(True)
+
+
+def test_nothing_of_torchrecs_is_switched_and_what_was_is_seen():
+    for after, message in on_ranks(2, switches):
+        assert after == (True, False)  # as torchrec comes
+        assert "gradient division is switched off" in message
 
 
 def collectives(rank, world, tasks):

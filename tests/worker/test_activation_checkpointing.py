@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ranks import on_ranks
-from small import SCHEMA, batches, build, config, train
+from small import SCHEMA, assert_same_state, batches, build, config, state_of, train
 
 MODELS = {
     "dlrm": {"name": "dlrm", "bottom_mlp": [6], "top_mlp": [6], "dropout": 0.5},
@@ -26,7 +26,6 @@ def schema_of(name):
 
 def trained(rank, world, model, recomputed, changes):
     """Losses of four steps, and all weights and state after them."""
-    from raytrec.checkpoint.state import LogicalState
     from raytrec.config.features import resolve_features
 
     changes = {"activation_checkpointing": recomputed, **changes}
@@ -34,11 +33,7 @@ def trained(rank, world, model, recomputed, changes):
     schema = schema_of(model["name"])
     step, features = build(settings, schema), resolve_features(schema, settings.model)
     outputs = train(step, batches(4, rank, world, schema=schema, features=features)[1])
-    state = {}
-    for name, value in LogicalState(step.model, step.optimizer).tensors().items():
-        parts = value.local_shards() if hasattr(value, "local_shards") else None
-        state[name] = [part.tensor for part in parts] if parts is not None else [value]
-    return [each.loss for each in outputs], {n: [p.detach().clone() for p in v] for n, v in state.items()}
+    return [each.loss for each in outputs], state_of(step)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -50,9 +45,7 @@ def test_losses_weights_and_names_are_the_same_bit_for_bit(name, world, changes)
         plain, on_ranks(world, trained, MODELS[name], True, changes), strict=True
     ):
         assert losses == others and all(loss.isfinite() for loss in losses)
-        assert state.keys() == other.keys()
-        for values, theirs in zip(state.values(), other.values(), strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(values, theirs, strict=True))
+        assert_same_state(state, other)
 
 
 def kept_bytes(model, dense, pooled):

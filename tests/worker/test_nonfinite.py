@@ -12,16 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from small import SCHEMA, batches, config, train
+from small import assert_same_state, batches, build, config, state_of, train
 
 from raytrec.common.errors import RunError
 from raytrec.driver import run as driver
 from raytrec.driver.evaluation import evaluate
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return parquet.dataset(tmp_path_factory.mktemp("nan") / "d")
 
 
 def diverging(folder, place, **train):
@@ -52,9 +47,9 @@ def with_a_row(folder, place, price):
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_stops_and_keeps_the_batch(folder, tmp_path):
+def test_stops_and_keeps_the_batch(tiny_data, tmp_path):
     """The batch of the step whose loss was bad, to the row that made it so; not the one after it."""
-    run, data = tmp_path / "run", with_a_row(folder, tmp_path / "d", 3e38)
+    run, data = tmp_path / "run", with_a_row(tiny_data, tmp_path / "d", 3e38)
     values = parquet.settings(data, run, checkpoint__every_steps=1)
     values["model"] = {"name": "dcn", "bottom_mlp": [16], "top_mlp": [16]}  # its crosses square the price
     with pytest.raises(RunError, match="the loss is not a finite number") as error:
@@ -75,9 +70,9 @@ def test_stops_and_keeps_the_batch(folder, tmp_path):
 
 @pytest.mark.survive
 @pytest.mark.usefixtures("ray_cluster")
-def test_an_infinite_state_ends_the_run_and_is_no_checkpoint(folder, tmp_path, capfd):
+def test_an_infinite_state_ends_the_run_and_is_no_checkpoint(tiny_data, tmp_path, capfd):
     """A price whose square overflows: Adam's second moment is infinite, while the loss stays finite."""
-    run, data = tmp_path / "run", with_a_row(folder, tmp_path / "d", 1e25)
+    run, data = tmp_path / "run", with_a_row(tiny_data, tmp_path / "d", 1e25)
     with pytest.raises(RunError, match="is NaN or infinite") as error:
         driver.train(parquet.settings(data, run, checkpoint__every_steps=2, checkpoint__keep_last=9))
     said, kept = error.value, checkpoints.newest(run)
@@ -92,8 +87,8 @@ def test_an_infinite_state_ends_the_run_and_is_no_checkpoint(folder, tmp_path, c
 
 @pytest.mark.survive
 @pytest.mark.usefixtures("ray_cluster")
-def test_an_infinite_state_can_be_trained_on_but_not_kept(folder, tmp_path, capfd):
-    run, data = tmp_path / "run", with_a_row(folder, tmp_path / "d", 1e25)
+def test_an_infinite_state_can_be_trained_on_but_not_kept(tiny_data, tmp_path, capfd):
+    run, data = tmp_path / "run", with_a_row(tiny_data, tmp_path / "d", 1e25)
     with pytest.raises(driver.Unfinished, match="is NaN or infinite") as error:
         driver.train(parquet.settings(data, run, checkpoint__every_steps=2, checks__finite="warn"))
     assert error.value.result.metrics["train.steps"] == 16 and error.value.result.metrics["eval.rows"] == 1003
@@ -102,7 +97,7 @@ def test_an_infinite_state_can_be_trained_on_but_not_kept(folder, tmp_path, capf
     assert checkpoints.about(kept)["progress"]["step"] < 16
     assert not (run / "result.json").exists()
     checkpoints.spoil(kept, "tables/user/weight")  # as one that something else has written
-    evaluate(str(run), str(folder / "test"))
+    evaluate(str(run), str(tiny_data / "test"))
     said = " ".join(capfd.readouterr().err.split())
     assert (
         "the checkpoint is NaN or infinite, its figures mean nothing: table user's weight on rank 0" in said
@@ -111,8 +106,8 @@ def test_an_infinite_state_can_be_trained_on_but_not_kept(folder, tmp_path, capf
 
 @pytest.mark.survive
 @pytest.mark.usefixtures("ray_cluster")
-def test_leaves_the_steps_out_and_counts_them(folder, tmp_path):
-    metrics = driver.train(diverging(folder, tmp_path, on_nan="skip")).metrics
+def test_leaves_the_steps_out_and_counts_them(tiny_data, tmp_path):
+    metrics = driver.train(diverging(tiny_data, tmp_path, on_nan="skip")).metrics
     assert 10 < metrics["train.nan_steps"] < metrics["train.steps"] == 16
     left_out = metrics["train.nan_steps"]  # the last ones: they do not come back
     assert metrics["train.rows"] == 2000 - (2000 % 128) - 128 * (left_out - 1)
@@ -121,57 +116,36 @@ def test_leaves_the_steps_out_and_counts_them(folder, tmp_path):
 
 def left_out(rank, world, plan, optimizer, clip):
     """Weights and state after four steps, the third bad on rank 0 alone; and after the other three."""
-    from raytrec.checkpoint.state import LogicalState
-    from raytrec.worker.build import build_step
-
     settings = config(world, plan, optimizer, on_nan="skip", max_grad_norm=clip)
+    on_gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
     ends, left = [], []
     for bad in (True, False):
-        on_gpu = dist.get_backend() == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        step, _ = build_step(settings, SCHEMA, device)
+        step = build(settings, device=device)
         local = batches(4, rank, world)[1]
         if bad and rank == 0:
             local[2].dense[0, 0] = float("inf")
         if not bad:
             del local[2]
         left.append([outputs.skipped for outputs in train(step, local)])
-        tensors = LogicalState(step.model, step.optimizer).tensors()
-        parts = {
-            name: [s.tensor for s in v.local_shards()] if hasattr(v, "local_shards") else [v]
-            for name, v in tensors.items()
-        }
-        ends.append({name: [p.detach().cpu().clone() for p in values] for name, values in parts.items()})
+        ends.append(state_of(step))
     return left, ends
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize(
-    "plan,optimizer",
+    "sharding,optimizer,device",
     [
-        ({"sharding_type": "row_wise"}, "adagrad"),
-        ({"sharding_type": "table_wise"}, "rowwise_adagrad"),
-        ({"sharding_type": "row_wise"}, "sgd"),
-        ({"sharding_type": "data_parallel"}, "adam"),
-        ({"sharding_type": "row_wise"}, "adam"),
+        ("row_wise", "adagrad", "cpu"),
+        ("table_wise", "rowwise_adagrad", "cpu"),
+        ("row_wise", "sgd", "cpu"),
+        ("data_parallel", "adam", "cpu"),
+        ("row_wise", "adam", "cpu"),
+        ("row_wise", "adagrad", "cuda"),
+        ("data_parallel", "adam", "cuda"),
     ],
 )
-def test_a_step_that_is_left_out_changes_nothing(plan, optimizer, clip):
-    changes_nothing(on_ranks(2, left_out, plan, optimizer, clip))
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize(
-    "plan,optimizer",
-    [({"sharding_type": "row_wise"}, "adagrad"), ({"sharding_type": "data_parallel"}, "adam")],
-)
-def test_so_it_is_on_a_gpu(plan, optimizer, clip):
-    changes_nothing(on_ranks(2, left_out, plan, optimizer, clip, device="cuda"))
-
-
-def changes_nothing(results):
-    for left, (with_bad, without) in results:
+def test_a_step_that_is_skipped_changes_nothing(sharding, optimizer, device, clip):
+    for left, ends in on_ranks(2, left_out, {"sharding_type": sharding}, optimizer, clip, device=device):
         assert left == [[False, False, True, False], [False] * 3]
-        for name, values in without.items():
-            for one, other in zip(values, with_bad[name], strict=True):
-                assert torch.equal(one, other), name
+        assert_same_state(*ends)

@@ -1,13 +1,12 @@
 """train.matmul and train.deterministic: what they change, and where they end."""
 
-import copy
 import os
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import on_ranks
-from small import SCHEMA, batches, build, config, train
+from small import SCHEMA, batches, build, config, largest_difference, one_process, train, weights_of
 
 TESTS = Path(__file__).parents[1]
 
@@ -26,43 +25,34 @@ class InBf16(torch.nn.Module):
         return logits.float()
 
 
-def bf16_step(rank, world, settings):
-    """How far one step, and an evaluation, are from plain torch's under autocast, and from fp32's."""
+def bf16_step(rank, world, changes):
+    """How far one step, and an evaluation, are from plain torch's under autocast, and from fp32's:
+    the largest difference of a weight, as a share of the largest step of all."""
     from raytrec.checks.parity import reference
-    from raytrec.embeddings.tables import tables
-    from raytrec.models import build_model
 
-    step = build(config(world, {"sharding_type": "row_wise"}, "sgd", lr=1.0, matmul="bf16", **settings))
-    dense = dict(step.model.module.head.model.named_parameters())
-    model = build_model(SCHEMA, config(world, {}).model)
-    model.load_state_dict(dense)
-    start = {name: table.weight.dense() for name, table in tables(step.model).items()}
-    whole, local = batches(1, rank, world)
-    errors = {}
-    for name, dense_model in {"bf16": InBf16(copy.deepcopy(model)), "fp32": copy.deepcopy(model)}.items():
-        one = reference.Reference(SCHEMA, start, dense_model)
+    settings = config(world, {"sharding_type": "row_wise"}, "sgd", lr=1.0, matmul="bf16", **changes)
+    step = build(settings)
+    begun, (whole, local), expected = weights_of(step), batches(1, rank, world), {}
+    for name in ("bf16", "fp32"):
+        one = one_process(step, settings)
+        dense, one.model = one.model, InBf16(one.model) if name == "bf16" else one.model
         optimizers = [
             torch.optim.SGD(one.tables.values(), lr=1.0),
-            torch.optim.SGD(one.model.parameters(), lr=0.1),
+            torch.optim.SGD(dense.parameters(), lr=0.1),
         ]
         reference.train(one, whole, optimizers)
-        errors[name] = one
+        expected[name] = dict(dense.named_parameters()) | one.tables
     (outputs,) = train(step, local)
     (evaluated,) = step.evaluate(iter(local))
     trained, evaluated = outputs["y"].logits, evaluated["y"].logits
     assert trained.dtype == evaluated.dtype == torch.float32
     assert {p.dtype for p in step.model.parameters()} == {torch.float32}
     assert torch.equal(evaluated, evaluated.bfloat16().float())  # as bf16 as they were
-    got = {name: table.weight.dense() for name, table in tables(step.model).items()} | dense
-    return {name: _distance(got, one, start, model) for name, one in errors.items()}
-
-
-def _distance(got, one, start, model):
-    """The largest difference of a weight, as a share of the largest step of all."""
-    expected = dict(one.tables) | {n.removeprefix("model."): p for n, p in one.model.named_parameters()}
-    begun = start | dict(model.named_parameters())
-    moved = max(float((expected[name] - begun[name]).abs().max()) for name in expected)
-    return max(float((got[name] - expected[name]).abs().max()) for name in expected) / moved
+    got = weights_of(step)
+    return {
+        name: largest_difference(got, weights) / largest_difference(begun, weights)
+        for name, weights in expected.items()
+    }
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,7 @@
 
 import torch
 from ranks import on_ranks
-from small import batches, build, config, train
-
-
-def weights(step):
-    from raytrec.embeddings.tables import tables
-
-    return {name: table.weight.dense().tolist() for name, table in tables(step.model).items()}
+from small import assert_same_state, batches, build, config, state_of, train
 
 
 def a_run(rank, world, plan):
@@ -23,7 +17,7 @@ def a_run(rank, world, plan):
             logits.append(outputs["y"].logits.tolist())
             locks.append([kernel.lock_cache_line for kernel in getattr(pipeline, "_kernels", [])])
     names = {name for name, seconds in step.phases.take().items() if seconds > 0}
-    return type(pipeline).__name__, logits, weights(step), locks, names
+    return type(pipeline).__name__, logits, state_of(step), locks, names
 
 
 def test_prefetching_changes_nothing_but_the_time():
@@ -31,9 +25,12 @@ def test_prefetching_changes_nothing_but_the_time():
     prefetching = on_ranks(
         2, a_run, {"sharding_type": "row_wise", "compute_kernel": "fused_uvm_caching"}, device="cuda"
     )
-    for (kind, logits, tables, _, _), (other, *same, locks, phases) in zip(plain, prefetching, strict=True):
+    for (kind, logits, state, _, _), (other, same, others, locks, phases) in zip(
+        plain, prefetching, strict=True
+    ):
         assert kind == "TimedPipeline" and other == "TimedPrefetchPipeline"
-        assert same == [logits, tables]
+        assert same == logits
+        assert_same_state(state, others)
         # Rows are locked into the cache until backward, which an evaluation does not have.
         assert locks == [[True]] * 4 + [[False]] * 7 + [[True]] * 3
         assert phases >= {"data", "copy", "input_exchange", "forward", "backward", "optimizer"}

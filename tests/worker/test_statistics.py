@@ -20,19 +20,17 @@ def observed(rank, world, plan, optimizer, train, sample):
     from raytrec.checkpoint.state import LogicalState
     from raytrec.embeddings.taps import Taps
     from raytrec.worker import statistics
-    from raytrec.worker.build import build_step
 
     statistics.SAMPLE = sample
-    device = torch.device("cuda" if torch.distributed.get_backend() == "nccl" else "cpu")
-    step = build_step(small.config(world, plan, optimizer, **train), small.SCHEMA, device)[0]
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    step = small.build(small.config(world, plan, optimizer, **train), device=device)
     state = LogicalState(step.model, step.optimizer)
-    head = step.head
-    taps = Taps(step.model, head, list(small.SCHEMA.sparse))
+    taps = Taps(step.model, step.head, list(small.SCHEMA.sparse))
     watched = statistics.Statistics(small.SCHEMA, state.tables, taps)
     whole, local = small.batches(STEPS, rank, world)
     small.train(step, local[:-1])
     before = {name: table.weight.dense() for name, table in state.tables.items()}
-    model = {name: p.detach().clone() for name, p in head.model.named_parameters()}
+    model = {name: p.detach().clone() for name, p in step.head.model.named_parameters()}
     taps.probing = True
     small.train(step, local[-1:])
     found = watched.collect()
@@ -59,28 +57,10 @@ def ids_of(table, batches):
     )
 
 
-def of_mf(rank, world):
-    """Statistics of a model that has no dense layers."""
-    from raytrec.checkpoint.state import LogicalState
-    from raytrec.embeddings.taps import Taps
-    from raytrec.worker.statistics import Statistics
-
-    sparse = {name: {"table": "user"} for name in ("user", "item")}
-    tables = {"user": {"rows": 23, "dim": 8}}
-    schema = small.Schema.parse({"labels": ["y"], "sparse": sparse, "tables": tables}, "mf")
-    parts = {"model": {"name": "mf"}, "tasks": [{"loss": "in_batch_softmax"}]}
-    step = small.build(small.config(world, {"sharding_type": "row_wise"}, **parts), schema)
-    head = step.head
-    assert not list(head.parameters())
-    taps = Taps(step.model, head, list(schema.sparse))
-    watched = Statistics(schema, LogicalState(step.model, step.optimizer).tables, taps)
-    small.train(step, small.batches(2, rank, world, schema=schema)[1])
-    return watched.collect()
-
-
 def test_a_model_without_dense_layers():
-    (found,) = on_ranks(1, of_mf)
-    assert found["user"]["lookups"] > 0
+    parts = {"model": {"name": "mf", "item": "friends"}, "tasks": [{"loss": "in_batch_softmax"}]}
+    ((found, _, _, dense, _),) = on_ranks(1, observed, {"sharding_type": "row_wise"}, "sgd", parts, 4096)
+    assert not dense and found["user"]["lookups"] > 0
 
 
 def line(found):
@@ -126,18 +106,11 @@ def test_figures_are_those_of_the_whole_tables(sharding, optimizer):
             close(shards[0]["row_norm_p50"], after[name].norm(dim=1).quantile(0.5))
 
 
-def on_a_device(rank, world, plan, optimizer):
-    """Statistics of a run on CPU or on the stand-in for a GPU."""
-    return observed(rank, world, plan, optimizer, {}, 4096)[0]
-
-
 @pytest.mark.parametrize("sharding,optimizer", [("row_wise", "sgd"), ("data_parallel", "adagrad")])
 def test_figures_of_gpus_are_those_of_cpus(sharding, optimizer):
-    found = [
-        on_ranks(2, on_a_device, {"sharding_type": sharding}, optimizer, device=device)
-        for device in ("cuda", "cpu")
-    ]
-    for rank, (of_gpu, of_cpu) in enumerate(zip(*found, strict=True)):
+    plan = {"sharding_type": sharding}
+    found = [on_ranks(2, observed, plan, optimizer, {}, 4096, device=device) for device in ("cuda", "cpu")]
+    for rank, ((of_gpu, *_), (of_cpu, *_)) in enumerate(zip(*found, strict=True)):
         for name, figures in of_cpu.items():
             assert of_gpu[name]["device"] == f"cuda:{rank}"
             for key in figures.keys() - {"device"}:

@@ -1,0 +1,153 @@
+"""One rank's loop on real ranks: what it records, checks and agrees on, and in which phase it saves."""
+
+import loop
+import pytest
+import torch
+from ranks import on_ranks
+from torch.profiler import ProfilerActivity, profile
+
+from raytrec.driver.coordinator import SLOW_PHASES
+from raytrec.worker.step import seed_of
+
+NO_RECORDS = "tracking.every_steps=null"
+CHECKS = ("same_environment", "shards", "replicas", "parity", "conservation", "finite", "numerics")
+
+
+def run(rank, world, steps, changes, folder, disturb=None):
+    """(this rank's lines and checks, the error that ended it); a checkpoint is saved at step 5."""
+    changes = ["checkpoint.every_s=null", "checkpoint.every_steps=5", *changes]
+    made = loop.make(rank, world, steps, changes, folder).train(steps, disturb)
+    return [message for message in made.said if message["kind"] in ("rank", "check")], made.error
+
+
+def flip_a_bit(made):
+    """On one rank alone, before the fourth step."""
+    if made.context.index == 1 and made.progress.step == 3:
+        dense = made.checkpoints._state.dense
+        values = next(v for name, v in dense.items() if name.endswith("weight/value"))
+        values.view(torch.int32).view(-1)[3] ^= 1
+
+
+def test_what_is_reported_and_when(tmp_path):
+    changes = ["tracking.every_steps=3", "checks.every_steps=4"]
+    for rank, (said, error) in enumerate(on_ranks(2, run, 8, changes, str(tmp_path))):
+        assert error is None
+        lines = [m for m in said if m["kind"] == "rank"]
+        assert [(m["first_step"], m["step"]) for m in lines] == [(0, 3), (3, 6), (6, 8)]  # and at the end
+        for line in lines:
+            assert (line["rank"], line["world"], set(line["tables"])) == (rank, 2, {"user", "tag"})
+            assert sum(line["phases_s"].values()) == pytest.approx(line["seconds"])
+            assert line["phases_s"]["backward"] > 0 and line["phases_s"]["forward"] > 0
+            assert line["tables"]["user"]["gradient_norm"] > 0
+        checks = [m for m in said if m["kind"] == "check"]
+        if rank:
+            assert not checks  # one warning, not one a rank
+            continue
+        assert all(m["passed"] for m in checks)
+        at = {
+            name: [m["step"] for m in checks if m["check"] == name] for name in {m["check"] for m in checks}
+        }
+        assert at["same_environment"] == [0]
+        assert at["parity"] == [2, 4, 8]  # the first step for which there is a batch ahead, then each 4
+        assert at["replicas"] == [0, 2, 4, 5, 8]  # 5: before a checkpoint
+
+
+@pytest.mark.parametrize("every,step", [(4, 4), (100, 5)])
+def test_a_failed_check_stops_all_ranks_and_keeps_a_state_from_being_saved(every, step, tmp_path):
+    for said, error in on_ranks(
+        2, run, 8, [NO_RECORDS, f"checks.every_steps={every}"], str(tmp_path), flip_a_bit
+    ):
+        assert "a check failed" in error and "replicas" in error and f"step {step}" in error
+        assert not any(m["kind"] == "rank" for m in said)
+    assert not list(tmp_path.glob("checkpoints/step-*"))
+
+
+def test_a_failed_check_warns(tmp_path):
+    changes = [NO_RECORDS, "checks.every_steps=4", "checks.replicas=warn"]
+    (said, error), _ = on_ranks(2, run, 8, changes, str(tmp_path), flip_a_bit)
+    assert error is None
+    assert {m["step"] for m in said if m["kind"] == "check" and not m["passed"]} == {4, 5, 8}
+
+
+def test_all_off(tmp_path):
+    changes = [NO_RECORDS, *(f"checks.{name}=off" for name in CHECKS)]
+    assert on_ranks(2, run, 4, changes, str(tmp_path), flip_a_bit) == [([], None), ([], None)]
+
+
+def slow_start(made):
+    from time import sleep
+
+    if made.context.index == 1:
+        sleep(0.03)  # between steps: its own time
+
+
+def test_a_rank_that_waits_for_a_slow_one(tmp_path):
+    """A rank that is slow spends that time itself; the other one waits for it in collectives."""
+    from raytrec.common.messages import RankLine
+    from raytrec.report.findings import straggler
+
+    results = on_ranks(2, run, 12, ["tracking.every_steps=6"], str(tmp_path), slow_start)
+    lines = [[m for m in said if m["kind"] == "rank"][1] for said, _ in results]
+    fast, slow = (line["phases_s"] for line in lines)
+    assert slow["other"] > 0.18 > fast["other"]
+    waits = [phases["collectives"] + phases["input_exchange"] for phases in (fast, slow)]
+    assert waits[0] > waits[1] + 0.1
+    for line in lines:  # for a finding, seconds must be many
+        del line["kind"]
+        line["seconds"] *= 1000
+        line["phases_s"] = {phase: 1000 * seconds for phase, seconds in line["phases_s"].items()}
+    assert "rank 1" in straggler([RankLine(**line) for line in lines])
+
+
+def phases_of_waits(rank, world, folder):
+    """The phase that the heartbeat reports, each time it waits for a checkpoint that is being written."""
+    made, found = loop.make(rank, world, 3, ["checkpoint.every_s=null"], folder), []
+    saver, heartbeat = made.checkpoints._saver, made.context.heartbeat
+    taken = saver.taken
+
+    def waits():
+        if saver._running is not None:
+            found.append(heartbeat.phase)
+        return taken()
+
+    saver.taken = waits
+    made.train(3)
+    assert made.error is None
+    return found
+
+
+def test_the_wait_for_the_last_checkpoint_is_a_phase_not_a_step(tmp_path):
+    """It takes as long as it takes: its limit is that of a phase."""
+    [found] = on_ranks(1, phases_of_waits, str(tmp_path))
+    assert found and set(found) <= set(SLOW_PHASES)
+
+
+def all_reduces(rank, world, folder):
+    """all_reduces of two ordinary steps; what is drawn at random in the last one, and what its seed gives."""
+    made = loop.make(rank, world, 8, ["train.log_every_steps=100", "checkpoint.every_s=null"], folder)
+    found, profiler = [], profile(activities=[ProfilerActivity.CPU])
+    made.step.model.register_forward_pre_hook(lambda *_: found.append(torch.rand(3).tolist()))
+    made.observers.begin()
+    for number, outputs in enumerate(made.step.train(made.batches, 6), start=1):
+        made.progress.count(loop.ROWS, outputs)
+        made.observers.after_step(loop.ROWS)
+        made.checkpoints.after_step(outputs)
+        if number == 4:
+            profiler.start()
+    profiler.stop()
+    torch.manual_seed(seed_of(3, made.step.trained - 1, rank))
+    drawn = torch.rand(3).tolist()
+    names = [event.key for event in profiler.key_averages() for _ in range(event.count)]
+    return names.count("c10d::allreduce_"), found[-1], drawn
+
+
+def test_one_rank_averages_no_gradient_and_agrees_with_itself(tmp_path):
+    [(count, drawn, expected)] = on_ranks(1, all_reduces, str(tmp_path))
+    assert count == 0
+    assert drawn == expected
+
+
+def test_two_ranks_do_both_at_each_step(tmp_path):
+    (count, drawn, expected), (_, other, _) = on_ranks(2, all_reduces, str(tmp_path))
+    assert count >= 4
+    assert drawn == expected != other
