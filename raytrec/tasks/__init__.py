@@ -1,1 +1,1 @@
-"""What a model learns: tasks, their losses, and one scalar of all of them."""
+"""Tasks, their losses, and one scalar of them all."""

@@ -1,4 +1,7 @@
-"""What tasks and evaluations read of a row in addition to its features. No torch here."""
+"""What tasks and evaluations read in addition to features.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +55,8 @@ def check_reserved(tasks: Sequence[Task], slices: Sequence[str], reserved: Seque
     Raises:
         ConfigError: one is not in data.reserve_columns.
     """
-    named = [(f"tasks[{i}].group", task.group) for i, task in enumerate(tasks)]
-    named += [(f"tasks[{i}].item", task.item) for i, task in enumerate(tasks)]
-    named += [(f"tasks[{i}].item_frequency", task.item_frequency) for i, task in enumerate(tasks)]
+    keys = ("group", "item", "item_frequency")
+    named = [(f"tasks[{i}].{key}", getattr(task, key)) for key in keys for i, task in enumerate(tasks)]
     named += [("eval.slices", column) for column in slices]
     for key, column in named:
         if column is not None and column not in reserved:

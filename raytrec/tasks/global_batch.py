@@ -1,4 +1,4 @@
-"""The loss of a global batch: what each rank's part of it must be so that every gradient agrees with it.
+"""Each rank's part of the loss of a global batch.
 
     loss = Σ over the rows of the global batch of the row's loss ÷ rows of the global batch
 

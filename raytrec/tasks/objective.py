@@ -1,4 +1,4 @@
-"""What is minimised: tasks → losses → the one scalar of a global batch, on any number of ranks."""
+"""Tasks → losses → the scalar of a global batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Whether losses can do something with the keys of their tasks, and with the model. No torch here."""
+"""Checks of tasks against their losses and the model.
+
+No torch here.
+"""
 
 from __future__ import annotations
 

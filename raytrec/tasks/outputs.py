@@ -1,4 +1,4 @@
-"""What a step hands to the metrics, one view a task."""
+"""What a step hands to the metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The configuration's tasks, held to a schema: each with its column, its loss and its metrics. No torch."""
+"""The configuration's tasks, resolved against a schema.
+
+No torch.
+"""
 
 from __future__ import annotations
 

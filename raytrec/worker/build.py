@@ -1,4 +1,4 @@
-"""A rank's model: built alike everywhere, then sharded by one plan."""
+"""A rank's model: built, then sharded by one plan."""
 
 from __future__ import annotations
 

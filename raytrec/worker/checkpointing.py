@@ -1,4 +1,4 @@
-"""Checkpoints while a run trains, and what the ranks decide together at each step."""
+"""Checkpoints while a run trains."""
 
 from __future__ import annotations
 

@@ -1,19 +1,17 @@
-"""What all ranks decide together at each step: what to do next, and whether every loss was finite."""
+"""What all ranks decide together at each step."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
 from math import isqrt
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
 
 from raytrec.common.messages import Command
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-
-    from raytrec.worker.nonfinite import Known
+from raytrec.worker.nonfinite import Known
 
 NEVER = 2**62  # the first bad step of a rank that knows of none
 RING = 64  # ranks; 126 hops of 25 µs are shorter than a step
@@ -88,8 +86,6 @@ class StepConsensus:
         return decision
 
     def _begin(self, command: Command, known: Known, busy: bool) -> None:
-        import torch
-
         first = NEVER if known.bad is None else known.bad
         values = torch.tensor([command, -known.through, -first, busy])  # the least of what has a minus
         begun = _Begun(values)
@@ -103,8 +99,6 @@ class StepConsensus:
             self._reduce(begun)
 
     def _reduce(self, begun: _Begun) -> None:
-        import torch.distributed as dist
-
         begun.work = None
         if begun.rings < len(self._rings):
             group = self._rings[begun.rings]
@@ -127,8 +121,6 @@ class _Begun:
 
 def _rings(ring: int) -> list[dist.ProcessGroup]:
     """This rank's: none if it is alone, one for all ranks, or its row and its column. A collective."""
-    import torch.distributed as dist
-
     world = dist.get_world_size()
     if world == 1:  # a group of gloo's has threads that look around 100 times a second
         return []

@@ -1,4 +1,4 @@
-"""One worker's place in the group: its task, its device, its streams, what it reports."""
+"""A worker's rank, task, device, streams and reports."""
 
 from __future__ import annotations
 
@@ -126,12 +126,6 @@ class WorkerContext:
         """The same as `stream`; each of its batches counts as progress."""
         stream = self.stream(name, order)
         return stream and _Watched(stream, self.heartbeat)
-
-    def settle_process(self) -> None:
-        """Has Python's garbage collector leave out what is built: for when the run's model and state are."""
-        from raytrec.worker.process import freeze_gc
-
-        freeze_gc()
 
     def close(self) -> None:
         """This rank has done its work."""

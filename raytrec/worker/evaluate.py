@@ -1,4 +1,4 @@
-"""Every row of a dataset once, on any number of ranks."""
+"""Evaluation: every row of a dataset once."""
 
 from __future__ import annotations
 

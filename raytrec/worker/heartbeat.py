@@ -1,4 +1,4 @@
-"""A rank's heartbeat: a thread that sends its progress to the coordinator and gets commands back."""
+"""The thread that reports progress and receives commands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Callable, Iterator
-from threading import Event, Thread, main_thread
+from threading import Event, Thread, get_ident, main_thread
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ class Heartbeat:
         self._going = False  # the first step sets everything up, and may take long
         self._unfinished: Callable[[], tuple[int, str] | None] = lambda: None
         # The thread that trains: Ray Train runs the worker's function in one that is not the main thread.
-        self._watched = _this_thread()
+        self._watched = get_ident()
         self._over = Event()
         self._thread = Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
@@ -124,12 +124,6 @@ class Heartbeat:
             print(f"rank {self._rank}: {why}", file=sys.stderr)
             faulthandler.dump_traceback(sys.stderr)
             os._exit(70)
-
-
-def _this_thread() -> int:
-    from threading import get_ident
-
-    return get_ident()
 
 
 def _place(thread: int) -> tuple[str, bool]:

@@ -1,4 +1,4 @@
-"""The state that a rank begins with: initial values, those of an earlier run, or a checkpoint's."""
+"""The state with which a rank begins."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ def train_worker(task: WorkerTask) -> None:
     from raytrec.worker.initial_state import begin_or_resume
     from raytrec.worker.nonfinite import RecentBatches
     from raytrec.worker.observers import make_observers
+    from raytrec.worker.process import freeze_gc
     from raytrec.worker.progress import EarlyStopping, Progress
 
     context = WorkerContext.enter(task)
@@ -36,7 +37,7 @@ def train_worker(task: WorkerTask) -> None:
     window = Sums(selection, context.device)
     state, progress = LogicalState(step.model, step.optimizer), Progress(window)
     begin_or_resume(context, step, state, progress)
-    context.settle_process()
+    freeze_gc()
     stopping = EarlyStopping(config.train.early_stopping, progress, context.device)
     reading = train.epochs(config.train.epochs, progress.step)
     batches = RecentBatches(context.heartbeat.count_batches(reading), progress.step)

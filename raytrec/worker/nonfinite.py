@@ -1,4 +1,4 @@
-"""Losses that are not finite numbers: steps that have one are found, or skipped; batches kept to look at."""
+"""Losses that are NaN or infinite: found, skipped, dumped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observers of a run: called when it begins, after each step, before a checkpoint, and at the end.
+"""Observers of a run: records, checks, heartbeat.
 
 All are on all ranks; some calls are collectives. A new observer is a class, and a line in `make_observers`.
 """
@@ -231,7 +231,7 @@ def make_observers(
     """
     config, schema = context.task.config, context.task.schema
     observers: list[Observer] = [StepHeartbeat(context.heartbeat, progress)]
-    recorded, checked = config.tracking.every_steps, any_check_is_on(config)
+    recorded, checked = config.tracking.every_steps, bool(choose(config))
     if not (recorded or checked):
         return Observers(observers)
     taps = Taps(step.model, step.head, list(schema.sparse))
@@ -243,11 +243,6 @@ def make_observers(
     if checked and len(checks := _live_checks(context, step, state, taps)):
         probing.append(CheckRunner(context, checks, progress, batches))
     return Observers([*observers, *probing, ProbeScheduler(taps, progress, probing)])
-
-
-def any_check_is_on(config: Any) -> bool:
-    """Whether any live check is on."""
-    return bool(choose(config))
 
 
 def describe_environment(context: WorkerContext) -> dict[str, Any]:

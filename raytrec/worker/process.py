@@ -1,4 +1,4 @@
-"""What a rank sets for its whole process: how exactly it computes, and what is searched for garbage."""
+"""Settings of the process: precision, determinism, garbage collection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a run has got: counts that checkpoints keep, and early stopping, which they decide."""
+"""Counts that checkpoints keep, and early stopping."""
 
 from __future__ import annotations
 

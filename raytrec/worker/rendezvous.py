@@ -1,4 +1,4 @@
-"""The workers' rendezvous, on the addresses by which Ray knows their nodes, and on no others.
+"""The workers' rendezvous, on their nodes' addresses alone.
 
 torch's TCPStore, through which ranks find each other, listens on all interfaces and asks for no password.
 gloo listens where the host's name leads to, which on many hosts is loopback, and out of reach of other hosts.

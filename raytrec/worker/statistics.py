@@ -19,7 +19,7 @@ from raytrec.compat.fbgemm import cache_hits
 from raytrec.config.schema import Schema
 from raytrec.embeddings.planner.footprint import MMAP_KERNEL
 from raytrec.embeddings.row_gradients import Part, add_row_gradients
-from raytrec.embeddings.tables import Shard, Table
+from raytrec.embeddings.tables import Parts, Shard, Table
 from raytrec.embeddings.taps import Lookup, Taps
 
 SAMPLE = 1024  # rows of a shard, or up to twice as many
@@ -35,7 +35,7 @@ class Probed:
         ids: int64 [n], rows of the shard.
         distinct, lookups: rows and ids in all.
         before: float [n, columns], their weights before the step.
-        key: the table's keys in the lookup.
+        keys: the table's places in the lookup.
     """
 
     lookup: Lookup
@@ -65,7 +65,7 @@ class Statistics:
         of_ids: Callable[[], dict[str, dict[str, Any]]] = dict,
     ):
         self._schema, self._taps, self._of_ids, self._turn = schema, taps, of_ids, 0
-        self._tables = {name: table for name, table in tables.items() if _shard(table) is not None}
+        self._tables = {name: table for name, table in tables.items() if _shard(table.weight)}
         self._counted = {id(lookup): lookup.received.clone() for lookup in taps.lookups}
         self._changed = torch.zeros(2, len(schema.sparse), dtype=torch.int64)
         self._features: dict[str, list[int]] = {name: [] for name in schema.tables}
@@ -117,9 +117,10 @@ class Statistics:
         return found
 
     def _of(self, table: Table, lookups: int) -> dict[str, Any]:
-        shard, probed = _shard(table), self._probed.get(table.name)
+        shard, probed = _shard(table.weight), self._probed.get(table.name)
         rows, columns = shard.values.shape
-        state = {kind: s.values for kind, parts in table.state.items() if (s := _first(parts.local))}
+        read_ids, changed_share = self._read(table.name)
+        state = {kind: s.values for kind, parts in table.state.items() if (s := _shard(parts))}
         figures = {
             "rows": rows,
             "columns": columns,
@@ -129,8 +130,8 @@ class Statistics:
             "device": _device(table, shard),
             "lookups": lookups,
             "lookup_bytes": lookups * columns * shard.values.element_size(),
-            "read_ids": self._read(table.name)[1],
-            "changed_share": self._changed_share(table.name),
+            "read_ids": read_ids,
+            "changed_share": changed_share,
             **self._norms(shard, state, table),
         }
         if probed:
@@ -170,7 +171,8 @@ class Statistics:
             figures["state_norm"] = (kept.square().sum(1).mean() * rows).sqrt()
         elif (seen := self._seen.get(table.name)) is not None:
             figures["dead_share"] = 1 - seen.float().mean()
-        if figures.get("dead_share") is not None and self._all_hashed(table.name):
+        hashed = self._schema.tables[table.name].out_of_range == "hash" and self._read(table.name)[1] == 1.0
+        if hashed and "dead_share" in figures:
             figures["collision_rate"] = collisions(figures["dead_share"])
         return figures
 
@@ -182,7 +184,11 @@ class Statistics:
             return None if gradient is None else torch.linalg.vector_norm(gradient.float())
         if probed.lookup.gradient is None:
             return None
-        return _scaled(row_gradients(probed, self._parts[id(probed.lookup)]), probed)
+        gradients, parts = torch.zeros_like(probed.before), self._parts[id(probed.lookup)]
+        for number in probed.keys:
+            _, key, of_bags = parts[number]
+            add_row_gradients(gradients, probed.ids, key, of_bags)
+        return _scaled(gradients, probed)
 
     def _before_update(self, lookup: Lookup) -> Any:
         """A hook that keeps what a probed step's update will change."""
@@ -204,7 +210,7 @@ class Statistics:
 
     def _mark(self, name: str, features: KeyedJaggedTensor, keys: list[int]) -> None:
         """Notes rows that are looked up, where no optimizer state shows it."""
-        values = _shard(self._tables[name]).values
+        values = _shard(self._tables[name].weight).values
         seen = self._seen.get(name)
         if seen is None:
             seen = self._seen[name] = torch.zeros(len(values), dtype=torch.bool, device=values.device)
@@ -212,37 +218,17 @@ class Statistics:
             seen[_ids(features, key)] = True
 
     def _probe(self, name: str, lookup: Lookup, features: KeyedJaggedTensor, keys: list[int]) -> None:
-        shard = _shard(self._tables[name])
+        shard = _shard(self._tables[name].weight)
         ids = torch.cat([_ids(features, key) for key in keys])
         rows = ids.unique()
         some = rows[:: max(1, len(rows) // SAMPLE)].contiguous()  # rows are searched for in it
         before = shard.read(some).detach().float()
         self._probed[name] = Probed(lookup, some, len(rows), len(ids), before, keys)
 
-    def _read(self, table: str) -> tuple[int, int]:
-        """Ids of a table that this rank has read since the last call of `collect`: changed ones, and all."""
+    def _read(self, table: str) -> tuple[int, float | None]:
+        """Ids of a table that this rank has read since the last `collect`, and the share of changed ones."""
         changed, ids = self._changed[:, self._features[table]].sum(1).tolist()
-        return changed, ids
-
-    def _changed_share(self, table: str) -> float | None:
-        changed, ids = self._read(table)
-        return changed / ids if ids else None
-
-    def _all_hashed(self, table: str) -> bool:
-        return self._schema.tables[table].out_of_range == "hash" and self._changed_share(table) == 1.0
-
-
-def row_gradients(probed: Probed, parts: list[Part]) -> torch.Tensor:
-    """The gradients of a probed step's rows: float32 [n, columns].
-
-    Args:
-        parts: of the lookup (Lookup.gradients), taken apart once for all its tables.
-    """
-    out = torch.zeros_like(probed.before)
-    for number in probed.keys:
-        _, key, of_bags = parts[number]
-        add_row_gradients(out, probed.ids, key, of_bags)
-    return out
+        return ids, changed / ids if ids else None
 
 
 def collisions(dead_share: torch.Tensor) -> torch.Tensor:
@@ -282,13 +268,9 @@ def _second_moment(table: Table) -> str | None:
     return kind if kind in table.state else None
 
 
-def _shard(table: Table) -> Shard | None:
-    return _first(table.weight.local)
-
-
-def _first(shards: list[Shard]) -> Shard | None:
+def _shard(parts: Parts) -> Shard | None:
     """A rank has one shard of a table at most (embeddings/plan.py)."""
-    return shards[0] if shards else None
+    return parts.local[0] if parts.local else None
 
 
 def _device(table: Table, shard: Shard) -> str:

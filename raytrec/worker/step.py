@@ -1,4 +1,4 @@
-"""One pipelined step: forward, loss, backward, update, overlapped with the next batch's exchange of ids."""
+"""One pipelined step: forward, loss, backward, update."""
 
 from __future__ import annotations
 

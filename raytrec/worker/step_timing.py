@@ -1,4 +1,4 @@
-"""Where a rank's time goes: every moment of training belongs to one phase."""
+"""Where a rank's time goes, by phases."""
 
 from __future__ import annotations
 

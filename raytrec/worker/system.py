@@ -1,4 +1,4 @@
-"""Load of a worker's process, host and GPU: processor, memory, network."""
+"""Load of a worker's process, host and GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Any
+
+import psutil
 
 from raytrec.common.machine import cuda_handle
 
@@ -21,7 +23,7 @@ class System:
     """
 
     def __init__(self, device: Any = "cpu"):
-        self._process = _or_none(_process)
+        self._process = _or_none(psutil.Process)
         self._gpu = _or_none(lambda: _Gpu(str(device))) if str(device).startswith("cuda") else None
         self._then: tuple[float, int, int] | None = None
         self.sample()  # what the next one's averages begin with
@@ -40,7 +42,7 @@ class System:
         return {
             "cpu_percent": _or_none(lambda: self._process.cpu_percent(interval=None)),
             "rss_bytes": _or_none(lambda: self._process.memory_info().rss),
-            "host_memory_percent": _or_none(_host_memory_percent),
+            "host_memory_percent": _or_none(lambda: psutil.virtual_memory().percent),
             "network_sent_bytes_per_s": sent,
             "network_received_bytes_per_s": received,
             "gpu_percent": gpu_percent,
@@ -54,8 +56,6 @@ class System:
 
     def _network(self) -> tuple[float, float] | None:
         """Bytes a second, sent and received, since the last call."""
-        import psutil
-
         counters = [c for name, c in psutil.net_io_counters(pernic=True).items() if name not in ("lo", "lo0")]
         now = (monotonic(), sum(c.bytes_sent for c in counters), sum(c.bytes_recv for c in counters))
         then, self._then = self._then, now
@@ -97,18 +97,6 @@ class _Gpu:
             if percent is not None:
                 with self._lock:
                     self._readings.append(percent)
-
-
-def _process() -> Any:
-    import psutil
-
-    return psutil.Process()
-
-
-def _host_memory_percent() -> float:
-    import psutil
-
-    return psutil.virtual_memory().percent
 
 
 def _or_none(read: Callable[[], Any]) -> Any:

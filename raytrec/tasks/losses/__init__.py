@@ -1,4 +1,6 @@
-"""The registry of losses: a new one is a file here. One of yours is a class in a module of yours.
+"""The registry of losses; a loss is one file.
+
+One of yours is a class in a module of yours.
 
     @loss("bce")                                            # not needed for one of yours
     class BinaryCrossEntropy(Loss):

@@ -1,4 +1,4 @@
-"""Pairwise ranking (BPR): what has the higher label is to have the higher score."""
+"""Pairwise ranking (BPR)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss that a model gives itself: of models that learn by holding a row against what no row has."""
+"""The loss that a model gives itself."""
 
 from __future__ import annotations
 

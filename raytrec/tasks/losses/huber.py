@@ -1,4 +1,4 @@
-"""Huber loss: squared error for small errors, absolute error for large ones."""
+"""Huber loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampled softmax over the items of the global batch, for models with two towers."""
+"""Sampled softmax over the items of the global batch."""
 
 from __future__ import annotations
 

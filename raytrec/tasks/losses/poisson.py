@@ -1,4 +1,4 @@
-"""Poisson regression: the logit is the logarithm of the expected count."""
+"""Poisson regression."""
 
 from __future__ import annotations
 
