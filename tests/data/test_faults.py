@@ -21,12 +21,15 @@ SCHEMA = parquet.schema()
 FORM = Form(ReadPlan(SCHEMA), frozenset({"tags"}))
 
 
+def users_changed(table, rows, user):
+    users = table["user"].to_numpy().copy()
+    users[rows] = user
+    return table.set_column(table.column_names.index("user"), "user", [users])
+
+
 def with_users(path, bad, count=1000):
     """A file of 1000 rows in one row group; `bad` rows have a user that there is not."""
-    table = parquet.table(count, 0)
-    users = table["user"].to_numpy().copy()
-    users[bad] = 40
-    pq.write_table(table.set_column(table.column_names.index("user"), "user", [users]), path)
+    pq.write_table(users_changed(parquet.table(count, 0), bad, 40), path)
     return Item(0, 0, (Part(str(path), 0, 100, count - 100),), None)
 
 
@@ -128,16 +131,8 @@ def test_storage_that_fails_for_a_while(flaky, tmp_path):
 def test_a_run_that_leaves_rows_out(tmp_path):
     folder = parquet.dataset(tmp_path / "d")  # 2 files of 1000 rows, groups of 300
     path = folder / "train/part-1.parquet"
-    table = pq.read_table(path)
-    users = table["user"].to_numpy().copy()
-    users[[10, 700]] = -5
-    pq.write_table(
-        table.set_column(table.column_names.index("user"), "user", [users]),
-        path,
-        row_group_size=300,
-        write_page_checksum=True,
-        compression="none",
-    )
+    table = users_changed(pq.read_table(path), [10, 700], -5)
+    pq.write_table(table, path, row_group_size=300, write_page_checksum=True, compression="none")
     data = bytearray(path.read_bytes())
     start = pq.read_metadata(path).row_group(3).column(0).data_page_offset  # the last group, of 100 rows
     data[start : start + 10] = bytes(10)

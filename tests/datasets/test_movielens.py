@@ -221,33 +221,36 @@ def test_no_source():
     assert isinstance(run("--out", "x").exception, ConfigError)
 
 
-def test_download_verifies_and_extracts(tmp_path, capsys):
+def served(tmp_path, name, files):
+    """(URL of a folder with an archive of these files, the archive's MD5)."""
     server = tmp_path / "server"
     server.mkdir()
-    with zipfile.ZipFile(server / "ml-100k.zip", "w") as archive:
-        archive.writestr("ml-100k/README", "the licence")
-        archive.writestr("ml-100k/u.data", "1\t1\t5\t1\n")
-        archive.writestr("../outside", "must not leave the folder")
-    md5 = hashlib.md5((server / "ml-100k.zip").read_bytes()).hexdigest()
-    base = server.as_uri() + "/"
+    with zipfile.ZipFile(server / name, "w") as archive:
+        for file, text in files.items():
+            archive.writestr(file, text)
+    return server.as_uri() + "/", hashlib.md5((server / name).read_bytes()).hexdigest()
+
+
+def test_download_verifies_and_extracts(tmp_path, capsys):
+    files = {
+        "ml-100k/README": "the licence",
+        "ml-100k/u.data": "1\t1\t5\t1\n",
+        "../outside": "must not leave",
+    }
+    (base, md5), cache = served(tmp_path, "ml-100k.zip", files), tmp_path / "cache"
     with pytest.raises(DataError, match="checksum"):
-        download.fetch("100k", tmp_path / "cache", base=base)
-    assert not list((tmp_path / "cache").iterdir())
-    assert download.fetch("100k", tmp_path / "cache", base=base, md5=md5) == tmp_path / "cache/ml-100k"
+        download.fetch("100k", cache, base=base)
+    assert not list(cache.iterdir())
+    assert download.fetch("100k", cache, base=base, md5=md5) == cache / "ml-100k"
     assert "the licence" in capsys.readouterr().err
-    assert not (tmp_path / "outside").exists()
-    assert (tmp_path / "cache/ml-100k/u.data").exists()
+    assert not (tmp_path / "outside").exists() and (cache / "ml-100k/u.data").exists()
     with pytest.raises(DataError, match="cannot download"):
-        download.fetch("1m", tmp_path / "cache", base=base)
+        download.fetch("1m", cache, base=base)
 
 
 def test_interrupted_extraction_does_not_look_complete(tmp_path, monkeypatch):
-    (tmp_path / "server").mkdir()
-    with zipfile.ZipFile(tmp_path / "server/ml-25m.zip", "w") as file:
-        for name in ("ratings.csv", "movies.csv"):
-            file.writestr(f"ml-25m/{name}", "")
-    md5 = hashlib.md5((tmp_path / "server/ml-25m.zip").read_bytes()).hexdigest()
-    arguments = ("25m", tmp_path / "cache", (tmp_path / "server").as_uri() + "/", md5)
+    files = {"ml-25m/ratings.csv": "", "ml-25m/movies.csv": ""}
+    arguments = ("25m", tmp_path / "cache", *served(tmp_path, "ml-25m.zip", files))
 
     def interrupted(self, path):
         self.extract("ml-25m/ratings.csv", path)
