@@ -85,8 +85,7 @@ def watched(rank, world, kernel, optimizer):
     with caches.holding():
         state = LogicalState(step.model, step.optimizer)
     caches.flushes = 0
-    head = step.head
-    taps = Taps(step.model, head, list(SCHEMA.sparse))
+    taps = Taps(step.model, step.head, list(SCHEMA.sparse))
     held = []
 
     def hold(*_):
