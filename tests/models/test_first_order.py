@@ -39,7 +39,7 @@ def test_torchrecs_pairs_are_other_ones():
     """Each number with each other one, of the same vector, too; where vectors have one number, ours."""
     from torchrec.modules.deepfm import FactorizationMachine
 
-    from raytrec.models.deepfm import sum_of_pairs
+    from raytrec.models.first_order import sum_of_pairs
 
     narrow, wide = torch.randn(ROWS, 4, 1), torch.randn(ROWS, 4, 3)
     torch.testing.assert_close(sum_of_pairs(narrow), FactorizationMachine()([narrow]))

@@ -69,9 +69,9 @@ class DcnSection(ModelSection):
 Names = Annotated[list[str], Field(min_length=1)]
 
 
-@model("wide_deep", "raytrec.models.wide_deep:WideDeep")
+@model("wide_deep", "raytrec.models.first_order:WideDeep")
 class WideDeepSection(ModelSection):
-    """A linear model of ids and columns, and an MLP over their embeddings (models/wide_deep.py)."""
+    """A linear model of ids and columns, and an MLP over their embeddings."""
 
     name: Literal["wide_deep"]
     wide: Names = Field(["*"])
@@ -108,9 +108,9 @@ class WideDeepSection(ModelSection):
         return found
 
 
-@model("deepfm", "raytrec.models.deepfm:DeepFM")
+@model("deepfm", "raytrec.models.first_order:DeepFM")
 class DeepFMSection(ModelSection):
-    """A factorization machine, and an MLP over the same vectors (models/deepfm.py)."""
+    """A factorization machine, and an MLP over the same vectors."""
 
     name: Literal["deepfm"]
     top_mlp: Sizes = Field([128, 64])
@@ -125,9 +125,9 @@ class DeepFMSection(ModelSection):
         check_first_order(schema, self.name, tasks)
 
 
-@model("xdeepfm", "raytrec.models.deepfm:XDeepFM")
+@model("xdeepfm", "raytrec.models.first_order:XDeepFM")
 class XDeepFMSection(ModelSection):
-    """A compressed interaction network, an MLP and a linear model (models/deepfm.py)."""
+    """A compressed interaction network, an MLP and a linear model."""
 
     name: Literal["xdeepfm"]
     cin: Annotated[Sizes, Field(min_length=1)] = Field([32, 32])
