@@ -21,7 +21,8 @@ class Block:
             raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 sys.meta_path.insert(0, Block())
 """
-WITHOUT_TORCH = BLOCKER % {"torch", "torchrec", "fbgemm_gpu", "mlflow"}
+SLOW = {"torch", "torchrec", "fbgemm_gpu", "mlflow", "matplotlib", "sqlalchemy"}  # to import
+WITHOUT_TORCH = BLOCKER % SLOW
 HEAVY = {"torch", "ray", "pyarrow", "numpy", "pandas", "rich"}
 
 
@@ -64,15 +65,31 @@ def test_driver_side_works_without_torch(tmp_path):
     assert "epochs: 4" in resolved.stdout
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import raytrec.driver.run, raytrec.worker.loop, raytrec.data.rows, raytrec.data.order",
-        "import raytrec; assert callable(raytrec.train); raytrec.RunConfig, raytrec.evaluate",
-    ],
-)
-def test_the_driver_and_the_package_need_no_torch(code):
+def test_the_driver_and_the_package_need_no_torch():
+    code = "import raytrec, raytrec.worker.loop; raytrec.train, raytrec.RunConfig, raytrec.evaluate"
     assert subprocess.run([sys.executable, "-c", WITHOUT_TORCH + code], timeout=60).returncode == 0
+
+
+UNTIL_THE_WORKERS_ARE_ASKED_FOR = """
+import sys
+from raytrec.driver.session import begin_early
+early = [name for name in ("ray", "numpy", "pyarrow", "pydantic") if name in sys.modules]
+from raytrec import cli
+from raytrec.driver import run, launch
+before_ray = "ray" in sys.modules
+import ray, ray.train
+from raytrec.compat.ray_train import ControlledTrainer, LateTorchConfig
+from raytrec.driver import coordinator, policies
+from raytrec.worker import loop
+LateTorchConfig(launch.TORCH_CONFIG, {}).backend_cls()
+print(early, before_ray, sorted({name.partition(".")[0] for name in sys.modules} & %r))
+"""
+
+
+def test_the_driver_imports_nothing_slow_before_it_asks_for_workers():
+    """Nor anything but the standard library and YAML before its warm process runs."""
+    command = [sys.executable, "-c", UNTIL_THE_WORKERS_ARE_ASKED_FOR % SLOW]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[] False []\n"
 
 
 def train(here, tiny_data, tmp_path, *overrides):

@@ -1,4 +1,4 @@
-"""Options that several commands have, and how results are printed."""
+"""Options of several commands; prints results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that take a configuration, and those for jobs on clusters."""
+"""Commands that take a configuration, or serve jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that take a run, a checkpoint or data: evaluate, predict, index, convert, report, …"""
+"""Commands that take a run, a checkpoint or data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`raytrec check`: is what this configuration computes, on this cluster, what one process computes?"""
+"""`raytrec check`: compares a worker group with one process."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
         try:
             console.phase("starting Ray")
             with session_of(config):
-                for setting in lower_precisions(config):
+                for setting in _lower_precisions(config):
                     console.note(f"checked in fp32: rounding by {setting} would hide errors")
                 watch = Watch(console)
                 found = run_group(check_worker, config, schema, {}, "", watch)
@@ -139,7 +139,7 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
     return result
 
 
-def lower_precisions(config: RunConfig) -> list[str]:
+def _lower_precisions(config: RunConfig) -> list[str]:
     """Settings by which a run computes or sends in less than fp32."""
     settings = [("train.matmul", config.train.matmul)]
     settings += [(f"plan.qcomms.{name}", value) for name, value in config.plan.qcomms]

@@ -1,4 +1,4 @@
-"""What a user sees of a command: a live line on stderr, then its figures as a table, also in notebooks."""
+"""What a command shows: a live line, then a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`raytrec convert`: a trained checkpoint some of whose tables change their kind or their size."""
+"""`raytrec convert`: changes the kind or size of trained tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run's ranks and its driver meet: messages, heartbeats, commands. One small actor on its node.
+"""The actor between ranks and driver: messages, heartbeats, commands.
 
 Every rank sends a heartbeat each half second (less often beyond 256 ranks, so that one actor can answer all):
 how many ticks of progress it has made, at which step it is, what it is doing. The answer is the command of

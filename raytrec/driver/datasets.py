@@ -1,4 +1,4 @@
-"""The datasets of a command, opened by their footers; among them those of one tower, and items to rank."""
+"""Opens the datasets of a command by their footers."""
 
 from __future__ import annotations
 
@@ -159,7 +159,8 @@ def _place(items: Dataset, column: str, row: int) -> str:
 def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     data = config.data
     list_files(data.train, "data.train")  # before the schema, which is searched for next to it
-    schema = schema_at(data.schema_uri)
+    folder, _, name = data.schema_uri.rpartition("/")  # of a schema.yaml, or of a checkpoint's index
+    schema = schema_of(read_index(folder)["about"]) if name == INDEX else Schema.load(data.schema_uri)
     datasets = {
         name: open_dataset(config, schema, places, f"data.{name}", to_train=name == "train")
         for name in ("train", "valid", "test")
@@ -231,9 +232,3 @@ def note_left_out(folder: Path, datasets: dict[str, Dataset]) -> list[str]:
     for error in errors:
         faults.leave_out(error, rows=None)  # it is not known how many
     return [f"skipped {error.where}: {error.what}" for error in errors]
-
-
-def schema_at(uri: str) -> Schema:
-    """The schema of a schema.yaml, or of a checkpoint (its checkpoint.json)."""
-    folder, _, name = uri.rpartition("/")
-    return schema_of(read_index(folder)["about"]) if name == INDEX else Schema.load(uri)

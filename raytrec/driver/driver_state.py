@@ -1,4 +1,4 @@
-"""The driver of a run: its lock, its note in the run folder (driver.json), and its log."""
+"""A run's driver: its lock, its note (driver.json), its log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`raytrec evaluate`: its configuration and checkpoint; and a hint to it when a run's evaluation failed."""
+"""`raytrec evaluate`, and the hint to it when a run's evaluation failed."""
 
 from __future__ import annotations
 

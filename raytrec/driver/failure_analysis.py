@@ -1,4 +1,4 @@
-"""What made a worker group fail: the root cause among the errors that it led to on other ranks."""
+"""Finds the root cause among the errors of a worker group."""
 
 from __future__ import annotations
 
@@ -54,16 +54,8 @@ class Cause:
 # CUDACachingAllocator.cpp, ATen/cuda/Exceptions.h (cuBLAS and its like: "CUDA error: CUBLAS_STATUS_…");
 # c10d/NCCLUtils.cpp for errors of CUDA in NCCL 2.29.7, and for two ranks on one GPU (ncclInvalidUsage).
 OWN_GPU = (
-    "cuda error",
-    "cuda driver error",
-    "cuda failure",
-    "cudnn error",
-    "cudnn_status_",
-    "cublas_status_",
-    "cufft error",
-    "out of memory",
-    "ecc error",
-    "ncclinvalidusage",
+    *("cuda error", "cuda driver error", "cuda failure", "cudnn error", "cudnn_status_", "cublas_status_"),
+    *("cufft error", "out of memory", "ecc error", "ncclinvalidusage"),
 )
 # In errors of gloo and NCCL when a rank has gone (torch 2.13.0).
 COLLECTIVE = (

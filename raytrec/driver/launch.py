@@ -1,10 +1,11 @@
-"""A Ray Train worker group, started, watched and stopped by the driver."""
+"""Starts, watches and stops a Ray Train worker group."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Timer
 from time import monotonic
@@ -203,7 +204,7 @@ class Interrupted(KeyboardInterrupt):
         self.signal, self.step = signal, step
 
 
-class Stop:
+class Stop(AbstractContextManager):
     """Ctrl-C and SIGTERM while a group runs: the first asks it to save and end, a second ends it at once.
 
     Ray Train 2.60's own handler ends the workers and then the process, without a message.
@@ -240,9 +241,6 @@ class Stop:
     def abort(self) -> None:
         """Ends the group at once."""
         self._controller.abort.remote()
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, *_: object) -> None:
         if self._timer:

@@ -1,4 +1,4 @@
-"""The cluster's nodes before a worker starts: GPUs, CPUs, memory; which device; whether there is room."""
+"""GPUs, CPUs and memory of the nodes; chooses the device."""
 
 from __future__ import annotations
 
@@ -59,14 +59,17 @@ def gpu_nodes() -> list[GpuNode]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
     nodes = [node for node in alive_nodes() if node["Resources"].get("GPU")]
-    found = [GpuNode(node["NodeManagerAddress"], int(node["Resources"]["GPU"])) for node in nodes]
     if is_local():
-        return [GpuNode(node.address, node.gpus, **look_here()) for node in found]
-    look = ray.remote(num_cpus=0, max_retries=0)(look_here)
-    asked = [look.options(scheduling_strategy=On(node["NodeID"], soft=False)).remote() for node in nodes]
-    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=NODE_ANSWER_S) if asked else ([], [])
-    said = [_answer(ref) if ref in answered else {} for ref in asked]
-    return [GpuNode(node.address, node.gpus, **each) for node, each in zip(found, said, strict=True)]
+        about = [look_here() for _ in nodes]
+    else:
+        look = ray.remote(num_cpus=0, max_retries=0)(look_here)
+        asked = [look.options(scheduling_strategy=On(node["NodeID"], soft=False)).remote() for node in nodes]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=NODE_ANSWER_S) if asked else ([], [])
+        about = [_answer(ref) if ref in answered else {} for ref in asked]
+    return [
+        GpuNode(node["NodeManagerAddress"], int(node["Resources"]["GPU"]), **each)
+        for node, each in zip(nodes, about, strict=True)
+    ]
 
 
 def _answer(ref: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`raytrec plan`: the sharding plan for machines that are not here."""
+"""`raytrec plan`: the sharding plan for other machines."""
 
 from __future__ import annotations
 

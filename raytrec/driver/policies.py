@@ -1,4 +1,4 @@
-"""How a worker group is started again: after which failures, and with how many workers.
+"""After which failures, and with how many workers, a group restarts.
 
 Ray Train's controller (ray 2.60.0, ray/train/v2/_internal) asks a FailurePolicy and a ScalingPolicy. Its own
 count what the autoscaling coordinator has noted at its last tick (every 20 s, nodes that have gone included),

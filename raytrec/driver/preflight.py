@@ -1,4 +1,4 @@
-"""Configurations that do not fit their schema or this machine: refused, or warned of, before Ray starts."""
+"""Refuses configurations that do not fit their schema or machine."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def _check_dense(config: RunConfig, before: dict, old_schema: Schema, schema: Sc
                 f"model.{key} is {new}, and the checkpoint has {old}",
                 where=where,
                 expected="the checkpoint's model",
-                do=f"set model.{key}={old}".replace(" ", "").replace("set", "set ") + hint,
+                do=f"set model.{key}={str(old).replace(' ', '')}" + hint,
             )
     old_parts, parts = _dense_parts(old_schema), _dense_parts(schema)
     for what, new in parts.items():

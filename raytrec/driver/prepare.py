@@ -1,4 +1,4 @@
-"""A run before it starts: its configuration, resolved; its plan; its folder."""
+"""A run before it starts: resolved configuration, data, folder."""
 
 from __future__ import annotations
 

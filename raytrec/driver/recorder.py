@@ -1,4 +1,4 @@
-"""Messages of a group of workers, on the driver's side: shown on the console, kept in the run folder."""
+"""Shows the workers' messages and keeps them in the run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resume an interrupted run: find it, and refuse changes that would alter the result."""
+"""Resumes a run; refuses changes that would alter the result."""
 
 from __future__ import annotations
 

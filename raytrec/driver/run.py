@@ -1,4 +1,4 @@
-"""A run, as the driver sees it: data checked, Ray started, workers watched, the result written."""
+"""`raytrec train`: a run from the driver's side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delivery of a run to MLflow: by a process that follows the run, or once, of missed records."""
+"""`raytrec track`, and the process that delivers a run to MLflow."""
 
 from __future__ import annotations
 

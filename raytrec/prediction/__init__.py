@@ -1,1 +1,1 @@
-"""`raytrec predict`: the scores of every row of a folder of Parquet, as Parquet."""
+"""`raytrec predict` and its files."""

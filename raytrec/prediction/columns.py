@@ -1,4 +1,4 @@
-"""Columns that go from input files to predictions, as the files have them. No torch."""
+"""Columns that predictions carry from their input. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder of predictions: its files, and how they are written and recognized. No torch.
+"""The files of a folder of predictions. No torch.
 
     OUT/_predictions.json          what these are predictions of (prediction/manifest.py)
     OUT/a/part-0.parquet           for each input file one of the same name; there when it is complete
@@ -34,6 +34,7 @@ from raytrec.prediction.columns import CarriedColumns
 from raytrec.prediction.spans import Span
 
 MANIFEST, PARTS_FOLDER = "_predictions.json", "_parts"
+VECTOR = "vector"  # the column of vectors
 KEY = b"raytrec"  # of the metadata of a file of predictions: Counts as JSON, and of what they are
 Changed = dict[str, list[int]]  # feature → [ids that were brought into range, all ids]
 

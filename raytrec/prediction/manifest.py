@@ -1,4 +1,4 @@
-"""A folder of predictions before anything is written into it: whose it is. No torch."""
+"""Which predictions a folder holds (_predictions.json). No torch."""
 
 from __future__ import annotations
 
@@ -200,6 +200,11 @@ def _lock(held: int, folder: PredictionFolder) -> None:
         return
 
 
+def split_names(asked: Sequence[str]) -> list[str]:
+    """The names of --columns, of which each has one or several with commas."""
+    return [name.strip() for each in asked for name in each.split(",") if name.strip()]
+
+
 def choose_columns(asked: Sequence[str] | None, carry: Sequence[str], scores: Sequence[str]) -> list[str]:
     """The columns that are carried.
 
@@ -209,10 +214,7 @@ def choose_columns(asked: Sequence[str] | None, carry: Sequence[str], scores: Se
     Raises:
         ConfigError: one is named twice, or like a column of scores.
     """
-    if asked is None:
-        names = list(carry)
-    else:
-        names = [name.strip() for each in asked for name in each.split(",") if name.strip()]
+    names = list(carry) if asked is None else split_names(asked)
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"column '{min(twice)}' is named twice", where="--columns", expected="each once")
     if taken := set(names) & set(scores):

@@ -33,14 +33,12 @@ from raytrec.driver.launch import run_group
 from raytrec.driver.recorder import Watch
 from raytrec.driver.session import session_of
 from raytrec.prediction.columns import CarriedColumns
-from raytrec.prediction.folder import PARTS_FOLDER, Counts, PredictionFolder, PredictionTask
+from raytrec.prediction.folder import PARTS_FOLDER, VECTOR, Counts, PredictionFolder, PredictionTask
 from raytrec.prediction.manifest import Manifest, check_place, choose_columns, claim, hold_folder
 from raytrec.prediction.spans import SPAN_ROWS
 from raytrec.prediction.worker import predict_worker
 from raytrec.prediction.writer import write_empty
 from raytrec.tasks.task import Task, resolve_tasks
-
-VECTOR = "vector"  # the column of vectors
 
 
 @dataclass(frozen=True)

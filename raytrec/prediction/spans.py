@@ -1,4 +1,4 @@
-"""Which rows a rank predicts at which step: spans of files, so that what is written needs no sorting.
+"""Which rows a rank predicts at which step: spans of files.
 
 A file is cut into spans of whole row groups (large ones in pieces); a span is what is written, and done
 again after a failure, as a whole. Spans are dealt to the ranks once, whichever of them are done already, and

@@ -1,4 +1,4 @@
-"""Scores of every row of a dataset, as files: what one rank does."""
+"""Predicts one rank's spans."""
 
 from __future__ import annotations
 

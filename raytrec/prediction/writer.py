@@ -1,4 +1,4 @@
-"""Scores on their way into files: a thread that writes spans, and how spans become files. No torch."""
+"""Writes spans of scores, and joins them to files. No torch."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ class SpanWriter:
     def _write_span(self, span: Span, scores: list[np.ndarray], present: np.ndarray, counts: Counts) -> None:
         columns = [score_column(each, present) for each in scores]
         kinds = self._task.carried.schema(span.path)
-        fields = [*kinds, *(pa.field(n, c.type) for n, c in zip(self._task.scores, columns, strict=True))]
-        schema = pa.schema(fields, counts.metadata(self._task.binding))
+        schema = _schema(self._task, kinds, [column.type for column in columns], counts)
         carried = pa.concat_tables([self._carried(part, kinds) for part in span.parts])
         table = pa.table([*carried.columns, *columns], schema) if kinds.names else pa.table(columns, schema)
         with self._folder.writing(self._task.output_of(span), schema) as writer:
@@ -77,6 +76,12 @@ class SpanWriter:
             if not self._skip:
                 raise
             return pa.table([pa.nulls(part.rows, field.type) for field in kinds], kinds)
+
+
+def _schema(task: PredictionTask, carried: pa.Schema, scores: list[pa.DataType], counts: Counts) -> pa.Schema:
+    """Of a file with those columns, and of scores of those types."""
+    fields = [*carried, *(pa.field(*column) for column in zip(task.scores, scores, strict=True))]
+    return pa.schema(fields, counts.metadata(task.binding))
 
 
 def score_column(scores: np.ndarray, present: np.ndarray) -> pa.Array:
@@ -106,7 +111,7 @@ def assemble(task: PredictionTask, spans: list[Span], tick: Callable[[], None] =
             counts += found
         schema = read_footer(names[0]).schema.to_arrow_schema().with_metadata(counts.metadata(task.binding))
         with folder.writing(task.name_of(spans[0].path), schema) as writer:
-            for table in map(_read_part, names):
+            for table in map(read_checked, names):
                 writer.write_table(table.replace_schema_metadata(schema.metadata), row_group_size=len(table))
                 tick()
     except OSError as error:
@@ -116,7 +121,8 @@ def assemble(task: PredictionTask, spans: list[Span], tick: Callable[[], None] =
 AGAIN = "remove the folder _parts there, and give the same command again: complete files stay"
 
 
-def _read_part(uri: str) -> pa.Table:
+def read_checked(uri: str) -> pa.Table:
+    """A Parquet file, whose pages' checksums are compared."""
     filesystem, path = open_filesystem(uri)
     with filesystem.open_input_file(path) as file:
         return pq.ParquetFile(file, page_checksum_verification=True).read()
@@ -124,9 +130,7 @@ def _read_part(uri: str) -> pa.Table:
 
 def write_empty(task: PredictionTask, path: str, scores: list[pa.DataType]) -> None:
     """The predictions of an input file without rows."""
-    kinds = task.carried.schema(path)
-    fields = [*kinds, *(pa.field(name, kind) for name, kind in zip(task.scores, scores, strict=True))]
-    schema = pa.schema(fields, Counts().metadata(task.binding))
+    schema = _schema(task, task.carried.schema(path), scores, Counts())
     with PredictionFolder(task.out).writing(task.name_of(path), schema) as writer:
         writer.write_table(schema.empty_table())
 

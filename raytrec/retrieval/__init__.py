@@ -1,1 +1,1 @@
-"""`raytrec index` and its search: the items whose vectors have the highest dot products with a query's."""
+"""`raytrec index` and its search."""

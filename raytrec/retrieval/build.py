@@ -1,4 +1,4 @@
-"""`raytrec index`: the vectors of all items, exact and in an index of faiss, and how good that one is."""
+"""`raytrec index`: the items' vectors, and an index of faiss."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from raytrec.data.order import Part
 from raytrec.driver.console import Pairs, RunConsole, Summary
 from raytrec.driver.datasets import check_items, open_inputs, part_of_tower
 from raytrec.driver.evaluation import resolve_checkpoint
-from raytrec.prediction.folder import PredictionFolder
+from raytrec.prediction.folder import VECTOR, PredictionFolder
+from raytrec.prediction.manifest import split_names
 from raytrec.prediction.predict import predict
-from raytrec.retrieval.index import FAISS, ITEMS, MANIFEST, VECTOR, Index, manifest_text, read_vectors
+from raytrec.retrieval.index import FAISS, ITEMS, MANIFEST, Index, manifest_text, read_vectors
 from raytrec.retrieval.search import build_faiss, require_faiss, to_bytes
 
 PLACES = (10, 100)  # of which recall is reported
@@ -117,8 +118,7 @@ def index(
     asked = _queries(config, schema, queries) if faiss else None
     part = part_of_tower(config, schema, "item", "raytrec index")
     check_items(open_inputs(config, part, items, "--items", (key,)), key)
-    asked_for = [name for each in columns or () for name in each.split(",") if name]
-    kept = list(dict.fromkeys([key, *(_all_columns(items) if columns is None else asked_for)]))
+    kept = list(dict.fromkeys([key, *(_all_columns(items) if columns is None else split_names(columns))]))
     _check_columns(kept)
     options: dict[str, Any] = {"workers": workers, "overrides": overrides, "allow_code": allow_code}
     made = predict(folder, items, f"{out}/{ITEMS}", columns=kept, vectors="item", **options).metrics

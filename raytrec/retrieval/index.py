@@ -1,4 +1,4 @@
-"""An index of items: the folder that `raytrec index` writes, and how it is asked. No torch.
+"""Reads an index of items and searches it. No torch.
 
 DIR/items/*.parquet       columns of the items, and `vector`, float32 (raytrec predict --vectors item)
 DIR/index.faiss           an index of faiss over them, if there is one
@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from raytrec.common.errors import ConfigError, DataError, RunError, some
 from raytrec.common.reading import NotReadable, json_values
-from raytrec.common.storage import absolute, open_filesystem
+from raytrec.common.storage import absolute, open_filesystem, read_bytes
 from raytrec.data.fragments import list_files
+from raytrec.prediction.folder import VECTOR
+from raytrec.prediction.writer import read_checked
 from raytrec.retrieval.search import from_bytes, scores_of, search_exactly, search_faiss
 
 INDEX_FORMAT = 1
 MANIFEST, FAISS, ITEMS = "index.json", "index.faiss", "items"
-VECTOR = "vector"  # the column of vectors
 
 
 class Index:
@@ -162,13 +162,7 @@ def load_index(folder: str) -> Index:
         ['query', 'rank', 'item_id', 'score']
     """
     uri = absolute(str(folder))
-    about = read_manifest(uri)
-    if about is None:
-        raise RunError(
-            "there is no index here",
-            where=uri,
-            expected=f"a folder that `raytrec index` has filled, with its {MANIFEST}",
-        )
+    about = _read_manifest(uri)
     try:
         return _read(uri, about)
     except ConfigError:  # of faiss, which is not installed
@@ -208,37 +202,31 @@ def _read(uri: str, about: dict[str, Any]) -> Index:
 def read_vectors(uri: str) -> tuple[pa.Table, np.ndarray]:
     """(all columns but the vectors, vectors float32 [N, D]) of a folder that has vectors in files; rows that
     could not be read, which have none, are passed over."""
-    tables = []
-    for file in list_files(uri, "vectors"):
-        filesystem, path = open_filesystem(file)
-        with filesystem.open_input_file(path) as opened:
-            tables.append(pq.ParquetFile(opened, page_checksum_verification=True).read())
-    table = pa.concat_tables(tables)
+    table = pa.concat_tables([read_checked(file) for file in list_files(uri, "vectors")])
     table = table.filter(table[VECTOR].is_valid())
     column = table[VECTOR].cast(pa.list_(pa.float32())).combine_chunks()
     flat = column.flatten().to_numpy(zero_copy_only=False)
     return table.drop_columns([VECTOR]), flat.reshape(len(table), -1)
 
 
-def read_manifest(uri: str) -> dict[str, Any] | None:
-    """The content of a folder's index.json; None where there is none.
+def _read_manifest(uri: str) -> dict[str, Any]:
+    """The content of a folder's index.json.
 
     Raises:
-        RunError: it cannot be read.
+        RunError: there is none, or it cannot be read.
     """
-    filesystem, path = open_filesystem(f"{uri}/{MANIFEST}")
     try:
-        with filesystem.open_input_stream(path) as stream:
-            values = json_values(stream.read().decode())
+        values = json_values(read_bytes(f"{uri}/{MANIFEST}"))
     except FileNotFoundError:
-        return None
-    except (OSError, NotReadable, UnicodeDecodeError) as error:
+        raise RunError(
+            "there is no index here",
+            where=uri,
+            expected=f"a folder that `raytrec index` has filled, with its {MANIFEST}",
+        ) from None
+    except (OSError, NotReadable) as error:
         raise RunError(f"{MANIFEST} cannot be read: {error}", where=uri) from None
-    if (
-        not isinstance(values, dict)
-        or values.get("format") != INDEX_FORMAT
-        or not isinstance(values.get("item"), str)
-    ):
+    known = isinstance(values, dict) and values.get("format") == INDEX_FORMAT
+    if not known or not isinstance(values.get("item"), str):
         raise RunError(f"{MANIFEST} is not one of this raytrec's", where=uri)
     return values
 

@@ -1,4 +1,4 @@
-"""The items with the highest dot products: exactly, in blocks of NumPy, or with faiss (raytrec[faiss])."""
+"""Highest dot products: exactly, in blocks of NumPy, or with faiss."""
 
 from __future__ import annotations
 

@@ -20,14 +20,9 @@ from raytrec.driver import run as driver
 
 
 def settings(folder, tmp_path):
-    plan = {
-        "tables": {
-            "user": {"sharding_type": "column_wise", "ranks": [1, 0]},
-            "tag": {"sharding_type": "row_wise"},
-        }
-    }
+    tables = {"user": {"sharding_type": "column_wise", "ranks": [1, 0]}, "tag": {"sharding_type": "row_wise"}}
     return parquet.settings(folder, tmp_path / "check") | {
-        "plan": plan,
+        "plan": {"tables": tables},
         "optim": {"embeddings": {"name": "adagrad", "lr": 0.1}},
         "train": {"max_grad_norm": 1.0, "activation_checkpointing": True},
     }

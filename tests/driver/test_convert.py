@@ -36,11 +36,10 @@ def begun(rank, world, root, schema, optimizer):
     step = build(made, schema)
     train(step, parts(rank, world))
     state, saver = LogicalState(step.model, step.optimizer), Saver(root, made.checkpoint)
-    about = {"config": made.model_dump(by_alias=True, mode="json"), "schema": schema.to_yaml()}
+    about = {"config": made.model_dump(by_alias=True, mode="json"), "schema": schema.to_yaml(), "data": ""}
     ids, about_ids = saved_ids(step.maps)
-    saver.save(
-        STEPS, state.tensors(), about | {"data": "", "progress": checkpoints.progress(STEPS)} | about_ids, ids
-    )
+    about |= {"progress": checkpoints.progress(STEPS)} | about_ids
+    saver.save(STEPS, state.tensors(), about, ids)
     assert saver.taken().error is None
 
 
@@ -58,10 +57,8 @@ def goes_on(rank, world, folder, optimizer):
     from raytrec.embeddings.hashing import unhash_bits
     from raytrec.worker.initial_state import begin
 
-    schema, made = (
-        schema_of(read_index(folder)["about"]),
-        config(world, {"sharding_type": "row_wise"}, optimizer),
-    )
+    schema = schema_of(read_index(folder)["about"])
+    made = config(world, {"sharding_type": "row_wise"}, optimizer)
     made.warm_start.from_, made.warm_start.optimizer = folder, True
     step = build(made, schema)
     begin(step, made, schema)
@@ -123,9 +120,7 @@ def test_tables_without_managed_ids(trained, kind, tmp_path):
         assert torch.equal(other[name][: min(rows, 23)], values[:rows])
         if rows > 23:
             fresh = initial_rows(wider(rows), "user", 3, 23, rows)
-            assert torch.equal(
-                other[name][23:], fresh if name.endswith("weight") else torch.zeros_like(fresh)
-            )
+            assert torch.equal(other[name][23:], fresh * name.endswith("weight"))
 
 
 @pytest.fixture(scope="module")
@@ -173,9 +168,8 @@ def test_ids_that_wait_go_on_waiting(tmp_path):
     waiting = {name for name in one if name.startswith("ids/user/waiting_")}
     assert waiting and all(len(one[name]) for name in waiting)
     assert all(torch.equal(one[name], other[name]) for name in waiting)
-    assert (
-        checkpoints.about(out)["ids"]["user"]["waiting"] == checkpoints.about(place)["ids"]["user"]["waiting"]
-    )
+    before, after = (checkpoints.about(each)["ids"]["user"]["waiting"] for each in (place, out))
+    assert before == after
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,8 @@ def evaluated(rank, world, memory=None):
     selection = Selection.of_config(config, small.SCHEMA)
     _, local = small.batches(6, rank, world)
     read = [batch.pin_memory() for batch in local] if on_gpu else local
-    stream = SimpleNamespace(
-        batches=lambda: iter(read), may_skip=False, dataset=SimpleNamespace(rows=ROWS, uri="here")
-    )
+    dataset = SimpleNamespace(rows=ROWS, uri="here")
+    stream = SimpleNamespace(batches=lambda: iter(read), may_skip=False, dataset=dataset)
     if not on_gpu:
         return *evaluate(step, stream, device, selection), set()
     from standin import Gpu
@@ -115,10 +114,7 @@ def test_what_an_evaluation_can_change():
     changes = ["tables.us*.out_of_range=hash", "data.on_error=skip", "scaling.num_workers=1"]
     config, schema = evaluation_config(ABOUT, "there", changes, allow_code=False)
     assert (config.data.on_error, config.scaling.num_workers) == ("skip", 1)
-    assert {name: table.out_of_range for name, table in schema.tables.items()} == {
-        "user": "hash",
-        "tag": "error",
-    }
+    assert (schema.tables["user"].out_of_range, schema.tables["tag"].out_of_range) == ("hash", "error")
 
 
 @pytest.mark.parametrize(

@@ -139,29 +139,20 @@ def decisions(coordinator, budget, *failures):
 
 def test_what_is_tried_again(coordinator):
     died, node = {0: GLOO, 1: ActorDiedError()}, {1: NodeDiedError("gone")}
-    assert decisions(coordinator, 2, died, node, died, node, {0: Restart("x")}, died) == ["RETRY"] * 5 + [
-        "RAISE"
-    ]
+    several = died, node, died, node, {0: Restart("x")}, died
+    assert decisions(coordinator, 2, *several) == ["RETRY"] * 5 + ["RAISE"]
     assert decisions(coordinator, 8, {1: OURS}) == ["RAISE"], "it would come again"
     assert decisions(coordinator, 0, died) == ["RAISE"]
     same = {0: GLOO, 1: KeyError("user")}
-    assert decisions(coordinator, 8, same, same) == ["RETRY", "RAISE"], (
-        "twice in the same way at the same step"
-    )
+    assert decisions(coordinator, 8, same, same) == ["RETRY", "RAISE"], "twice alike at the same step"
     assert decisions(coordinator, 8, same, died, same) == ["RETRY"] * 3
     assert decisions(coordinator, 8, ControllerError(ValueError("a bug"))) == ["RAISE"]
-
-
-def said(coordinator):
-    import ray
-
-    return [m for m in ray.get(coordinator.get.remote(1)) if m["kind"] == "event"]
 
 
 def test_the_driver_is_told(coordinator):
     import ray
 
     decisions(coordinator, 1, {0: GLOO, 1: ActorDiedError()})
-    (event,) = said(coordinator)
+    (event,) = [m for m in ray.get(coordinator.get.remote(1)) if m["kind"] == "event"]
     assert event["cause"] == "rank 1 died: its process was ended, or crashed" and event["again"]
     assert ray.get(coordinator.cause.remote()) == event["cause"]

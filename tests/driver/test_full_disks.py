@@ -2,13 +2,14 @@
 
 import json
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from threading import Event, Thread
 
 import checkpoints
 import disks
 import parquet
 import pytest
+from test_survive import events
+from waiting import wait_for
 
 from raytrec.cli import main
 from raytrec.driver import run as driver
@@ -40,10 +41,7 @@ def filled(disk, run):
     over = Event()
 
     def fill():
-        while not over.wait(0.01):
-            events = run / "events.jsonl"
-            if events.exists() and '"saved"' in events.read_text():
-                break
+        wait_for(lambda: over.is_set() or events(run, "saved"), "checkpoint", 300)
         while not over.wait(0.01):  # what is removed makes room
             with suppress(OSError), open(disk / "ballast", "ab", buffering=0) as file:
                 while not over.is_set():
@@ -57,10 +55,6 @@ def filled(disk, run):
         over.set()
         thread.join()
         (disk / "ballast").unlink(missing_ok=True)
-
-
-def lines(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def same(one, other):
@@ -81,7 +75,7 @@ def test_the_run_folders_disk_is_full_to_the_end(undisturbed, tiny_data, disk, t
     assert "error: the result cannot be written: No space left on device" in said
     assert f"raytrec train --resume {run}" in said and "Traceback" not in said
     assert not (run / "result.json").exists()
-    assert [e for e in lines(run / "events.jsonl") if e["event"] == "failed"] == []
+    assert events(run, "failed") == []
     resumed = driver.train(None, resume=run)
     for figure in ("eval.auc", "eval.logloss", "train.rows", "train.steps"):
         assert resumed.metrics[figure] == undisturbed.metrics[figure]
@@ -94,21 +88,18 @@ def test_the_run_folders_disk_has_room_again(undisturbed, tiny_data, disk, tmp_p
 
     def free():
         with filled(disk, run):
-            while not (elsewhere / "step-0000000040/checkpoint.json").exists():
-                done.wait(0.01)
+            wait_for((elsewhere / "step-0000000040/checkpoint.json").exists, "checkpoint of step 40", 300)
 
-    done = Event()
     thread = Thread(target=free, daemon=True)
     thread.start()
     result = driver.train(values)
-    done.set()
     thread.join()
     said = capfd.readouterr().err
     assert said.count("the run folder cannot be written") == said.count("can be written again") == 1
-    events = lines(run / "events.jsonl")
-    assert [e["step"] for e in events if e["event"] == "saved"] == list(range(8, 97, 8))
-    assert {"full", "room"} <= {e["event"] for e in events}
-    assert [m["step"] for m in lines(run / "metrics.jsonl") if m["kind"] == "train"] == list(range(4, 97, 4))
+    assert [e["step"] for e in events(run, "saved")] == list(range(8, 97, 8))
+    assert {"full", "room"} <= {e["event"] for e in events(run)}
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert [m["step"] for m in lines if m["kind"] == "train"] == list(range(4, 97, 4))
     assert result.metrics["eval.auc"] == undisturbed.metrics["eval.auc"]
     assert json.loads((run / "result.json").read_text())["train.steps"] == 96
 

@@ -9,10 +9,9 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import checkpoints
 import psutil
 import pytest
-from test_survive import STEPS, events, run_file, same, undisturbed  # noqa: F401
+from test_survive import STEPS, events, run_file, same, undisturbed, was_saved  # noqa: F401
 from waiting import wait_for
 
 from raytrec.cluster.local_ray import sweep
@@ -116,9 +115,7 @@ def test_a_signal_to_the_process_group_saves(undisturbed, tiny_data, tmp_path, w
         os.killpg(process.pid, signal.SIGTERM)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 143, said
-    (stopped,) = events(run, "stopped")
-    assert checkpoints.about(checkpoints.newest(run))["progress"]["step"] == stopped["step"]
-    assert f"resume with: raytrec train --resume {run}" in said and "Traceback" not in said
+    was_saved(run, said)
     same(undisturbed, driver.train(None, resume=run))
 
 

@@ -135,13 +135,24 @@ def test_ctrl_c_saves_and_the_run_is_resumed(brief, large, tmp_path, capfd):
     with pytest.raises(KeyboardInterrupt):
         driver.train(settings(large, run, train__epochs=2))
     thread.join()
-    assert f"resume with: raytrec train --resume {run}" in " ".join(capfd.readouterr().err.split())
+    was_saved(run, " ".join(capfd.readouterr().err.split()))
+    assert mlflow_run(run).info.status == "KILLED"
+    is_resumed(run, brief)
+
+
+def was_saved(run, said):
+    """After a stop, with what the command wrote."""
+    assert f"resume with: raytrec train --resume {run}" in said and "Traceback" not in said
     (stopped,) = events(run, "stopped")
     assert checkpoints.about(checkpoints.newest(run))["progress"]["step"] == stopped["step"]
-    assert mlflow_run(run).info.status == "KILLED" and not (run / "result.json").exists()
+
+
+def is_resumed(run, whole):
+    """The interrupted run continues, and ends as the other one that nothing has disturbed."""
+    assert not (run / "result.json").exists()
     resumed = driver.train(None, resume=run)
     assert 0 < events(run, "start")[-1]["step"] < BRIEF_STEPS
-    same(brief, resumed)
+    same(whole, resumed)
     assert resumed.metrics["mlflow_run_id"] == json.loads((run / "mlflow.json").read_text())["run_id"]
 
 
@@ -159,17 +170,10 @@ def test_the_driver_is_ended_and_the_run_resumed(brief, large, tmp_path, number)
         process.kill()
     assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
     if number != signal.SIGKILL:
-        assert f"resume with: raytrec train --resume {run}" in said and "Traceback" not in said
-        (stopped,) = events(run, "stopped")
-        assert checkpoints.about(checkpoints.newest(run))["progress"]["step"] == stopped["step"]
+        was_saved(run, said)
     if number == signal.SIGINT:
         assert mlflow_run(run).info.status == "KILLED"
-    assert not (run / "result.json").exists()
-    resumed = driver.train(None, resume=run)
-    start = events(run, "start")[-1]
-    assert 0 < start["step"] < BRIEF_STEPS
-    same(brief, resumed)
-    assert resumed.metrics["mlflow_run_id"] == json.loads((run / "mlflow.json").read_text())["run_id"]
+    is_resumed(run, brief)
 
 
 @pytest.fixture(scope="module")

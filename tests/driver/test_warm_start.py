@@ -1,4 +1,4 @@
-"""Warm starts, transforms and partitions in whole runs."""
+"""Warm starts, transforms, partitions and odd columns in whole runs."""
 
 import json
 
@@ -10,11 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from any_parquet import odd_dataset
 from small import initial_rows
 
 from raytrec.common.errors import ConfigError, RunError, SchemaError
 from raytrec.config.schema import Schema
 from raytrec.driver import run as driver
+from raytrec.inspection.propose import inspect
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 STILL = ["optim.embeddings.lr=1e-30", "optim.dense.lr=1e-30"]
@@ -172,3 +174,17 @@ def test_tables_that_have_shrunk_or_gone(first, tmp_path):
     dense = [n for n in new if n.startswith("dense/") and n.endswith("/value")]
     assert any(n in old and old[n].shape == new[n].shape and torch.equal(old[n], new[n]) for n in dense)
     assert any(old[n].shape != new[n].shape for n in dense)
+
+
+@pytest.mark.survive
+@pytest.mark.parametrize("model", ["dlrm", "sequence"])
+def test_what_inspect_writes_trains(tmp_path, model):
+    """Of odd columns, as it stands."""
+    folder = odd_dataset(tmp_path / "odd")
+    found = inspect(str(folder), dim=8)
+    (folder / "schema.yaml").write_text(found.schema_yaml(), encoding="utf-8")
+    config = parquet.settings(folder, tmp_path / "run", data__transforms=found.transforms, train__epochs=1)
+    config["data"]["valid"] = None
+    config["model"] = {"name": model}
+    run = driver.train(config)
+    assert run.metrics["train.rows"] == 2500 and run.metrics["eval.rows"] == 300

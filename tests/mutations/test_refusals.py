@@ -30,15 +30,8 @@ from raytrec.config.run_config import _all_keys
 
 FEW, PARTS, EACH = 6, 10, 34  # examples of each of the six kinds: 6, and 10 × 34
 INDEX = f"run/checkpoints/step-{recorded_run.STEP:010d}/checkpoint.json"
-RUN_FILES = (
-    "config.yaml",
-    "schema.yaml",
-    "driver.json",
-    "plan.json",
-    "events.jsonl",
-    "metrics.jsonl",
-    "ranks.jsonl",
-)
+RUN_FILES = ("config.yaml", "schema.yaml", "driver.json", "plan.json")
+RUN_FILES += ("events.jsonl", "metrics.jsonl", "ranks.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +104,8 @@ OVERRIDES = st.lists(st.tuples(st.sampled_from(KEYS), VALUES), min_size=1, max_s
 
 
 def settings_on_the_command_line(place, overrides):
-    texts = [
-        f"{key}={yaml.safe_dump(v, default_flow_style=True).removesuffix('...' + chr(10))}"
-        for key, v in overrides
-    ]
+    values = ((key, yaml.safe_dump(value, default_flow_style=True)) for key, value in overrides)
+    texts = [f"{key}={text.removesuffix('...' + chr(10))}" for key, text in values]
     on_config(place, (place.kept / "config.yaml").read_bytes(), [t for t in texts if "\0" not in t])
 
 

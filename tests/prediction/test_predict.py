@@ -19,9 +19,7 @@ import pytest
 from rays import workers
 from waiting import wait_for
 
-from raytrec.common.errors import DataError
 from raytrec.driver import run as driver
-from raytrec.prediction import predict as predicting
 from raytrec.prediction.predict import predict
 
 ROWS, FILES = 12_000, 10
@@ -131,20 +129,6 @@ def test_killed_workers_leave_no_trace(run, folder, made, tmp_path, everybody, c
 
 
 @pytest.mark.survive
-def test_a_large_file_is_put_together_from_what_was_there(run, tmp_path, monkeypatch):
-    """One file of several spans; all workers are killed when some have been written."""
-    monkeypatch.setattr(predicting, "SPAN_ROWS", 512)
-    (tmp_path / "in").mkdir()
-    pq.write_table(parquet.table(24_000, 9), tmp_path / "in/one.parquet", row_group_size=600)
-    predict(run.path, tmp_path / "in", tmp_path / "whole", columns=["row"])
-    killer = kill_when(5, tmp_path / "out", True)
-    predict(run.path, tmp_path / "in", tmp_path / "out", columns=["row"])
-    killer.join()
-    assert outputs(tmp_path / "out") == outputs(tmp_path / "whole")
-    assert read(tmp_path / "out")["row"].to_pylist() == list(range(24_000))
-
-
-@pytest.mark.survive
 def test_the_driver_is_killed_twice_at_random(run, folder, made, tmp_path):
     """SIGKILL of the command at any moment after its first file; then the same command again."""
     words = ["--data", folder / "test", "--out", tmp_path / "out", "--columns", "row,tags", "--columns=label"]
@@ -167,12 +151,3 @@ def test_the_driver_is_killed_twice_at_random(run, folder, made, tmp_path):
     assert outputs(tmp_path / "out") == outputs(made.path)
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())
     assert json.loads(last.stdout)["predict.rows"] == ROWS
-
-
-@pytest.mark.survive
-def test_a_row_that_cannot_be_read_ends_the_command(run, tmp_path):
-    (tmp_path / "in").mkdir()
-    table = parquet.table(90, 3)
-    pq.write_table(table.set_column(1, "price", pa.array([float("nan")] * 90)), tmp_path / "in/rows.parquet")
-    with pytest.raises(DataError, match="column 'price' has NaN"):
-        predict(run.path, tmp_path / "in", tmp_path / "out")

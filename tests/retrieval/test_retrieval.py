@@ -11,7 +11,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from torch.fx._symbolic_trace import is_fx_tracing_warning
 from waiting import wait_for
 
@@ -24,21 +23,19 @@ from raytrec.retrieval.build import index
 from raytrec.retrieval.index import read_vectors
 
 USERS, ITEMS, ROWS = 30, 40, 600
-SCHEMA = {
-    "labels": ["label"],
-    "dense": ["age", "price"],
-    "sparse": {
-        "user": {"table": "user"},
-        "history": {"table": "item", "pooling": "mean"},
-        "item_id": {"table": "item", "column": "item"},
-        "genres": {"table": "genre", "pooling": "mean"},
-    },
-    "tables": {
-        "user": {"rows": USERS, "dim": 8},
-        "item": {"rows": ITEMS, "dim": 8},
-        "genre": {"rows": 5, "dim": 8},
-    },
-}
+SCHEMA = f"""\
+labels: [label]
+dense: [age, price]
+sparse:
+  user: {{table: user}}
+  history: {{table: item, pooling: mean}}
+  item_id: {{table: item, column: item}}
+  genres: {{table: genre, pooling: mean}}
+tables:
+  user: {{rows: {USERS}, dim: 8}}
+  item: {{rows: {ITEMS}, dim: 8}}
+  genre: {{rows: 5, dim: 8}}
+"""
 
 
 def items_table(draw):
@@ -77,22 +74,16 @@ def folder(tmp_path_factory):
         pq.write_table(table, folder / split / "part-0.parquet", row_group_size=150)
     (folder / "items").mkdir()
     for part in range(2):
-        pq.write_table(
-            items.slice(part * 25, 25), folder / "items" / f"part-{part}.parquet", row_group_size=9
-        )
-    (folder / "schema.yaml").write_text(yaml.safe_dump(SCHEMA))
+        path = folder / "items" / f"part-{part}.parquet"
+        pq.write_table(items.slice(part * 25, 25), path, row_group_size=9)
+    (folder / "schema.yaml").write_text(SCHEMA)
     return folder
 
 
 def settings(folder, run_dir):
     return {
         "run": {"dir": str(run_dir)},
-        "data": {
-            "train": str(folder / "train"),
-            "test": str(folder / "test"),
-            "global_batch_size": 64,
-            "lanes": 6,
-        },
+        "data": {"global_batch_size": 64, "lanes": 6} | {n: str(folder / n) for n in ("train", "test")},
         "model": {
             "name": "two_tower",
             "towers": {"query": ["user", "history", "age"], "item": ["item_id", "genres", "price"]},
@@ -119,9 +110,8 @@ def run(ray_cluster, folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def made(run, folder, tmp_path_factory):
     """An index of the run's items, in faiss, too."""
-    return index(
-        run.path, folder / "items", tmp_path_factory.mktemp("index") / "films", faiss="HNSW8", workers=1
-    )
+    out = tmp_path_factory.mktemp("index") / "films"
+    return index(run.path, folder / "items", out, faiss="HNSW8", workers=1)
 
 
 def test_a_run_ranks_all_items_as_its_vectors_do(run, folder, made, tmp_path):
@@ -140,15 +130,13 @@ def test_a_run_ranks_all_items_as_its_vectors_do(run, folder, made, tmp_path):
     metrics = run.metrics
     assert metrics["eval.retrieval.mrr"] == pytest.approx(np.mean(1 / ranks), abs=1e-6)
     assert metrics["eval.retrieval.hit_rate@3"] == pytest.approx(np.mean(ranks <= 3), abs=1e-6)
-    assert metrics["eval.retrieval.ndcg@10"] == pytest.approx(
-        np.mean((ranks <= 10) / np.log2(1 + ranks)), abs=1e-6
-    )
+    ndcg = np.mean((ranks <= 10) / np.log2(1 + ranks))
+    assert metrics["eval.retrieval.ndcg@10"] == pytest.approx(ndcg, abs=1e-6)
     assert (metrics["eval.retrieval.rows"], metrics["eval.retrieval.items"]) == (len(ranks), ITEMS)
     assert metrics["eval.retrieval.unknown_items"] == 0 and metrics["eval.retrieval.hit_rate@10"] > 0.5
-    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-    assert {"retrieval.ndcg@10", "retrieval.rows"} <= next(
-        line for line in lines if line["kind"] == "eval"
-    ).keys()
+    lines = map(json.loads, (run.path / "metrics.jsonl").read_text().splitlines())
+    first = next(line for line in lines if line["kind"] == "eval")
+    assert {"retrieval.ndcg@10", "retrieval.rows"} <= first.keys()
 
 
 def test_the_best_films_of_a_user_in_three_lines(run, folder, made):
