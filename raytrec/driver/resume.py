@@ -26,11 +26,29 @@ DATA = "data.json"  # in the run folder: what the data held when the run began
 # What may change in mid-run: it does not change what is trained. (The place of the data may change, because
 # their content is compared, too.)
 FREE = (
-    *("scaling.", "plan.", "tracking.", "checks.", "eval.", "run.dir", "run.name", "run.root"),
-    *("checkpoint.every", "checkpoint.keep", "checkpoint.best_metric", "checkpoint.async_save"),
-    *("train.log_every_steps", "train.eval_every_steps", "train.on_nan"),
-    *("train.deterministic", "train.activation_checkpointing"),
-    *("data.train", "data.valid", "data.test", "data.schema", "data.readers", "data.buffer_gib"),
+    "scaling.",
+    "plan.",
+    "tracking.",
+    "checks.",
+    "eval.",
+    "run.dir",
+    "run.name",
+    "run.root",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "checkpoint.best_metric",
+    "checkpoint.async_save",
+    "train.log_every_steps",
+    "train.eval_every_steps",
+    "train.on_nan",
+    "train.deterministic",
+    "train.activation_checkpointing",
+    "data.train",
+    "data.valid",
+    "data.test",
+    "data.schema",
+    "data.readers",
+    "data.buffer_gib",
 )
 NOT_FREE = ("plan.qcomms",)  # all the same: what it rounds away is not what the number of workers changes
 
