@@ -1,7 +1,4 @@
-"""Private names of Ray's core (2.60.0).
-
-Its cluster, its processes, its token. Functions import Ray.
-"""
+"""Private names of Ray's core (2.60.0): its cluster, processes and token. Functions import Ray."""
 
 from __future__ import annotations
 

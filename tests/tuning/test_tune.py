@@ -142,3 +142,23 @@ def test_a_search_is_ended_and_resumed(tiny_data, tmp_path, number):
     result = train(undisturbed).metrics
     metric = outcome["metric"]["key"]
     assert outcome["trials"][1]["value"] == result[f"eval.{metric}"]
+
+
+@pytest.mark.survive
+def test_the_parent_in_mlflow(tiny_data, tmp_path):
+    from mlflow import MlflowClient
+
+    space = write_space(tmp_path, {"optim.dense.lr": {"choice": [0.01, 0.02]}})
+    tracking = {"report": False, "uri": f"sqlite:///{tmp_path}/mlflow.db", "experiment": "search"}
+    outcome = tune(settings(tiny_data, tmp_path / "s") | {"tracking": tracking}, space, trials=2)
+    client = MlflowClient(tracking["uri"])
+    experiment = client.get_experiment_by_name("search").experiment_id
+    runs = {run.info.run_name: run for run in client.search_runs([experiment])}
+    parent = runs.pop(outcome.config.run.name)
+    assert sorted(runs) == [f"{outcome.config.run.name}-001", f"{outcome.config.run.name}-002"]
+    assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
+    assert parent.data.params == {"space.optim.dense.lr": "choice [0.01, 0.02]"}
+    assert parent.data.metrics[f"eval.{outcome.figure.key}"] == outcome.best.value
+    assert parent.data.tags["best.trial"] == str(outcome.best.number)
+    files = {file.path for file in client.list_artifacts(parent.info.run_id)}
+    assert files >= {"best.yaml", "tune.html", "space.yaml"}
