@@ -45,6 +45,7 @@ def mixed(monkeypatch):
             cluster.shutdown()
 
 
+@pytest.mark.survive
 def test_reading_keeps_off_the_gpu_nodes(mixed, tmp_path, monkeypatch):
     import ray
 

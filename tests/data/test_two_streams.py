@@ -5,11 +5,13 @@ not ended, and what they have asked Ray for stays theirs.
 """
 
 import parquet
+import pytest
 
 ROWS = 240_000
 SECONDS = 120
 
 
+@pytest.mark.survive
 def test_an_evaluation_reads_while_training_waits(ray_with_gpus, tmp_path):
     import ray
 

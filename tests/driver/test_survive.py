@@ -122,6 +122,7 @@ def run_file(folder, tmp_path, **changes):
     return path
 
 
+@pytest.mark.survive
 def test_ctrl_c_saves_and_the_run_is_resumed(brief, large, tmp_path, capfd):
     """In a process that has a Ray already, as a notebook's."""
     run = tmp_path / "run"

@@ -258,6 +258,7 @@ def test_a_disk_that_is_full(uri, tmp_path):
         assert (folder / "checks.jsonl").read_text().count("\n") == 30
 
 
+@pytest.mark.survive
 def test_what_is_missing_at_the_end_is_written_later(uri, tmp_path, monkeypatch, capsys):
     """`raytrec track`: of a run that has ended while the server was away."""
     folder = tmp_path / "later"
