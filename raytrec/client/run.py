@@ -225,7 +225,7 @@ class Run:
             table: its name.
             titles: row → title; rows may be missing.
         """
-        return Items(self, table, titles or {})
+        return Items(self, table, {} if titles is None else titles)
 
     def __repr__(self) -> str:
         return f"<Run {self.job or self.name}: {self.state}>"

@@ -102,4 +102,4 @@ def test_a_model_of_ones_own_and_who_may_run_it(folder, tmp_path):
     assert allowed.returncode == 0, allowed.stderr
     mistyped = settings(folder, tmp_path, model | {"name": "models_of_mine:Mein"})
     wrong = raytrec(folder, "train", mistyped, f"run.dir={tmp_path}/fourth")
-    assert wrong.returncode == 1 and "did you mean Mine" in wrong.stderr and "Traceback" not in wrong.stderr
+    assert wrong.returncode == 1 and "did you mean 'Mine'" in wrong.stderr and "Traceback" not in wrong.stderr
