@@ -163,7 +163,7 @@ def main(
     largest = {"auc_delta": LARGEST_AUC_DELTA, "loss_delta_same_workers": LARGEST_LOSS_DELTA}
     wrong += [k for k, limit in largest.items() if outcome.get(k, 0) > limit]
     if problem or wrong:
-        print(f"FAILED: {problem or ', '.join(wrong)}\nwhat is left is in {folder}")
+        print(f"FAILED: {problem or ', '.join(wrong)}\nits files are in {folder}")
     elif not keep:
         shutil.rmtree(folder, ignore_errors=True)
     sys.exit(int(bool(problem or wrong or len(done) < min(faults, LEAST_FAULTS))))
