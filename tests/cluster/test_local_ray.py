@@ -156,7 +156,7 @@ def test_a_cluster_that_is_not_there_is_said_soon(monkeypatch, way, scheme):
 
 def test_what_is_no_cluster_is_said(monkeypatch):
     monkeypatch.setattr("raytrec.cluster.access.ANSWER_S", 0.5)
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with socket.socket() as web:
         web.bind(("127.0.0.1", 0))
         web.listen()
