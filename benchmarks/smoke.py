@@ -34,7 +34,7 @@ STORE = "tracking.uri=sqlite:///{folder}/mlflow.db"
 TARGETS = {
     "install": "-c 'import raytrec, torch, torchrec, fbgemm_gpu, ray, mlflow'",
     "train": f"-m raytrec train jobs/synthetic.yaml {DATA} run.dir={{folder}}/run {STORE}",
-    "test": f"{PYTEST} tests/config/test_schema.py tests/tasks/test_global_batch.py",
+    "test": f"{PYTEST} tests/config/test_schema.py tests/tasks/test_whole_batches.py",
     "test-fast": f"{PYTEST} tests/config/test_config.py tests/data/test_order.py",
     "test-survive": f"{PYTEST} tests/worker/test_nonfinite.py -m survive -k leaves_the_steps_out",
     "mutations": f"{PYTEST} '{MUTATIONS}[3]' -m mutations",

@@ -27,6 +27,12 @@ def test_every_target_has_a_smallest_form(smoke):
     assert not named & set(smoke.NONE)
 
 
+def test_every_file_of_a_smallest_form_is_there(smoke):
+    files = {file for command in smoke.TARGETS.values() for file in re.findall(r"[\w/]+\.py\b", command)}
+    assert len(files) > 20
+    assert not {file for file in files if not (REPO / file).exists()}
+
+
 @pytest.mark.parametrize("file", ["README.md", *sorted(p.name for p in (REPO / "docs").glob("*.md"))])
 def test_documents_name_targets_that_there_are(file):
     path = REPO / file if file == "README.md" else REPO / "docs" / file
