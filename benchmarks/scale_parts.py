@@ -234,7 +234,8 @@ def mlflow(world: int, tables: int, folder: Path) -> dict:
     from raytrec.tracking.store import Store
 
     feed = Feed(folder / "run")
-    store = Store(f"sqlite:///{folder}/mlflow.db", "scale", "scale", folder / "artifacts", "key")
+    tracking = {"uri": f"sqlite:///{folder}/mlflow.db"}
+    store = Store(RunConfig.model_validate({"data": {"train": "x"}, "tracking": tracking}), folder / "run")
     store.load()
     store.open()
     metrics = calls = 0

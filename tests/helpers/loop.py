@@ -44,6 +44,7 @@ class Loop:
     Attributes:
         local: this rank's batches.
         error: that ended it, as text.
+        unsaved: why the checkpoint that was being written when it ended failed, as text.
     """
 
     context: object
@@ -55,6 +56,7 @@ class Loop:
     local: list
     said: Said
     error: str | None = None
+    unsaved: str | None = None
 
     def train(self, steps, after=None):
         """Trains so many steps and ends as a run does.
@@ -78,7 +80,8 @@ class Loop:
             self.checkpoints.finish()
         except RunError as error:
             self.error = str(error)
-            self.checkpoints._saver.taken()  # what has begun to be written is there when the test looks
+            saved = self.checkpoints._saver.taken()  # what has begun to be written is there from now on
+            self.unsaved = str(saved.error) if saved and saved.error else None
         return self
 
 

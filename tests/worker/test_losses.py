@@ -26,7 +26,10 @@ def spoiled(step):
 
 
 def run(rank, world, folder, bad, steps, behind_s, changes):
-    """(the error, the step at which it came, labels and dense columns of the bad step on this rank)."""
+    """(the error, the step at which it came, labels and dense columns of the bad step on this rank).
+
+    A checkpoint that was begun must have been written.
+    """
 
     def busy(made):
         if behind_s:
@@ -37,6 +40,8 @@ def run(rank, world, folder, bad, steps, behind_s, changes):
     made = loop.make(rank, world, steps, QUIET + changes, folder, spoil=spoiled(bad))
     with simulated():
         made.train(steps, busy)
+    failed = [line["error"] for line in made.said if line.get("error")]
+    assert not failed and made.unsaved is None, (failed, made.unsaved)
     batch = made.local[bad - 1]
     real = batch.weights > 0
     return made.error, made.progress.step, batch.labels[real, 0].tolist(), batch.dense[real].tolist()

@@ -175,13 +175,15 @@ class Gpu:
         del self._pinned[address]
 
     def is_pinned(self, address: int) -> bool:
-        return any(start <= address < start + max(1, size) for start, (size, _) in self._pinned.items())
+        pinned = self._pinned.copy()  # other threads pin meanwhile
+        return any(start <= address < start + max(1, size) for start, (size, _) in pinned.items())
 
     @property
     def pinned_bytes(self) -> int:
         """With what torch's allocator rounds up to powers of two; what was registered is as it is."""
         return sum(
-            size if keep is None else 1 << (size - 1).bit_length() for size, keep in self._pinned.values()
+            size if keep is None else 1 << (size - 1).bit_length()
+            for size, keep in self._pinned.copy().values()
         )
 
 
