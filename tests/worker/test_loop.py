@@ -3,8 +3,8 @@
 import loop
 import pytest
 import torch
+from operators import Operators
 from ranks import on_ranks
-from torch.profiler import ProfilerActivity, profile
 
 from raytrec.driver.coordinator import SLOW_PHASES
 from raytrec.worker.step import seed_of
@@ -125,7 +125,7 @@ def test_the_wait_for_the_last_checkpoint_is_a_phase_not_a_step(tmp_path):
 def all_reduces(rank, world, folder):
     """all_reduces of two ordinary steps; what is drawn at random in the last one, and what its seed gives."""
     made = loop.make(rank, world, 8, ["train.log_every_steps=100", "checkpoint.every_s=null"], folder)
-    found, profiler = [], profile(activities=[ProfilerActivity.CPU])
+    found, operators = [], Operators()
     made.step.model.register_forward_pre_hook(lambda *_: found.append(torch.rand(3).tolist()))
     made.observers.begin()
     for number, outputs in enumerate(made.step.train(made.batches, 6), start=1):
@@ -133,12 +133,11 @@ def all_reduces(rank, world, folder):
         made.observers.after_step(loop.ROWS)
         made.checkpoints.after_step(outputs)
         if number == 4:
-            profiler.start()
-    profiler.stop()
+            operators.__enter__()
+    operators.__exit__(None, None, None)
     torch.manual_seed(seed_of(3, made.step.trained - 1, rank))
     drawn = torch.rand(3).tolist()
-    names = [event.key for event in profiler.key_averages() for _ in range(event.count)]
-    return names.count("c10d::allreduce_"), found[-1], drawn
+    return operators.calls["c10d::allreduce_"], found[-1], drawn
 
 
 def test_one_rank_averages_no_gradient_and_agrees_with_itself(tmp_path):
