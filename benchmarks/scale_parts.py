@@ -234,8 +234,9 @@ def mlflow(world: int, tables: int, folder: Path) -> dict:
     from raytrec.tracking.store import Store
 
     feed = Feed(folder / "run")
-    tracking = {"uri": f"sqlite:///{folder}/mlflow.db"}
-    store = Store(RunConfig.model_validate({"data": {"train": "x"}, "tracking": tracking}), folder / "run")
+    config = config_of(world)
+    config.tracking.uri = f"sqlite:///{folder}/mlflow.db"
+    store = Store(config, folder / "run")
     store.load()
     store.open()
     metrics = calls = 0

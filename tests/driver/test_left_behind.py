@@ -27,7 +27,7 @@ def alive(kinds):
     """How many objects of each class there are that are referenced, and how many threads."""
     gc.collect()
     found = Counter(type(each).__name__ for each in gc.get_objects())
-    # Python notes a thread of C++ for good once it has logged a line; it has not been started here.
+    # A C++ thread that has logged a line stays in Python's list for good, as a dummy.
     threads = sum(not isinstance(each, threading._DummyThread) for each in threading.enumerate())
     return {kind: found[kind] for kind in kinds} | {"threads": threads}
 

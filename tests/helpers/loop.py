@@ -44,7 +44,7 @@ class Loop:
     Attributes:
         local: this rank's batches.
         error: that ended it, as text.
-        unsaved: why the checkpoint that was being written when it ended failed, as text.
+        unsaved: the error of the checkpoint that was being written then, as text.
     """
 
     context: object

@@ -1,7 +1,6 @@
-"""Which operators of torch this thread calls, and how often; those that autograd calls for it, too.
+"""Counts the operators of torch that this thread calls, those of its backward passes included.
 
-torch.profiler counts as well, but has ended ranks with a segmentation fault (2.13.0): operators of gloo's
-threads may still run when it stops.
+Not with torch.profiler (2.13.0): a rank has crashed in its stop() with a segmentation fault.
 """
 
 from collections import Counter
@@ -10,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Operators(TorchDispatchMode):
-    """Counts calls in a `with`.
+    """Counts calls inside a `with`.
 
     Attributes:
-        calls: operator, as in aten::mm → how often it was called. Not those that operators call themselves.
+        calls: operator (aten::mm) → number of calls; without those that other operators make.
     """
 
     def __init__(self):

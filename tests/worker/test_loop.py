@@ -125,16 +125,16 @@ def test_the_wait_for_the_last_checkpoint_is_a_phase_not_a_step(tmp_path):
 def all_reduces(rank, world, folder):
     """all_reduces of two ordinary steps; what is drawn at random in the last one, and what its seed gives."""
     made = loop.make(rank, world, 8, ["train.log_every_steps=100", "checkpoint.every_s=null"], folder)
-    found, operators = [], Operators()
+    found = []
     made.step.model.register_forward_pre_hook(lambda *_: found.append(torch.rand(3).tolist()))
     made.observers.begin()
-    for number, outputs in enumerate(made.step.train(made.batches, 6), start=1):
-        made.progress.count(loop.ROWS, outputs)
-        made.observers.after_step(loop.ROWS)
-        made.checkpoints.after_step(outputs)
-        if number == 4:
-            operators.__enter__()
-    operators.__exit__(None, None, None)
+    with Operators() as operators:
+        for number, outputs in enumerate(made.step.train(made.batches, 6), start=1):
+            made.progress.count(loop.ROWS, outputs)
+            made.observers.after_step(loop.ROWS)
+            made.checkpoints.after_step(outputs)
+            if number == 4:
+                operators.calls.clear()
     torch.manual_seed(seed_of(3, made.step.trained - 1, rank))
     drawn = torch.rand(3).tolist()
     return operators.calls["c10d::allreduce_"], found[-1], drawn

@@ -28,7 +28,7 @@ def spoiled(step):
 def run(rank, world, folder, bad, steps, behind_s, changes):
     """(the error, the step at which it came, labels and dense columns of the bad step on this rank).
 
-    A checkpoint that was begun must have been written.
+    Fails if a checkpoint could not be written.
     """
 
     def busy(made):

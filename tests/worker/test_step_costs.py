@@ -6,6 +6,7 @@ A bound is what is used now, and a little for what differs between steps; a high
 
 import sys
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,13 @@ MOST = {
     # Of raytrec alone. TorchRec's pipeline, torch's modules and autograd call the others.
     "own calls": 240,
     "calls": 2070,
-    # Of torch, without those that operators call themselves.
+    # Of torch; not those that other operators call.
     "operators": 256,
     "copies": 12,
     "allocations": 11,
 }
-COPY = {"aten::copy_", "aten::_to_copy", "aten::clone"}
-ALLOCATE = ("empty", "zeros", "ones")
+COPIES = {"aten::copy_", "aten::_to_copy", "aten::clone"}
+ALLOCATIONS = ("empty", "zeros", "ones")
 
 
 def counts(rank, world, folder):
@@ -40,31 +41,35 @@ def counts(rank, world, folder):
     changes = ["tracking.every_steps=1000", "train.log_every_steps=1000", "checkpoint.every_s=null"]
     loop = make(rank, world, WARM + 2 * COUNTED + 4, changes, folder)
     torch.set_num_threads(1)
-    calls, operators = Counter(), Operators()
+    calls = Counter()
 
     def note(frame, event, _):
         if event == "call":
             calls["calls"] += 1
             calls["own calls"] += frame.f_code.co_filename.startswith(OWN)
 
+    steps = loop.step.train(loop.batches, WARM + 2 * COUNTED)
+
+    def train(count):
+        for outputs in islice(steps, count):
+            loop.progress.count(12, outputs)
+            loop.observers.after_step(12)
+            loop.checkpoints.after_step(outputs)
+
     loop.observers.begin()
-    for number, outputs in enumerate(loop.step.train(loop.batches, WARM + 2 * COUNTED), start=1):
-        loop.progress.count(12, outputs)
-        loop.observers.after_step(12)
-        loop.checkpoints.after_step(outputs)
-        if number == WARM:
-            sys.setprofile(note)
-        elif number == WARM + COUNTED:
-            sys.setprofile(None)
-            operators.__enter__()
-    operators.__exit__(None, None, None)
+    train(WARM)
+    sys.setprofile(note)
+    train(COUNTED)
+    sys.setprofile(None)
+    with Operators() as operators:
+        train(COUNTED)
     called = operators.calls
     found = {
         **calls,
         "collectives": sum(n for name, n in called.items() if name.startswith("c10d::")),
         "operators": sum(n for name, n in called.items() if name.startswith("aten::")),
-        "copies": sum(called[name] for name in COPY),
-        "allocations": sum(n for name, n in called.items() if any(word in name for word in ALLOCATE)),
+        "copies": sum(called[name] for name in COPIES),
+        "allocations": sum(n for name, n in called.items() if any(word in name for word in ALLOCATIONS)),
     }
     return {name: n / COUNTED for name, n in found.items()}
 
