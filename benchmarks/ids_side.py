@@ -81,7 +81,7 @@ class Side:
         return (self._random.zipf(1.05, BATCH * (SINGLES + BAG)) * 7919) % 90_000
 
     def _batches(self) -> Iterator[Any]:
-        from raytrec.data.collate import Rows
+        from raytrec.data.assemble import Rows
 
         offsets, labels = np.arange(0, BATCH * BAG + 1, BAG, np.int32), np.ones(BATCH, np.float32)
         for number in range(sys.maxsize):
@@ -164,7 +164,8 @@ def resume(rank: int, world: int, root: str, first: int, saves: list[int]) -> tu
 
 def _distinct(form: Any, rank: int, world: int, first: int) -> Iterator[Any]:
     """This rank's batches from step `first` on, of ids that are functions of the step alone."""
-    from raytrec.data.collate import Collator, Rows
+    from raytrec.data.assemble import Rows
+    from raytrec.data.collate import Collator
 
     collate, size = Collator(form), RESUME_ROWS // world
     places = np.arange(rank * size, (rank + 1) * size)

@@ -149,6 +149,9 @@ def join(rank: int, workers: int, device: str, folder: str) -> torch.device:
 def measure(rank: int, workers: int, device: str, rounds: int, batch: int, folder: str) -> None:
     """One rank; rank 0 leaves the seconds of every turn of every case in the folder."""
     here, times = join(rank, workers, device, folder), {}
+    torch.set_flush_denormal(
+        True
+    )  # a few batches are learned by heart: gradients become too small for numbers
     with Progress(disable=rank > 0) as progress:
         for sharding, pooling in CASES:
             config, schema = config_of(sharding, workers, batch), schema_of(pooling)

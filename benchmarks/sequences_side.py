@@ -42,7 +42,8 @@ class Side:
         from raytrec.config.features import resolve_features
         from raytrec.config.run_config import RunConfig
         from raytrec.config.schema import Schema
-        from raytrec.data.collate import Collator, Rows
+        from raytrec.data.assemble import Rows
+        from raytrec.data.collate import Collator
         from raytrec.data.form import Form
         from raytrec.data.read_plan import ReadPlan
         from raytrec.worker.build import build_step

@@ -74,7 +74,7 @@ def example_of(name):
 @pytest.mark.parametrize(
     "names",
     [
-        ["train", "evaluate", "predict", "index", "query_vectors", "load_index"],  # of one run
+        ["train", "evaluate", "predict", "index", "export", "load", "load_index"],  # of one run
         pytest.param(["check", "tune"], marks=pytest.mark.survive),
     ],
 )

@@ -9,9 +9,15 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
+from importlib.metadata import PackageNotFoundError, PathDistribution, distribution
 from pathlib import Path
 
 import pytest
+from exports import trained
+from packaging.requirements import Requirement
+from test_models import Modelled
+
+import raytrec
 
 REPOSITORY = Path(__file__).parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -59,24 +65,97 @@ def run(wheel, tmp_path_factory):
     Of the environment that runs the tests it sees all packages but raytrec: files *.pth, by which that one
     finds the checkout, count only in an environment's own site-packages.
     """
-    place, work = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("elsewhere")
-    venv.create(place, symlinks=True)
-    python = place / "bin/python"
+    place, work = environment(wheel, tmp_path_factory), tmp_path_factory.mktemp("elsewhere")
     (site,) = place.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet"]
-    done = subprocess.run([*pip, "--ignore-installed", wheel], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
     def run(command, *arguments):
-        done = subprocess.run(
-            [place / "bin" / command, *map(str, arguments)], cwd=work, env=env, capture_output=True, text=True
-        )
+        done = run_in(place, work, command, *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout, work, site
 
     return run
+
+
+def environment(wheel, tmp_path_factory):
+    """A new one that has raytrec from the wheel, and nothing else."""
+    place = tmp_path_factory.mktemp("environment")
+    venv.create(place, symlinks=True)
+    options = ["--no-deps", "--no-index", "--quiet", "--ignore-installed"]
+    pip = [sys.executable, "-m", "pip", "--python", place / "bin/python", "install", *options, wheel]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return place
+
+
+def run_in(place, work, command, *arguments):
+    """A command of an environment."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    words = [place / "bin" / command, *map(str, arguments)]
+    return subprocess.run(words, cwd=work, env=env, capture_output=True, text=True)
+
+
+def needed_by(requirements):
+    """The distributions that `pip install` would install for requirements, as far as they are here."""
+    found, waiting = {}, list(requirements)
+    while waiting:
+        requirement = waiting.pop()
+        for extra in requirement.extras or {""}:
+            name = requirement.name, extra
+            if name not in found:
+                try:
+                    found[name] = distribution(requirement.name)
+                except PackageNotFoundError:  # CUDA's libraries, of torch's CUDA build
+                    continue
+                theirs = map(Requirement, found[name].requires or [])
+                waiting += [r for r in theirs if not r.marker or r.marker.evaluate({"extra": extra})]
+    return found.values()
+
+
+@pytest.fixture(scope="module")
+def bare(wheel, tmp_path_factory):
+    """Runs a command of an environment with what `pip install raytrec[EXTRA]` installs, and nothing else."""
+
+    def make(extra):
+        place = environment(wheel, tmp_path_factory)
+        (site,) = place.glob("lib/python*/site-packages")
+        (about,) = site.glob("raytrec-*.dist-info")
+        mine = [Requirement(each) for each in PathDistribution(about).requires]
+        wanted = [each for each in mine if not each.marker or each.marker.evaluate({"extra": extra})]
+        for each in needed_by(wanted):
+            for name in {file.parts[0] for file in each.files} - {"..", "__pycache__"}:
+                if not (site / name).exists():
+                    (site / name).symlink_to(each.locate_file(name))
+        return lambda *words: run_in(place, tmp_path_factory.mktemp("elsewhere"), *words)
+
+    return make
+
+
+SCORE = """
+import sys, raytrec
+model = raytrec.load(sys.argv[1])
+print(model.check() <= 1e-6, model.predict(model.golden).num_rows)
+print([name for name in sys.modules if name in ("ray", "torchrec", "fbgemm_gpu", "mlflow")])
+"""
+
+
+@pytest.mark.survive
+def test_a_model_is_scored_with_the_extra_score_alone(bare, tmp_path):
+    folder, _, _, _ = trained(Modelled("din", (1, 1)), tmp_path)
+    export = raytrec.export(folder, str(tmp_path / "export"))
+    run = bare("score")
+    done = run("python", "-c", SCORE, export.path)
+    assert done.stdout.split("\n")[:2] == ["True 12", "[]"], done.stderr
+    assert run("python", "-c", "import ray").returncode == 1, "the extra brings Ray"
+
+
+@pytest.mark.survive
+def test_the_base_says_what_is_missing(bare, tmp_path):
+    run = bare("")
+    assert "export" in run("raytrec", "--help").stdout
+    done = run("raytrec", "export", tmp_path, "--out", tmp_path / "export")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "is not installed" in done.stderr and "raytrec[cpu]" in done.stderr
 
 
 @pytest.mark.survive

@@ -24,9 +24,10 @@ from raytrec.checkpoint.state import State
 from raytrec.common.collectives import Peers, RoundTrip
 from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, sharded_tensor
 from raytrec.config.schema import Table
-from raytrec.embeddings.hashing import count_by_owner, fallback_of, first_keys, keys_of, unhash_bits
+from raytrec.embeddings.hashing import count_by_owner, first_keys, keys_of, unhash_bits
 from raytrec.embeddings.managed.key_map import Entries, Free, MapState
 from raytrec.embeddings.managed.row_map import RowMap
+from raytrec.scoring.lookups import IdRows
 
 ROWS, WAITING = ("row", "sightings", "last"), ("sightings", "last")
 
@@ -104,13 +105,8 @@ def stored_rows(
         name, table: with managed ids.
         ids: int64 [n].
     """
-    keys, saved = keys_of(ids), ids_of(folder, index, name, ("id", "row"))
-    fallback = fallback_of(keys, table.own_rows, table.ids.fallback_rows)
-    known = keys_of(saved["id"])
-    if not len(known):
-        return fallback
-    places = torch.searchsorted(known, keys).clamp(max=len(known) - 1)
-    return torch.where(known[places] == keys, saved["row"][places], fallback)
+    saved = ids_of(folder, index, name, ("id", "row"))
+    return IdRows(table, keys_of(saved["id"]), saved["row"])(ids)
 
 
 def ids_of(

@@ -21,9 +21,21 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(prepare_app, name="prepare")
+# Packages that the base lacks.
+OF_EXTRAS = (
+    "ray",
+    "torch",
+    "torchrec",
+    "fbgemm_gpu",
+    "mlflow",
+    "psutil",
+    "matplotlib",
+    "jinja2",
+    "safetensors",
+)
 COMMANDS: list[Callable[..., None]] = [
     *(runs.train, runs.tune, runs.submit, runs.head, runs.follow_job, runs.stop_job),
-    *(saved.evaluate, saved.predict, saved.index, saved.convert, runs.check, runs.plan),
+    *(saved.evaluate, saved.predict, saved.index, saved.export, saved.convert, runs.check, runs.plan),
     *(saved.report, saved.track, saved.compare, saved.inspect, runs.config),
 ]
 for command in COMMANDS:
@@ -64,7 +76,10 @@ def _run(arguments: list[str] | None) -> None:
     from raytrec.common.errors import RaytrecError
 
     try:
-        app(arguments)
+        try:
+            app(arguments)
+        except ModuleNotFoundError as error:
+            raise _missing(error) from error
     except RaytrecError as error:
         from raytrec.cluster.session import leave
         from raytrec.tracking.progress_log import ERROR, write_message
@@ -76,3 +91,18 @@ def _run(arguments: list[str] | None) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _missing(error: ModuleNotFoundError) -> Exception:
+    """What to install, where a command needs more than the base; else the error itself."""
+    from raytrec.common.errors import RunError
+
+    package = (error.name or "").partition(".")[0]
+    if package not in OF_EXTRAS:
+        return error
+    return RunError(
+        f"{package} is not installed",
+        where=sys.prefix,
+        expected="raytrec[cpu] or raytrec[cuda] to train and export, raytrec[score] to score",
+        do="install what docs/install.md names",
+    )

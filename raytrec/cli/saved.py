@@ -125,6 +125,38 @@ def index(
     show(result, json)
 
 
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")],
+    out: Annotated[str, typer.Option(help="Folder to write to: local, s3:// or gs://.")],
+    checkpoint: Checkpoint = None,
+    quantize: Annotated[
+        Literal["int8", "int4", "fp16"] | None, typer.Option(help="Precision of tables; default: fp32.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Parquet to take types and golden rows from; default: the run's.")
+    ] = None,
+    golden_rows: Annotated[
+        int, typer.Option(min=0, help="Rows that go along with their scores; 0: no real row does.")
+    ] = 64,
+    allow_code: AllowCode = False,
+    json: Json = False,
+):
+    """Write a trained model as a folder that is scored and served without the trainer. Interrupted, give it
+    again."""
+    from raytrec.exporting.export import export as run_export
+
+    result = run_export(
+        run,
+        out,
+        checkpoint=checkpoint,
+        quantize=quantize,
+        data=data,
+        golden_rows=golden_rows,
+        allow_code=allow_code,
+    )
+    show(result, json)
+
+
 def convert(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")],
     tables: Annotated[

@@ -63,5 +63,19 @@ def bring_in(address: int, size: int) -> None:
     Args:
         address, size: of the part in memory, in bytes.
     """
+    _advise(address, size, mmap.MADV_WILLNEED)
+
+
+def expect_scattered(address: int, size: int) -> None:
+    """Announces to the system that a mapped file is read here and there: a row brings in its page, not the
+    megabytes around it.
+
+    Args:
+        address, size: as in `bring_in`.
+    """
+    _advise(address, size, mmap.MADV_RANDOM)
+
+
+def _advise(address: int, size: int, advice: int) -> None:
     first = address - address % mmap.PAGESIZE
-    _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(address + size - first), mmap.MADV_WILLNEED)
+    _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(address + size - first), advice)

@@ -167,6 +167,11 @@ class Schema(BaseModel):
             names += spec.side_features
         return list(dict.fromkeys(names))
 
+    @property
+    def inputs(self) -> list[str]:
+        """Every Parquet column of features, each once."""
+        return [name for name in self.columns if name not in self.labels]
+
     def part(self, names: Collection[str]) -> Schema:
         """The same with no other dense columns and sparse features than these; all labels and tables stay."""
         dense = [name for name in self.dense if name in names]

@@ -7,6 +7,8 @@ here.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -195,6 +197,7 @@ def value_type(kind: pa.DataType) -> pa.DataType:
     return plain(kind) if inner is None else plain(inner)
 
 
+@lru_cache(maxsize=1024)
 def plain(kind: pa.DataType) -> pa.DataType:
     """The type that `plain_array` gives."""
     if isinstance(kind, pa.BaseExtensionType):

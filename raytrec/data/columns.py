@@ -22,15 +22,16 @@ DAY_S = 86_400
 
 @dataclass(frozen=True)
 class Place:
-    """Where the first row of a decoded table is: file, row group, row in it."""
+    """Where the first row of a decoded table is: file, row group (None: rows of no file), row in it."""
 
     path: str
-    group: int
+    group: int | None
     first: int
 
     def of(self, column: str, row: int | None = None) -> str:
         """The place of a value, in words."""
-        where = f"{self.path}, row group {self.group}, column {column}"
+        group = "" if self.group is None else f", row group {self.group}"
+        where = f"{self.path}{group}, column {column}"
         return where if row is None else f"{where}, row {self.first + row}"
 
 

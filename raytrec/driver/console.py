@@ -64,10 +64,14 @@ class RunConsole:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def phase(self, text: str) -> None:
-        """What the run is doing while no step is counted."""
+    def phase(self, text: str, always: bool = True) -> None:
+        """What the run is doing while no step is counted.
+
+        Args:
+            always: where there is no terminal, print a line even if the last one was just now.
+        """
         self._progress.update(self._task, figures=plain(text))
-        self._plain(text, always=True)
+        self._plain(text, always)
 
     def start(
         self,

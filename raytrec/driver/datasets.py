@@ -66,10 +66,9 @@ def open_inputs(
     Raises:
         DataError: files, columns or types that differ from the schema.
     """
-    inputs = [name for name in schema.columns if name not in schema.labels]
     plan = ReadPlan(
         schema,
-        needed_transforms(tuple(config.data.transforms), [*inputs, *reserve_columns]),
+        needed_transforms(tuple(config.data.transforms), [*schema.inputs, *reserve_columns]),
         reserved=Reserved(
             reserve_columns, groups=reserve_columns, named_by=dict.fromkeys(reserve_columns, reserved_by)
         ),

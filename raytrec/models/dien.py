@@ -12,6 +12,7 @@ from torch.nn.functional import linear, softplus
 from raytrec.config.models.sequences import DienSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence, dim_of, mlp
+from raytrec.models.parts.packed import turn
 
 
 class DIEN(nn.Module):
@@ -57,7 +58,7 @@ class DIEN(nn.Module):
         self.logit = nn.Linear(sizes[-1], outputs)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
-        read, own_B = {}, dense.new_zeros(len(dense))
+        read, own_B = {}, dense.new_zeros(dense.shape[0])
         for (feature, target), interests in zip(self.target_of.items(), self.interests, strict=True):
             read[feature], states_BLD = interests(inputs[feature], inputs[target])
             if self.training and feature in self.held_against:
@@ -108,19 +109,6 @@ def auxiliary(states_BLD: torch.Tensor, sequence: Sequence, negatives: Sequence)
     return ((softplus(-real_BL) + softplus(drawn_BL)) * here_BL).sum(1)
 
 
-def turn(values_BLx: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """The first `length` entries of each row in the reverse order, what is behind them after them: [B, L, …].
-
-    It makes what is most recent first what is oldest first, and the reverse.
-    """
-    places_L = torch.arange(values_BLx.shape[1], device=values_BLx.device)
-    turned_BL = lengths_B.unsqueeze(1) - 1 - places_L
-    places_BL = torch.where(turned_BL >= 0, turned_BL, places_L)
-    if values_BLx.dim() == 2:
-        return values_BLx.gather(1, places_BL)
-    return values_BLx.gather(1, places_BL.unsqueeze(2).expand_as(values_BLx))
-
-
 class AUGRU(nn.Module):
     """A GRU whose update gate is weakened by how much each step matters (Zhou et al. 2019, section 4.3).
 
@@ -141,7 +129,7 @@ class AUGRU(nn.Module):
     def forward(self, steps_BTD: torch.Tensor, weights_BT: torch.Tensor) -> torch.Tensor:
         cell = self.cell
         given_BTG = linear(steps_BTD, cell.weight_ih, cell.bias_ih)
-        state_BH = given_BTG.new_zeros(len(steps_BTD), cell.hidden_size)
+        state_BH = given_BTG.new_zeros(steps_BTD.shape[0], cell.hidden_size)
         for given_BG, weight_B in zip(given_BTG.unbind(1), weights_BT.unbind(1), strict=True):
             reset_BH, keep_BH, new_BH = given_BG.chunk(3, dim=1)
             of_reset_BH, of_keep_BH, of_new_BH = linear(state_BH, cell.weight_hh, cell.bias_hh).chunk(3, 1)

@@ -12,7 +12,7 @@ from torch.nn.functional import embedding, layer_norm, scaled_dot_product_attent
 from raytrec.config.models.sequences import HstuSection, NextItemSection, SasrecSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence, dim_of
-from raytrec.models.parts.packed import Packed
+from raytrec.models.parts.packed import Packed, pack_ids
 from raytrec.models.parts.sampled import Queries, result, sampled_loss
 
 BUCKETS = 128  # of times between items; the last takes all that are longer
@@ -69,7 +69,7 @@ class NextItem(nn.Module, ABC):
     def query(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
         """float32 [B, D] of the history alone; of several outputs, [B, outputs, D]."""
         history = inputs[self.config.history]
-        packed = Packed(history.present)
+        packed = pack_ids(history.present)
         return self._query(self.states(history, packed), packed)
 
     def item(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
@@ -77,15 +77,25 @@ class NextItem(nn.Module, ABC):
         return self._unit(inputs[self.config.item])
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
-        history, item_BD = inputs[self.config.history], self.item(dense, inputs)
-        packed = Packed(history.present)
-        states_ND, own_B = self.states(history, packed), None
+        history, own_B = inputs[self.config.history], None
+        packed = pack_ids(history.present)
+        states_ND = self.states(history, packed)
         if self.config.own_loss and self.training:
             own_B = self._own_loss(states_ND, packed, inputs)
-        elif self.config.own_loss:
-            own_B = item_BD.new_zeros(len(item_BD), dtype=torch.float32)
-        query = self._query(states_ND, packed) / self.config.temperature
-        return result(query, item_BD, self.outputs, self.vectors, own_B)
+        return self.score(self._query(states_ND, packed), dense, inputs, own_B)
+
+    def score(
+        self, query: torch.Tensor, dense: torch.Tensor, inputs: dict, own_B: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What forward gives, of what `query` gave.
+
+        Args:
+            own_B: the own loss; default: 0.
+        """
+        item_BD = self.item(dense, inputs)
+        if self.config.own_loss and own_B is None:
+            own_B = item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
+        return result(query / self.config.temperature, item_BD, self.outputs, self.vectors, own_B)
 
     def _own_loss(self, states_ND: torch.Tensor, packed: Packed, inputs: dict) -> torch.Tensor:
         """float32 [B]."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from raytrec.config.models.retrieval import MfSection, NcfSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import Sequence, dim_of, mlp
+from raytrec.models.inputs import dim_of, mlp
 from raytrec.models.parts.sampled import LOSSES, Queries, absence, bias_of, result, sampled_loss
 
 
@@ -48,16 +48,20 @@ class MatrixFactorization(nn.Module):
         return inputs[self.config.item]
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
+        return self.score(self.query(dense, inputs), dense, inputs)
+
+    def score(self, query: torch.Tensor, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
+        """What forward gives, of what `query` gave; the user, too, may be one for all rows."""
         item_BD, bias_BT = self.item(dense, inputs), None
         if self.bias is not None:
             bias_BT = inputs[self.config.user][:, -1:] + self.bias
         own_B = self._own_loss(item_BD, inputs, bias_BT) if self.config.own_loss else None
-        return result(self.query(dense, inputs), item_BD, self.outputs, self.vectors, own_B, bias_BT)
+        return result(query, item_BD, self.outputs, self.vectors, own_B, bias_BT)
 
     def _own_loss(self, item_BD: torch.Tensor, inputs: dict, bias_BT: torch.Tensor | None) -> torch.Tensor:
         """float32 [B]; 0 in evaluations."""
         if not self.training:
-            return item_BD.new_zeros(len(item_BD), dtype=torch.float32)
+            return item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
         query_B1D = self.queries.of_own_loss(self._factors(inputs)).unsqueeze(1)
         bias_B1 = None if bias_BT is None else bias_BT[:, -1:]
         drawn, item_B1D = inputs[self.config.negatives], item_BD.unsqueeze(1)
@@ -109,14 +113,14 @@ class NeuMF(nn.Module):
         logits_BT = scores_BT + self.bias
         if not self.config.own_loss:
             return logits_BT.squeeze(1)
-        own_B = self._own_loss(user_B1E, scores_BT[:, -1], inputs[self.config.negatives])
+        own_B = self._own_loss(user_B1E, scores_BT[:, -1], inputs)
         return torch.cat([logits_BT, own_B.unsqueeze(1)], dim=1)
 
-    def _own_loss(self, user_B1E: torch.Tensor, own_B: torch.Tensor, drawn: Sequence) -> torch.Tensor:
+    def _own_loss(self, user_B1E: torch.Tensor, own_B: torch.Tensor, inputs: dict) -> torch.Tensor:
         """float32 [B]; 0 in evaluations."""
         if not self.training:
             return torch.zeros_like(own_B, dtype=torch.float32)
-        bias = bias_of(self.config.loss, self.bias[-1])
+        drawn, bias = inputs[self.config.negatives], bias_of(self.config.loss, self.bias[-1])
         scores_BK = self._scores(user_B1E, drawn.vectors)[:, :, -1].float() + absence(drawn.present)
         return LOSSES[self.config.loss](own_B.float() + bias, scores_BK + bias, drawn.present.sum(1))
 

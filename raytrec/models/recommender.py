@@ -79,11 +79,16 @@ class ModelCall:
         """
         inputs = self._sequences(embeddings, sparse, side_features) if self._sequences else embeddings
         called = getattr(model, tower) if tower else model
+        given = self.run(called, dense, inputs)
+        return last_vectors(given) if tower else given
+
+    def run(self, called: Callable[..., torch.Tensor], dense: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        """What a model, or one of its methods, gives: float32."""
         if not self._bf16:
-            return last_vectors(called(dense, inputs)) if tower else called(dense, inputs)
+            return called(dense, *inputs)
         with torch.autocast(dense.device.type, torch.bfloat16):
-            given = called(dense, inputs)
-        return last_vectors(given.float()) if tower else given.float()
+            given = called(dense, *inputs)
+        return given.float()
 
 
 def last_vectors(vectors: torch.Tensor) -> torch.Tensor:

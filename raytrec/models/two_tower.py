@@ -75,7 +75,13 @@ class TwoTower(nn.Module):
         return self._vectors("item", dense, pooled)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        query, item_BD = self.query(dense, pooled), self.item(dense, pooled)
+        return self.score(self.query(dense, pooled), dense, pooled)
+
+    def score(
+        self, query: torch.Tensor, dense: torch.Tensor, pooled: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """What forward gives, of what `query` gave: for each row, or one for all of them."""
+        item_BD = self.item(dense, pooled)
         if self.queries == 1 and not self.vectors and not self.config.own_loss:
             return self.scale * (query * item_BD).sum(1) + self.bias
         query_BQD = self.scale.view(-1, 1) * query.view(-1, self.queries, self.width)
@@ -86,7 +92,7 @@ class TwoTower(nn.Module):
         if self.config.own_loss:
             parts.append(self._own_loss(query_BQD, item_BD, dense, pooled).unsqueeze(1))
         if self.vectors:
-            parts += [query_BQD[:, -1], item_BD]
+            parts += [query_BQD[:, -1].expand_as(item_BD), item_BD]
         return torch.cat(parts, dim=1)
 
     def _own_loss(
@@ -94,7 +100,7 @@ class TwoTower(nn.Module):
     ) -> torch.Tensor:
         """float32 [B]; 0 in evaluations. query_BQD: times the scale."""
         if not self.training:
-            return item_BD.new_zeros(len(item_BD), dtype=torch.float32)
+            return item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
         drawn, (feature,) = pooled[self.config.negatives], self.towers["item"].beside.first_of
         of_all = self._vectors("item", dense, {feature: drawn.vectors.flatten(0, 1)})
         negatives = Sequence(of_all.view(*drawn.present.shape, self.width), drawn.present)

@@ -12,22 +12,18 @@ Readers of folders of Parquet pass over names that begin with _.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pyarrow import fs
 
 from raytrec.common.errors import DataError
-from raytrec.common.processes import owner, remove_leftovers
+from raytrec.common.output_folder import OutputFolder
 from raytrec.common.reading import NotReadable, json_values
-from raytrec.common.storage import open_filesystem, read_bytes, sync
 from raytrec.config.evaluation import TowerName
 from raytrec.data.fragments import read_footer
 from raytrec.prediction.columns import CarriedColumns
@@ -121,87 +117,23 @@ class Counts:
             return None
 
 
-class PredictionFolder:
-    """A folder of predictions, on disk or in an object store, where files appear when they are complete.
+class PredictionFolder(OutputFolder):
+    """A folder of predictions.
 
     Raises:
         OSError: from all of it.
     """
 
-    def __init__(self, uri: str):
-        self.uri = uri.rstrip("/") or uri
-        self._filesystem, self._path = open_filesystem(uri)
-        self.is_local = self._filesystem.type_name == "local"
-
-    def uri_of(self, name: str) -> str:
-        """The address of a file."""
-        return f"{self.uri}/{name}"
-
-    def names(self) -> set[str]:
-        """Of all files, at all depths."""
-        found = self._filesystem.get_file_info(
-            fs.FileSelector(self._path, recursive=True, allow_not_found=True)
-        )
-        files = (info.path for info in found if info.type == fs.FileType.File)
-        return {path.removeprefix(self._path).lstrip("/") for path in files}
+    partial = PARTS_FOLDER
 
     @contextmanager
     def writing(self, name: str, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
         """A block that writes a Parquet file, which is there after it; after an error it is not."""
         with (
-            self._stream(name, f"{PARTS_FOLDER}/{uuid4().hex}") as stream,
+            self.stream(name, f"{PARTS_FOLDER}/{uuid4().hex}") as stream,
             pq.ParquetWriter(stream, schema, compression="zstd", write_page_checksum=True) as writer,
         ):
             yield writer
-
-    def write(self, name: str, data: bytes) -> None:
-        """Writes a file that is there when it is whole."""
-        self.sweep()
-        with self._stream(name, name) as stream:
-            stream.write(data)
-
-    @contextmanager
-    def _stream(self, name: str, partial: str) -> Iterator[pa.NativeFile]:
-        """A stream to a file that appears after the block; after an error it does not.
-
-        A file on disk is written under another name. An object appears when its stream is closed, which after
-        an error only the interpreter may do: then the footer has fewer rows than its metadata states.
-        """
-        target = f"{self._path}/{name}"
-        if not self.is_local:
-            stream = self._filesystem.open_output_stream(target)
-            yield stream
-            stream.close()
-            return
-        written = f"{self._path}/{partial}.{owner()}.tmp"
-        os.makedirs(os.path.dirname(written), exist_ok=True)
-        try:
-            with self._filesystem.open_output_stream(written) as stream:
-                yield stream
-            sync(written)
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            os.replace(written, target)
-        except BaseException:
-            Path(written).unlink(missing_ok=True)
-            raise
-
-    def sweep(self) -> None:
-        """Removes what writers that were killed have left, of a folder on disk."""
-        for place in (self._path, f"{self._path}/{PARTS_FOLDER}") if self.is_local else ():
-            remove_leftovers(place, "*.{owner}.tmp")
-
-    def read(self, name: str) -> bytes | None:
-        """A small file; None where there is none."""
-        try:
-            return read_bytes(self.uri_of(name))
-        except FileNotFoundError:
-            return None
-
-    def remove(self, folder: str) -> None:
-        """Removes a folder with all that is in it, if it is there."""
-        found = self._filesystem.get_file_info(f"{self._path}/{folder}")
-        if found.type == fs.FileType.Directory:
-            self._filesystem.delete_dir(found.path)
 
     def finished(self, task: PredictionTask, names: Iterable[str]) -> dict[str, Counts]:
         """Input files whose predictions are complete → what was counted of them.

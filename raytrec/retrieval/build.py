@@ -171,7 +171,7 @@ def _sampled(
     config: RunConfig, schema: Schema, folder: str, about: dict[str, Any], dataset: Dataset
 ) -> np.ndarray:
     """The query vectors of some rows, spread evenly over the dataset."""
-    from raytrec.retrieval.query_vectors import read_batch, vectors_of
+    from raytrec.driver.one_process import outputs_of, read_batch
 
     pieces = max(1, min(QUERIES, dataset.rows) // TOGETHER)
     starts = np.arange(pieces) * dataset.rows // pieces
@@ -182,7 +182,7 @@ def _sampled(
             parts.append(Part(group.path, group.index, int(start), rows))
         before += group.rows
     batch = read_batch(config, schema, dataset, parts)
-    return vectors_of(config, schema, folder, about, batch, "query")
+    return outputs_of(config, schema, folder, about, batch, "query").numpy()
 
 
 def _recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Index:
         """The items with the highest scores for each query.
 
         Args:
-            vectors: of queries, float [Q, D], or [D] of one (raytrec.query_vectors).
+            vectors: of queries, float [Q, D], or [D] of one (raytrec.load(…).vectors).
             k: how many items for each.
             leave_out: for each query the keys of items that are not wanted, such as those it has seen.
             exact: do without faiss, where the index has it.
@@ -157,7 +157,8 @@ def load_index(folder: str) -> Index:
 
     Example:
         >>> films = raytrec.load_index("index")
-        >>> found = films.search(raytrec.query_vectors("runs/films", {"user_id": 3, "history": [1, 2]}), k=5)
+        >>> user = {"user_id": 3, "history": [1, 2]}
+        >>> found = films.search(raytrec.load("films-export").vectors(user), k=5)
         >>> list(found.columns)
         ['query', 'rank', 'item_id', 'score']
     """

@@ -129,6 +129,11 @@ class Objective:
             )
         return Outputs(tasks, batch.weights, loss.detach(), losses=parts)
 
+    def predictions(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Task → what its logits mean in the label's units: float32 [B], or [B, classes]."""
+        of_tasks = zip(self.tasks, self._of_tasks(logits), strict=True)
+        return {task.name: task.loss.predict(task.calibrated(given)) for task, given in of_tasks}
+
     def _weights(self, batch: Batch) -> Sequence[torch.Tensor]:
         """The weights of each task's rows, [B]."""
         given = batch.task_weights

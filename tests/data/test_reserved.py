@@ -16,7 +16,7 @@ from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Cast
 from raytrec.data.arrow import plain, plain_array
-from raytrec.data.collate import Rows
+from raytrec.data.assemble import Rows
 from raytrec.data.decode import Faults
 from raytrec.data.fragments import scan
 from raytrec.data.hashing import NULL_KEY, group_keys

@@ -13,7 +13,8 @@ from reading import read as read_file
 from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
-from raytrec.data.collate import Collator, Rows
+from raytrec.data.assemble import Rows
+from raytrec.data.collate import Collator
 from raytrec.data.columns import as_float64
 from raytrec.data.read_plan import ReadPlan
 from raytrec.embeddings.pooling import PooledEmbeddings

@@ -4,7 +4,8 @@ import pyarrow as pa
 from pydantic import TypeAdapter
 
 from raytrec.config.transforms import Transform
-from raytrec.data.collate import Collator, Rows
+from raytrec.data.assemble import Rows
+from raytrec.data.collate import Collator
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
 from raytrec.data.rows import read_item

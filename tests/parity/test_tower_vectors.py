@@ -41,7 +41,7 @@ def found(rank, world, model, root):
     from raytrec.checkpoint.state import LogicalState
     from raytrec.checks.parity.batches import cuts, local_batch, random_batches
     from raytrec.config.features import resolve_features
-    from raytrec.retrieval.query_vectors import vectors_of
+    from raytrec.driver.one_process import outputs_of
     from raytrec.worker.build import build_step
 
     case = Modelled(model, (world, 1))
@@ -77,7 +77,10 @@ def found(rank, world, model, root):
     assert saver.taken().error is None
     folder = folder_of(root, 1)
     together = local_batch(whole, schema, [0, ROWS], 0, resolve_features(schema, config.model))
-    here = {tower: vectors_of(config, schema, folder, read_index(folder), together, tower) for tower in pairs}
+    here = {
+        tower: outputs_of(config, schema, folder, read_index(folder), together, tower).numpy()
+        for tower in pairs
+    }
     return pairs, (outputs["y"].logits, outputs.vectors), here
 
 

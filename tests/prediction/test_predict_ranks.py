@@ -132,7 +132,8 @@ def expected_scores(rank, world, folder):
     import torch
 
     from raytrec.config.schema import Schema
-    from raytrec.data.collate import Collator, Rows
+    from raytrec.data.assemble import Rows
+    from raytrec.data.collate import Collator
     from raytrec.data.fragments import scan
     from raytrec.data.order import Order
     from raytrec.data.read_plan import ReadPlan

@@ -1,7 +1,6 @@
 """Retrieval from a trained run: full rankings, an index of items, vectors of a user's rows."""
 
 import json
-import logging
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from torch.fx._symbolic_trace import is_fx_tracing_warning
 from waiting import wait_for
 
 import raytrec
@@ -139,9 +137,15 @@ def test_a_run_ranks_all_items_as_its_vectors_do(run, folder, made, tmp_path):
     assert {"retrieval.ndcg@10", "retrieval.rows"} <= first.keys()
 
 
-def test_the_best_films_of_a_user_in_three_lines(run, folder, made):
+@pytest.fixture(scope="module")
+def model(run, tmp_path_factory):
+    """The run's model, exported."""
+    return raytrec.load(raytrec.export(run.path, str(tmp_path_factory.mktemp("export") / "films")).path)
+
+
+def test_the_best_films_of_a_user_in_three_lines(model, made):
     films = raytrec.load_index(made.path)
-    query = raytrec.query_vectors(run.path, {"user": 7, "history": [2, 12, 37], "age": 7 / USERS})
+    query = model.vectors({"user": 7, "history": [2, 12, 37], "age": 7 / USERS})
     best = films.search(query, k=5)
     assert list(best.columns) == ["query", "rank", "item", "price", "genres", "title", "score"]
     assert best["rank"].tolist() == [1, 2, 3, 4, 5] and best["score"].is_monotonic_decreasing
@@ -152,13 +156,13 @@ def test_the_best_films_of_a_user_in_three_lines(run, folder, made):
     assert unseen["item"].tolist()[:3] == exact["item"].tolist()[2:]
 
 
-def test_rows_give_the_vectors_that_all_workers_give(run, folder, made):
+def test_rows_give_the_vectors_that_all_workers_give(model, folder, made):
     films = raytrec.load_index(made.path)
-    local = raytrec.query_vectors(run.path, folder / "items", tower="item")
+    local = model.vectors(pq.ParquetDataset(folder / "items").read(), tower="item")
     np.testing.assert_allclose(local, films.vectors, atol=1e-6)
     frame = pd.read_parquet(folder / "test").head(3)
-    vectors = raytrec.query_vectors(run.path, frame[["user", "history", "age"]])
-    assert np.array_equal(vectors, raytrec.query_vectors(run.path, pa.Table.from_pandas(frame)))
+    vectors = model.vectors(frame[["user", "history", "age"]])
+    assert np.array_equal(vectors, model.vectors(pa.Table.from_pandas(frame)))
 
 
 def test_the_index_says_what_it_is(run, folder, made):
@@ -215,21 +219,11 @@ def test_settings_that_cannot_be_met_are_refused(folder, tmp_path, changes, erro
         driver.train(values)
 
 
-def test_searches_that_cannot_be_answered(run, made):
+def test_searches_that_cannot_be_answered(model, made):
     with pytest.raises(ConfigError, match=r"of shape \[9\]"):
         raytrec.load_index(made.path).search(np.zeros(9))
     with pytest.raises(DataError, match="column 'age' is missing"):
-        raytrec.query_vectors(run.path, {"user": 7, "history": []})
-
-
-def test_vectors_of_rows_come_without_warnings(run, monkeypatch, recwarn):
-    log, said = logging.getLogger("torch.fx._symbolic_trace"), []
-    log.setLevel(logging.NOTSET)
-    monkeypatch.setattr(log, "handle", said.append)
-    is_fx_tracing_warning.cache_clear()  # it comes once in a process
-    raytrec.query_vectors(run.path, {"user": 7, "history": [2, 12, 37], "age": 7 / USERS})
-    assert said == []
-    assert [w for w in recwarn if not issubclass(w.category, DeprecationWarning | ResourceWarning)] == []
+        model.vectors({"user": 7, "history": []})
 
 
 def test_without_faiss_it_says_what_to_install(run, folder, tmp_path, monkeypatch):

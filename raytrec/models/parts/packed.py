@@ -9,6 +9,15 @@ import torch
 GROUPS = 8  # of rows of about the same length
 
 
+def pack_ids(present: torch.Tensor) -> Packed:
+    """The ids of sequences as layers take them; while torch exports, in shapes that no values decide.
+
+    Args:
+        present: bool [B, L], the first `length` of each row, the most recent first.
+    """
+    return Padded(present) if torch.compiler.is_exporting() else Packed(present)
+
+
 class Packed:
     """Where the N ids that are present in a batch of sequences are, and their way there and back.
 
@@ -69,6 +78,51 @@ class Packed:
         """The reverse: [b] of each group → [B]."""
         values_B = torch.cat(groups)
         return torch.empty_like(values_B).index_copy(0, self._by_length, values_B)
+
+
+class Padded(Packed):
+    """The same with N = B · L ids: those that are not there, too, with some finite numbers, which no other
+    id's depend on. One group has all rows, L ids long; `in_groups` and `in_rows` are for training alone.
+
+    Args, Attributes: see Packed.
+    """
+
+    def __init__(self, present: torch.Tensor):
+        self._lengths_B, self._length = present.sum(1), present.shape[1]
+        recency_BL = torch.arange(self._length, device=present.device).expand_as(present)
+        self.recency = recency_BL.flatten()
+        self.order = (self._lengths_B.unsqueeze(1) - 1 - recency_BL).clamp(min=0).flatten()
+        self.there = [present]
+
+    def pack(self, values_BLD: torch.Tensor) -> torch.Tensor:
+        """[B, L, D], the most recent first → [N, D]."""
+        return values_BLD.flatten(0, 1)
+
+    def newest(self, values_ND: torch.Tensor) -> torch.Tensor:
+        """The most recent one's of each row: [N, D] → [B, D], 0 where there is none."""
+        newest_BD = values_ND.unflatten(0, (-1, self._length))[:, 0]
+        return newest_BD.where(self._lengths_B.unsqueeze(1) > 0, 0)
+
+    def by_time(self, values_ND: torch.Tensor) -> list[torch.Tensor]:
+        """[N, D] → [B, L, D], the oldest first."""
+        return [turn(values_ND.unflatten(0, (-1, self._length)), self._lengths_B)]
+
+    def from_time(self, groups: list[torch.Tensor]) -> torch.Tensor:
+        """[B, L, D], the oldest first → [N, D]."""
+        return turn(groups[0], self._lengths_B).flatten(0, 1)
+
+
+def turn(values_BLx: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """The first `length` entries of each row in the reverse order, what is behind them after them: [B, L, …].
+
+    It makes what is most recent first what is oldest first, and the reverse.
+    """
+    places_L = torch.arange(values_BLx.shape[1], device=values_BLx.device)
+    turned_BL = lengths_B.unsqueeze(1) - 1 - places_L
+    places_BL = torch.where(turned_BL >= 0, turned_BL, places_L)
+    if values_BLx.dim() == 2:
+        return values_BLx.gather(1, places_BL)
+    return values_BLx.gather(1, places_BL.unsqueeze(2).expand_as(values_BLx))
 
 
 def _first(lengths_b1: torch.Tensor, length: int) -> torch.Tensor:

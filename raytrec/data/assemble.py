@@ -1,0 +1,325 @@
+"""Canonical rows as the tensors of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from raytrec.config.features import Features, resolve_features
+from raytrec.data.form import RESERVED_PREFIX, Form
+
+
+@dataclass(frozen=True)
+class Bags:
+    """The ids of B rows, feature after feature: the layout of a KeyedJaggedTensor.
+
+    Attributes:
+        keys: the features. ids: int64 [N]. weights: float32 [N]; None where no feature has any.
+        lengths: int32 [F · B], how many ids each row has. counts: how many ids each feature has.
+    """
+
+    keys: list[str]
+    ids: torch.Tensor
+    weights: torch.Tensor | None
+    lengths: torch.Tensor
+    counts: list[int]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """Rows as tensors; each is what Batch has under the same name (batch.py)."""
+
+    dense: torch.Tensor
+    bags: Bags
+    labels: torch.Tensor
+    weights: torch.Tensor
+    changed: torch.Tensor | None
+    task_weights: torch.Tensor | None
+    keys: torch.Tensor | None
+    reserved: pa.Table | None
+    side_features: Mapping[str, torch.Tensor] | None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """n rows in canonical form (see form.py) as NumPy views of Arrow's buffers, before they are cut.
+
+    Attributes:
+        matrices: labels, dense, ids, task_weights, keys: [n, columns]; lengths: int32 [n, list columns].
+        lists: ids.NAME, weights.NAME, changed → place among the list columns.
+        values: of each list column.
+        offsets: int32 [n + 1, list columns]; all of a row at once, because pieces of rows are small and many.
+        present: bool [n]; None: all.
+        reserved: the reserved columns under their own names; None: there are none.
+    """
+
+    matrices: dict[str, np.ndarray]
+    lists: dict[str, int]
+    values: list[np.ndarray]
+    offsets: np.ndarray
+    present: np.ndarray | None
+    reserved: pa.RecordBatch | None = None
+
+    @classmethod
+    def of(cls, batch: pa.RecordBatch) -> Chunk:
+        matrices, arrays, present, reserved = {}, {}, None, {}
+        for name, array in zip(batch.schema.names, batch.columns, strict=True):
+            if name == "present":
+                present = array.to_numpy(zero_copy_only=False)
+            elif name.startswith(RESERVED_PREFIX):
+                reserved[name.removeprefix(RESERVED_PREFIX)] = array
+            elif pa.types.is_fixed_size_list(array.type):
+                matrices[name] = array.flatten().to_numpy().reshape(-1, array.type.list_size)
+            else:
+                arrays[name] = array
+        offsets = np.empty((batch.num_rows + 1, len(arrays)), np.int32)
+        for i, array in enumerate(arrays.values()):
+            offsets[:, i] = array.offsets.to_numpy()
+        matrices["lengths"] = offsets[1:] - offsets[:-1]
+        lists = {name: i for i, name in enumerate(arrays)}
+        values = [array.values.to_numpy() for array in arrays.values()]
+        whole = pa.RecordBatch.from_pydict(reserved) if reserved else None
+        return cls(matrices, lists, values, offsets, present, whole)
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows [first, last) of a chunk; slicing costs next to nothing."""
+
+    chunk: Chunk
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, batch: pa.RecordBatch) -> Rows:
+        return cls(Chunk.of(batch), 0, batch.num_rows)
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def __getitem__(self, rows: slice) -> Rows:
+        start, stop, _ = rows.indices(self.last - self.first)
+        return Rows(self.chunk, self.first + start, self.first + stop)
+
+    def matrix(self, name: str) -> np.ndarray:
+        """Its rows of a matrix."""
+        return self.chunk.matrices[name][self.first : self.last]
+
+    def present(self) -> np.ndarray | None:
+        """Which of its rows there are; None: all."""
+        return None if self.chunk.present is None else self.chunk.present[self.first : self.last]
+
+    def reserved(self) -> pa.RecordBatch:
+        """Its rows of the reserved columns."""
+        return self.chunk.reserved.slice(self.first, self.last - self.first)
+
+    def values(self) -> list[np.ndarray]:
+        """The values of its rows, for each list column of the chunk."""
+        chunk = self.chunk
+        bounds = zip(chunk.offsets[self.first].tolist(), chunk.offsets[self.last].tolist(), strict=True)
+        return [values[begin:end] for values, (begin, end) in zip(chunk.values, bounds, strict=True)]
+
+
+class Assembler:
+    """Puts pieces of rows together as tensors.
+
+    Args:
+        form: of the rows.
+        features: of the run; its schema gives the keys of the bags and their order. What the
+            form's schema has not of it is empty, or 0. Default: those of a model that reads no sequence id by
+            id.
+        pin_memory: put them together in page-locked memory, from which a GPU copies asynchronously.
+    """
+
+    def __init__(self, form: Form, features: Features | None = None, pin_memory: bool = False):
+        features = features or resolve_features(form.schema)
+        schema, self._pin_memory = features.schema, pin_memory
+        self._form, self._weighted, self._sequences = form, schema.has_weights, features.sequences
+        self._side_features = features.side_features
+        self._features, self._keys = list(schema.sparse), features.keys
+        self._column = {name: i for i, name in enumerate(form.singles)}
+        places = [schema.dense.index(name) for name in form.schema.dense]
+        self._dense_places = None if len(places) == len(schema.dense) else places
+        # Of each matrix of a Batch, how many columns and which type; None: it has no such matrix.
+        self._matrices = {
+            "labels": (len(schema.labels), torch.float32),
+            "dense": (len(schema.dense), torch.float32),
+            "task_weights": (len(form.plan.tasks), torch.float32) if form.plan.weighs_tasks else None,
+            "keys": (len(form.plan.reserved.keys), torch.int64) if form.plan.reserved.keys else None,
+        }
+
+    def assemble(self, pieces: list[Rows], padded_rows: int) -> Assembled:
+        """`padded_rows` rows; those after the pieces' rows, and skipped rows, are padding."""
+        rows = sum(len(piece) for piece in pieces)
+        matrices = {name: self._matrix(name, pieces, rows, padded_rows) for name in self._matrices}
+        weights, values = self._memory(padded_rows, torch.float32)
+        values[:rows], values[rows:] = 1, 0
+        present = None
+        if rows and pieces[0].present() is not None:
+            present = np.concatenate([piece.present() for piece in pieces])
+            values[:rows] = present
+        lists = _Lists(pieces)
+        side_features = {
+            name: self._joined([], torch.float64, width) for name, width in self._side_features.items()
+        }
+        return Assembled(
+            matrices["dense"],
+            self._bags(pieces, lists, rows, padded_rows, side_features),
+            matrices["labels"],
+            weights,
+            self._changed(lists),
+            matrices["task_weights"],
+            matrices["keys"],
+            self._reserved(pieces, present) if self._form.plan.reserved.columns else None,
+            side_features or None,
+        )
+
+    def _matrix(self, name: str, pieces: list[Rows], rows: int, padded_rows: int) -> torch.Tensor | None:
+        """The rows of a matrix one after the other, then 0; all 0 where the rows have none."""
+        if self._matrices[name] is None:
+            return None
+        width, dtype = self._matrices[name]
+        tensor, values = self._memory((padded_rows, width), dtype)
+        filled = rows if rows and width and name in pieces[0].chunk.matrices else 0
+        if filled and name == "dense" and self._dense_places is not None:
+            values[:] = 0
+            values[:filled, self._dense_places] = np.concatenate([piece.matrix(name) for piece in pieces])
+            return tensor
+        values[filled:] = 0
+        if filled:
+            np.concatenate([piece.matrix(name) for piece in pieces], out=values[:filled])
+        return tensor
+
+    def _reserved(self, pieces: list[Rows], present: np.ndarray | None) -> pa.Table:
+        """The reserved columns of the rows that are there, as one separate piece of memory."""
+        if not pieces:
+            types = self._form.types
+            return pa.schema(
+                [(n, types.get(n, pa.null())) for n in self._form.plan.reserved.columns]
+            ).empty_table()
+        table = pa.Table.from_batches([piece.reserved() for piece in pieces])
+        return table.combine_chunks() if present is None else table.filter(present).combine_chunks()
+
+    def _memory(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
+        """A tensor with nothing in it yet, and the same memory for NumPy.
+
+        Page-locked memory is torch's, which gives it away again only when copies from it have ended.
+        """
+        tensor = torch.empty(shape, dtype=dtype, pin_memory=self._pin_memory)
+        return tensor, tensor.numpy()
+
+    def _changed(self, lists: _Lists) -> torch.Tensor | None:
+        """Σ of the counts that rows of the batch carry: int64 [2, sparse features that are read]."""
+        if not self._form.counts_changes:
+            return None
+        read = len(self._form.schema.sparse)
+        if not read:
+            return torch.zeros(2, 0, dtype=torch.int64)
+        counts = [np.zeros(2 * read, np.int64), *lists.values("changed")]
+        flat = np.concatenate(counts, dtype=np.int64)
+        return torch.from_numpy(flat.reshape(-1, 2, read).sum(0))
+
+    def _bags(
+        self,
+        pieces: list[Rows],
+        lists: _Lists,
+        rows: int,
+        padded_rows: int,
+        side_features: dict[str, torch.Tensor],
+    ) -> Bags:
+        """The ids of rows.
+
+        Args:
+            side_features: those of sequences are put here.
+        """
+        flat, lengths = self._memory(len(self._keys) * padded_rows, torch.int32)
+        lengths = lengths.reshape(len(self._keys), padded_rows)
+        lengths[:, rows:] = 0
+        ids, weights = [], []
+        singles = np.concatenate([p.matrix("ids") for p in pieces]) if rows and self._column else None
+        no_id = self._form.no_id
+        some_missing = singles is not None and singles.min() <= no_id
+        for key, name in enumerate(self._keys if rows else ()):
+            if name not in self._form.schema.sparse:
+                lengths[key, :rows] = 0
+                continue
+            out = lengths[key, :rows]
+            first_ids, first_weights = len(ids), len(weights)
+            if name in self._column:
+                column, out[:] = singles[:, self._column[name]], 1
+                if some_missing:
+                    out[:] = column > no_id
+                    column = column[column > no_id]
+                ids.append(column)
+            else:
+                out[:] = lists.lengths(f"ids.{name}")
+                ids += lists.values(f"ids.{name}")
+            if self._weighted and self._form.schema.sparse[name].weights:
+                weights += lists.values(f"weights.{name}")
+            elif self._weighted:
+                weights.append(np.ones(out.sum(), np.float32))
+            if name in self._sequences:
+                order, out[:] = recent_first(out, self._sequences[name])
+                for parts, first in (ids, first_ids), (weights, first_weights):
+                    parts[first:] = [np.concatenate(part)[order] for part in [parts[first:]] if part]
+                if name in side_features:
+                    beside = np.concatenate(lists.values(f"side_features.{name}")).reshape(
+                        -1, self._side_features[name]
+                    )
+                    side_features[name] = self._joined(
+                        [beside[order]], torch.float64, self._side_features[name]
+                    )
+        return Bags(
+            self._keys,
+            self._joined(ids, torch.int64),
+            self._joined(weights, torch.float32) if self._weighted else None,
+            flat,
+            lengths.sum(1, dtype=np.int32).tolist(),
+            padded_rows,
+        )
+
+    def _joined(self, parts: list[np.ndarray], dtype: torch.dtype, width: int | None = None) -> torch.Tensor:
+        """Parts one after the other, [n] each, or [n, width]."""
+        size = sum(map(len, parts))
+        joined, values = self._memory(size if width is None else (size, width), dtype)
+        if parts:
+            np.concatenate(parts, out=values)
+        return joined
+
+
+class _Lists:
+    """The list columns of pieces of rows."""
+
+    def __init__(self, pieces: list[Rows]):
+        self._places = pieces[0].chunk.lists if pieces else {}
+        self._values = [piece.values() for piece in pieces]
+        self._lengths = np.concatenate([p.matrix("lengths") for p in pieces]) if pieces else None
+
+    def values(self, name: str) -> list[np.ndarray]:
+        """A column's values, for each piece."""
+        return [values[self._places[name]] for values in self._values]
+
+    def lengths(self, name: str) -> np.ndarray:
+        """How many of them each row has: int32 [rows]."""
+        return self._lengths[:, self._places[name]]
+
+
+def recent_first(lengths: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the most recent ids of bags are, bag after bag, each from its last id backwards.
+
+    Args:
+        lengths: int [n], of consecutive bags, the most recent id of each at its end.
+        most: how many ids of a bag are wanted.
+
+    Returns:
+        (places int64 [N], how many ids of each bag are left int [n]).
+    """
+    kept = np.minimum(lengths, most)
+    # The first id of a bag is at its end, the next one before it: their places fall by one, bag by bag.
+    last_in, first_out = lengths.cumsum() - 1, kept.cumsum() - kept
+    return np.repeat(last_in + first_out, kept) - np.arange(kept.sum()), kept

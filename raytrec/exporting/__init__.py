@@ -1,0 +1,1 @@
+"""`raytrec export`: a trained model as a folder that is scored without the trainer."""

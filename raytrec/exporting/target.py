@@ -1,0 +1,105 @@
+"""The folder that an export is written to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+
+from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.output_folder import OutputFolder
+from raytrec.common.reading import json_values
+from raytrec.scoring.manifest import EXPORT, FileEntry, Manifest, read_manifest
+
+UNFINISHED = "_export.json"  # what has been written, as long as not all has
+
+
+class Target:
+    """The folder that an export is written to; complete files stay when it is interrupted.
+
+    Args:
+        binding: stands for all that the export is made of.
+
+    Attributes:
+        files: those that are complete.
+    """
+
+    def __init__(self, folder: OutputFolder, binding: str):
+        self.folder, self.binding = folder, binding
+        self.files: dict[str, FileEntry] = {}
+
+    def complete(self) -> Manifest | None:
+        """The manifest, where all has been written before; else claims the folder for this export, or finds
+        out which of its files are complete.
+
+        Raises:
+            ConfigError: the folder holds something else.
+        """
+        try:
+            names = self.folder.names()
+            if EXPORT in names:
+                manifest = read_manifest(self.folder.uri)
+                if manifest.binding == self.binding:
+                    return manifest
+                raise self._other(f"another export, {manifest.version}")
+            if UNFINISHED in names:
+                unfinished = json_values(self.folder.read(UNFINISHED))
+                if unfinished["binding"] != self.binding:
+                    raise self._other("an export of something else that was interrupted")
+                there = {name: FileEntry(**entry) for name, entry in unfinished["files"].items()}
+                self.files = {name: entry for name, entry in there.items() if name in names}
+            elif names:
+                raise self._other(f"other files, such as {min(names)}")
+            self._note()
+        except OSError as error:
+            raise self._failed(self.folder.uri, error) from None
+        return None
+
+    def _other(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"this folder holds {what}",
+            where=f"--out {self.folder.uri}",
+            expected="a new folder, or one that the same `raytrec export` has begun to fill",
+            do="choose another --out, or remove the folder yourself",
+        )
+
+    def _note(self) -> None:
+        """Writes down which files are complete."""
+        entries = {name: entry.model_dump() for name, entry in self.files.items()}
+        self.folder.write(UNFINISHED, json.dumps({"binding": self.binding, "files": entries}).encode())
+
+    def write(self, name: str, data: Iterable[bytes]) -> None:
+        """Writes a file, unless it is complete.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        if name in self.files:
+            return
+        digest, size = hashlib.sha256(), 0
+        try:
+            with self.folder.stream(name, f"{self.folder.partial}/{name.replace('/', '-')}") as stream:
+                for piece in data:
+                    stream.write(piece)
+                    digest.update(piece)
+                    size += len(piece)
+            self.files[name] = FileEntry(bytes=size, sha256=digest.hexdigest())
+            self._note()
+        except OSError as error:
+            raise self._failed(f"{self.folder.uri}/{name}", error) from None
+
+    def commit(self, manifest: Manifest) -> None:
+        """Writes the manifest, with which the export is complete."""
+        try:
+            self.folder.write(EXPORT, manifest.to_json().encode())
+            self.folder.delete(UNFINISHED)
+            self.folder.remove(self.folder.partial)
+        except OSError as error:
+            raise self._failed(f"{self.folder.uri}/{EXPORT}", error) from None
+
+    def _failed(self, where: str, error: OSError) -> RunError:
+        return RunError(
+            f"the export cannot be written: {error.strerror or error}",
+            where=where,
+            do="make room, and give the same command again: complete files stay",
+        )

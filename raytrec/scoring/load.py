@@ -1,0 +1,229 @@
+"""Opens exports."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile, ZipFile
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pyarrow import fs
+
+from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.memory import expect_scattered
+from raytrec.common.reading import json_values
+from raytrec.common.storage import absolute, open_filesystem
+from raytrec.config.transforms import Python
+from raytrec.embeddings.hashing import keys_of
+from raytrec.scoring.lookups import BlockTable, IdRows, Lookups
+from raytrec.scoring.manifest import EXPORT, GOLDEN, Manifest, TableEntry, read_manifest
+from raytrec.scoring.precision import DTYPES, stored_width
+from raytrec.scoring.rows import wide
+from raytrec.scoring.scorer import Scorer
+
+HASHED_BYTES = 16 << 20  # bytes that are hashed together
+
+
+def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = False) -> Scorer:
+    """A model that `raytrec export` has written. It needs neither Ray nor TorchRec, and no run.
+
+    Tables are mapped into memory: what has been looked up stays there as long as there is room.
+
+    Args:
+        uri: local, s3:// or gs://; from a store all files are copied into a temporary folder first.
+        check_tables: compare the checksums of tables, too, which reads all of them.
+        allow_code: transforms of the export may name code (module:name), which is imported.
+
+    Raises:
+        RunError: there is none, it is damaged, or its golden rows have other scores here. ConfigError: it
+            names code.
+
+    Example:
+        >>> model = raytrec.load("films-export")
+        >>> user, films = {"user_id": 3, "history": [1, 2]}, [{"item_id": 7}, {"item_id": 9}]
+        >>> model.predict(user=user, candidates=films).column_names
+        ['score']
+    """
+    place = absolute(str(uri))
+    manifest = read_manifest(place)
+    refuse_code(manifest, place, allow_code)
+    folder, copied = _on_disk(place, manifest)
+    try:
+        check_files(folder, manifest, check_tables, place)
+        scorer = open_export(folder, manifest)
+        scorer.check()
+    except BaseException:
+        if copied:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if copied:
+        weakref.finalize(scorer, shutil.rmtree, folder, ignore_errors=True)
+    return scorer
+
+
+def refuse_code(manifest: Manifest, where: str, allow_code: bool) -> None:
+    """Refuses transforms of the user's, unless they are allowed.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    named = [each.do for each in manifest.transforms if isinstance(each, Python)]
+    if named and not allow_code:
+        raise ConfigError(
+            f"the export's transforms name code to run: {', '.join(named)}",
+            where=where,
+            expected="transforms of raytrec's own",
+            do="if you trust its source: --allow-code, or load(…, allow_code=True)",
+        )
+
+
+def _on_disk(place: str, manifest: Manifest) -> tuple[Path, bool]:
+    """(a local folder with the export's files, whether it is a copy)."""
+    filesystem, path = open_filesystem(place)
+    if filesystem.type_name == "local":
+        return Path(path), False
+    folder = Path(tempfile.mkdtemp(prefix="raytrec-export-"))
+    for name in manifest.files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        fs.copy_files(f"{path}/{name}", str(folder / name), filesystem, fs.LocalFileSystem())
+    return folder, True
+
+
+def check_files(folder: Path, manifest: Manifest, tables: bool, where: str) -> None:
+    """Compares files with the manifest: all sizes, and the checksums.
+
+    Args:
+        tables: those of tables, too.
+
+    Raises:
+        RunError: a file is missing, or another.
+    """
+    big: Collection[str] = () if tables else {n for t in manifest.tables.values() for n in t.files}
+    for name, entry in manifest.files.items():
+        try:
+            size = (folder / name).stat().st_size
+            same = size == entry.bytes and (name in big or sha256_of(folder / name) == entry.sha256)
+            found = f"{name} is not the file that was exported"
+        except OSError as error:
+            same, found = False, f"{name} cannot be read: {error.strerror or error}"
+        if not same:
+            raise RunError(
+                f"the export is damaged: {found}",
+                where=where,
+                expected=f"{entry.bytes:,} bytes with the checksum of {EXPORT}",
+                do="copy the folder again, or export the run again",
+            )
+
+
+def sha256_of(file: Path) -> str:
+    """Of a file's content."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while data := stream.read(HASHED_BYTES):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def open_export(folder: Path, manifest: Manifest) -> Scorer:
+    """An export whose files have been compared with the manifest."""
+    vocabularies = [_located(each, folder) for each in manifest.transforms]
+    manifest = manifest.model_copy(update={"transforms": vocabularies})
+    programs = {
+        name: load_program(folder / each.file, len(each.inputs)) for name, each in manifest.programs.items()
+    }
+    shapes = manifest.data_schema.tables
+    tables = {
+        name: open_table(folder, each, shapes[name].rows, shapes[name].dim)
+        for name, each in manifest.tables.items()
+    }
+    ids = {name: _ids(folder / file, manifest, name) for name, file in manifest.ids.items()}
+    with pa.memory_map(str(folder / GOLDEN)) as file:
+        golden = pa.ipc.open_file(file).read_all()
+    scores = {task.column for task in manifest.tasks}
+    columns = pa.schema([(f.name, wide(f.type)) for f in golden.schema if f.name not in scores])
+    return Scorer(manifest, programs, Lookups(manifest.features, tables, ids), columns, golden)
+
+
+def _located(transform: Any, folder: Path) -> Any:
+    """A transform whose vocabulary, a file of the export, is found from anywhere."""
+    name = getattr(transform, "vocabulary", None)
+    return transform.model_copy(update={"vocabulary": str(folder / name)}) if name else transform
+
+
+def open_table(folder: Path, entry: TableEntry, rows: int, dim: int) -> BlockTable:
+    """A table, mapped into memory.
+
+    Raises:
+        RunError: a file holds something else.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    blocks = []
+    for number, name in enumerate(entry.files):
+        shape = min(entry.block_rows, rows - number * entry.block_rows), stored_width(dim, entry.precision)
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                block = file.get_tensor("rows")
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"{name} cannot be read: {error}", where=str(folder)) from None
+        if (block.shape, block.dtype) != (shape, DTYPES[entry.precision]):
+            raise RunError(
+                f"{name} has {block.dtype} {list(block.shape)}",
+                where=str(folder),
+                expected=f"{DTYPES[entry.precision]} {list(shape)}",
+            )
+        expect_scattered(block.data_ptr(), block.nbytes)
+        blocks.append(block)
+    return BlockTable(blocks, entry.block_rows, entry.precision)
+
+
+def _ids(file: Path, manifest: Manifest, table: str) -> IdRows:
+    found = pq.read_table(file)
+    ids, rows = (torch.from_numpy(found[name].to_numpy().copy()) for name in ("id", "row"))
+    return IdRows(manifest.data_schema.tables[table], keys_of(ids), rows)
+
+
+def load_program(file: Path, inputs: int) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A program of torch.export.
+
+    Args:
+        inputs: how many tensors it takes.
+
+    Raises:
+        RunError: the file holds pickles, or something else.
+    """
+    try:
+        with ZipFile(file) as archive:
+            pickled = [name for name in archive.namelist() if _is_pickle(archive, name)]
+        program = None if pickled else torch.export.load(file)
+    except (BadZipFile, OSError, RuntimeError, ValueError, LookupError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RunError(f"the program cannot be read: {why}", where=str(file)) from None
+    if program is None:
+        raise RunError(
+            f"the program holds a pickle: {pickled[0]}",
+            where=str(file),
+            expected="a graph and weights, as `raytrec export` writes them",
+        )
+    if (taken := len(program.graph_signature.user_inputs)) != inputs:
+        raise RunError(
+            f"the program {file.name} takes {taken} tensors", where=str(file), expected=str(inputs)
+        )
+    # Not the module's call, which compares shapes in ten times what a small model takes.
+    return program.module(check_guards=False).forward
+
+
+def _is_pickle(archive: ZipFile, name: str) -> bool:
+    """Whether an entry of an archive is, or names, what torch would unpickle."""
+    if "/sample_inputs/" in name or "/custom_obj" in name:
+        return archive.getinfo(name).file_size > 0
+    if not name.endswith("_config.json"):
+        return False
+    return any(each.get("use_pickle") for each in json_values(archive.read(name))["config"].values())

@@ -1,0 +1,152 @@
+"""What a model's programs take, looked up for rows: bags and sequences, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from raytrec.config.features import Features
+from raytrec.config.schema import Table
+from raytrec.data.assemble import Assembled
+from raytrec.embeddings.hashing import fallback_of, keys_of
+from raytrec.scoring.inputs import InputKind
+from raytrec.scoring.manifest import Precision
+from raytrec.scoring.precision import decode_rows
+
+Tensors = dict[tuple[InputKind, str], torch.Tensor]  # of an input's kind and feature; see inputs.Input
+
+
+class TableRows(Protocol):
+    """A table whose rows are read."""
+
+    def vectors(self, rows_N: torch.Tensor) -> torch.Tensor:
+        """Rows: int64 [N] → float32 [N, dim]."""
+        ...
+
+
+class BlockTable:
+    """A table in blocks of rows.
+
+    Args:
+        blocks: [block_rows, …] each, the last fewer, as precision.py has them.
+        block_rows: of each but the last.
+    """
+
+    def __init__(self, blocks: Sequence[torch.Tensor], block_rows: int, precision: Precision):
+        self._blocks, self._block_rows, self._precision = list(blocks), block_rows, precision
+
+    def vectors(self, rows_N: torch.Tensor) -> torch.Tensor:
+        """Rows: int64 [N] → float32 [N, dim]."""
+        if len(self._blocks) == 1:
+            return decode_rows(self._blocks[0].index_select(0, rows_N), self._precision)
+        sorted_N, order_N = rows_N.sort()
+        starts = torch.arange(len(self._blocks) + 1) * self._block_rows
+        counts = torch.searchsorted(sorted_N, starts).diff().tolist()
+        of_blocks = sorted_N.split(counts)
+        parts = [
+            block.index_select(0, part - number * self._block_rows)
+            for number, (block, part) in enumerate(zip(self._blocks, of_blocks, strict=True))
+            if len(part)
+        ]
+        if not parts:
+            return decode_rows(self._blocks[0][:0], self._precision)
+        found = decode_rows(torch.cat(parts), self._precision)
+        return torch.empty_like(found).index_copy_(0, order_N, found)
+
+
+class IdRows:
+    """The rows of a table's managed ids.
+
+    Args:
+        keys: int64 [n], of the ids that have their own row, ascending. rows: int64 [n], theirs.
+    """
+
+    def __init__(self, table: Table, keys: torch.Tensor, rows: torch.Tensor):
+        self._table, self._keys, self._rows = table, keys, rows
+
+    def __call__(self, ids_N: torch.Tensor) -> torch.Tensor:
+        """int64 [N] → int64 [N]: its own row, or one that it shares."""
+        keys_N = keys_of(ids_N)
+        shared_N = fallback_of(keys_N, self._table.own_rows, self._table.ids.fallback_rows)
+        if not len(self._keys):
+            return shared_N
+        places_N = torch.searchsorted(self._keys, keys_N).clamp(max=len(self._keys) - 1)
+        return torch.where(self._keys[places_N] == keys_N, self._rows[places_N], shared_N)
+
+
+class Lookups:
+    """Looks up the ids of rows and pools them, as embeddings.pooling.PooledEmbeddings and
+    models.inputs.Sequences do while a model trains.
+
+    Args:
+        features: of the model. tables: by name. ids: of tables with managed ids.
+    """
+
+    def __init__(self, features: Features, tables: Mapping[str, TableRows], ids: Mapping[str, IdRows]):
+        self._features, self._tables, self._ids = features, tables, ids
+
+    def __call__(self, rows: Assembled, wanted: Collection[str]) -> Tensors:
+        """The inputs of some features, B rows of each; and the dense columns."""
+        found: Tensors = {("dense", ""): rows.dense}
+        bags = rows.bags
+        weights = [None] * len(bags.keys) if bags.weights is None else bags.weights.split(bags.counts)
+        ids, lengths = bags.ids.split(bags.counts), bags.lengths.view(len(bags.keys), -1)
+        for feature, ids_N, lengths_B, weights_N in zip(bags.keys, ids, lengths, weights, strict=True):
+            if feature not in wanted:
+                continue
+            spec = self._features.schema.sparse[feature]
+            rows_N = self._ids[spec.table](ids_N) if spec.table in self._ids else ids_N
+            vectors_ND = self._tables[spec.table].vectors(rows_N)
+            given_N = weights_N if spec.weights else None
+            if given_N is not None:
+                vectors_ND = vectors_ND * given_N.unsqueeze(1)
+            if feature in self._features.sequences:
+                side = (rows.side_features or {}).get(feature)
+                found |= self._sequence(feature, vectors_ND, lengths_B, side)
+            else:
+                mean = self._features.is_mean(feature)
+                found["bag", feature] = pooled(vectors_ND, lengths_B, given_N, mean)
+        return found
+
+    def _sequence(
+        self, feature: str, vectors_ND: torch.Tensor, lengths_B: torch.Tensor, side: torch.Tensor | None
+    ) -> Tensors:
+        present_BL = torch.arange(self._features.sequences[feature]) < lengths_B.unsqueeze(1)
+        found: Tensors = {
+            ("vectors", feature): _padded(vectors_ND, present_BL),
+            ("present", feature): present_BL,
+        }
+        if side is not None:
+            found["side_features", feature] = _padded(side, present_BL)
+        return found
+
+
+def pooled(
+    vectors_ND: torch.Tensor, lengths_B: torch.Tensor, weights_N: torch.Tensor | None, mean: bool
+) -> torch.Tensor:
+    """Bags of vectors, their weights multiplied in: float32 [B, D]; 0 for empty ones.
+
+    Args:
+        mean: ÷ Σ of the weights, where it is not 0; of their number, where there are none.
+    """
+    if len(vectors_ND) == len(lengths_B) and bool((lengths_B == 1).all()):
+        sums_BD = vectors_ND
+    else:
+        sums_BD = torch.segment_reduce(vectors_ND, "sum", lengths=lengths_B.long(), unsafe=True)
+    if not mean:
+        return sums_BD
+    if weights_N is None:
+        totals_B = lengths_B.clamp(min=1).float()
+    else:
+        totals_B = torch.segment_reduce(weights_N, "sum", lengths=lengths_B.long(), unsafe=True)
+        totals_B = totals_B.where(totals_B != 0, 1.0)
+    return sums_BD / totals_B.unsqueeze(1)
+
+
+def _padded(values_Nx: torch.Tensor, present_BL: torch.Tensor) -> torch.Tensor:
+    """Values of ids that are present, row after row: [N, …] → [B, L, …], 0 elsewhere."""
+    padded = values_Nx.new_zeros(*present_BL.shape, values_Nx.shape[1])
+    padded[present_BL] = values_Nx
+    return padded

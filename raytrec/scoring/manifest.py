@@ -1,0 +1,174 @@
+"""manifest.json: what an export holds. No torch.
+
+DIR/manifest.json              this; there when all else is complete
+DIR/programs/predict.pt2       rows → predictions (torch.export); ranking.pt2: one user and many candidates;
+                               query.pt2 and item.pt2: vectors of a model's towers
+DIR/model.onnx                 what predict.pt2 is, where it was asked for
+DIR/tables/TABLE-00000.safetensors
+                               blocks of a table's rows (precision.py), which are mapped into memory
+DIR/ids/TABLE.parquet          of managed ids: id and row, in the order of keys (embeddings/hashing.py)
+DIR/vocabularies/0.parquet     files that transforms name
+DIR/golden.arrow               some rows as they were read, with their scores; its types are the columns'
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from raytrec.common.errors import RunError
+from raytrec.common.reading import NotReadable, json_values
+from raytrec.common.storage import read_bytes
+from raytrec.config.base import NonNegativeInt, PositiveInt, Section
+from raytrec.config.evaluation import TowerName
+from raytrec.config.features import Features
+from raytrec.config.schema import Schema
+from raytrec.config.transforms import Transform
+from raytrec.scoring.inputs import Input
+
+EXPORT_FORMAT: Literal[1] = 1
+EXPORT, GOLDEN, ONNX = "manifest.json", "golden.arrow", "model.onnx"
+Precision = Literal["fp32", "fp16", "int8", "int4"]
+ProgramName = Literal["predict", "ranking", "query", "item"]
+
+
+class FileEntry(Section):
+    """A file of the export."""
+
+    bytes: NonNegativeInt
+    sha256: str
+
+
+class ProgramEntry(Section):
+    """A program: the tensors that it takes, in their order; of a tower it gives vectors."""
+
+    file: str
+    inputs: list[Input]
+
+
+class TableEntry(Section):
+    """A table: files of `block_rows` rows each; the last has the rest."""
+
+    precision: Precision
+    block_rows: PositiveInt
+    files: list[str]
+
+
+class TaskEntry(Section):
+    """A task: the column of its predictions, and what they are."""
+
+    name: str
+    label: str
+    column: str
+    classes: PositiveInt = 1
+    """Values of each row: more than one are those of its classes."""
+    predicts: Literal["probability", "number", "classes", "score"] | None = None
+    """Of the label 1; in the label's units; of each class; an order alone."""
+
+
+class ExportSource(Section):
+    """Where the model is from."""
+
+    run: str
+    step: NonNegativeInt
+    checkpoint: str
+    checkpoint_id: str
+    """Stands for the checkpoint's content."""
+    raytrec: str
+    torch: str
+
+
+class Manifest(Section):
+    """What an export holds.
+
+    Attributes:
+        data_schema: of the features that the model reads; key: schema.
+        sequences: features that are read id by id → how many ids, at most.
+        lists: features whose columns are lists after the transforms.
+        transforms: as they are needed for these features; files that they name are of this folder.
+        towers: query and item → the features and dense columns that its vectors are made from.
+        files: all but manifest.json.
+    """
+
+    format: Literal[1] = EXPORT_FORMAT
+    made: str
+    """When: UTC, ISO 8601."""
+    source: ExportSource
+    data_schema: Schema = Field(alias="schema")
+    sequences: dict[str, PositiveInt] = Field(default_factory=dict)
+    lists: list[str] = Field(default_factory=list)
+    transforms: list[Transform] = Field(default_factory=list)
+    tasks: list[TaskEntry]
+    towers: dict[TowerName, list[str]] = Field(default_factory=dict)
+    programs: dict[ProgramName, ProgramEntry]
+    tables: dict[str, TableEntry]
+    ids: dict[str, str] = Field(default_factory=dict)
+    golden_rows: NonNegativeInt = 0
+    files: dict[str, FileEntry]
+    binding: str
+    """Stands for all that the export was made of."""
+
+    @model_validator(mode="after")
+    def _names_its_files(self) -> Manifest:
+        named = [each.file for each in self.programs.values()] + list(self.ids.values()) + [GOLDEN]
+        named += [file for each in self.tables.values() for file in each.files]
+        named += [name for each in self.transforms if (name := getattr(each, "vocabulary", None))]
+        for name in named:
+            if name not in self.files:
+                raise ValueError(f"files: {name} is missing")
+        for name in self.files:
+            if name.startswith("/") or ".." in name.split("/"):
+                raise ValueError(f"files: {name} is outside of the folder")
+        for name, table in self.data_schema.tables.items():
+            entry = self.tables.get(name)
+            if entry is None or len(entry.files) != -(-table.rows // entry.block_rows):
+                raise ValueError(f"tables: the files of {name} are not those of its {table.rows:,} rows")
+            if table.ids and name not in self.ids:
+                raise ValueError(f"ids: those of {name} are missing")
+        return self
+
+    @property
+    def features(self) -> Features:
+        """What a row has, and how it is looked up."""
+        return Features(self.data_schema, self.sequences)
+
+    @property
+    def version(self) -> str:
+        """Names the model in answers: run, step, and some digits of a hash of all files."""
+        sums = json.dumps({name: entry.sha256 for name, entry in self.files.items()}, sort_keys=True)
+        return f"{self.source.run}-{self.source.step}-{hashlib.sha256(sums.encode()).hexdigest()[:8]}"
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        return self.model_dump_json(by_alias=True, exclude_defaults=False, indent=1) + "\n"
+
+
+def read_manifest(uri: str) -> Manifest:
+    """The manifest of an export.
+
+    Raises:
+        RunError: there is none, or it cannot be read.
+    """
+    try:
+        return Manifest.model_validate(json_values(read_bytes(f"{uri}/{EXPORT}")))
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunError(
+            "there is no export here",
+            where=uri,
+            expected=f"a folder that `raytrec export` has filled, with its {EXPORT}",
+            do="export a run: `raytrec export RUN --out URI`; interrupted, give it again",
+        ) from None
+    except (OSError, NotReadable) as error:
+        raise RunError(f"{EXPORT} cannot be read: {error}", where=uri) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise RunError(
+            f"{EXPORT} is not one of this raytrec's: {place}: {first['msg']}",
+            where=uri,
+            expected=f"format {EXPORT_FORMAT}",
+            do="export the run again with this raytrec",
+        ) from None

@@ -1,0 +1,172 @@
+"""Rows of a request, read as training reads those of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import types
+
+from raytrec.common.errors import DataError, some
+from raytrec.config.schema import Schema
+from raytrec.config.transform_columns import needed_transforms
+from raytrec.config.transforms import Transform
+from raytrec.data.arrow import is_list, list_element, pick_columns, plain, value_type
+from raytrec.data.assemble import Rows
+from raytrec.data.columns import Place
+from raytrec.data.form import Form
+from raytrec.data.kinds import check_present, check_types
+from raytrec.data.read_plan import ReadPlan
+from raytrec.data.rows import canonical
+from raytrec.data.transform import apply_transforms
+
+THE_ROWS = "the rows"
+
+
+class RowReader:
+    """Reads rows of some of a model's features.
+
+    Args:
+        schema: of the features.
+        lists: features whose columns are lists after the transforms.
+        columns: of the model's data, with their types.
+
+    Attributes:
+        form: of what it gives.
+        columns: what rows need to have, with their types where they are given without.
+    """
+
+    def __init__(
+        self, schema: Schema, transforms: Sequence[Transform], lists: Sequence[str], columns: pa.Schema
+    ):
+        needed = needed_transforms(tuple(transforms), schema.inputs)
+        of_features = frozenset(lists) & set(schema.sparse)
+        self.form = Form(ReadPlan(schema, needed, read_labels=False), of_features)
+        self.columns = pa.schema([columns.field(name) for name in self.form.columns])
+
+    def read(self, rows: Any) -> Rows:
+        """Rows, as `to_table` takes them.
+
+        Raises:
+            DataError: what the schema does not allow; names the column and the row.
+        """
+        table = to_table(rows, self.columns)
+        check_present(table.schema, self.columns.names, THE_ROWS, self.form)
+        table = pick_columns(table, self.columns.names)
+        plan = self.form.plan
+        if plan.transforms:
+            table = apply_transforms(table, plan.transforms, THE_ROWS, plan.folder)
+            check_present(
+                table.schema, self.form.wanted, f"{THE_ROWS}, after data.transforms", self.form, fields=False
+            )
+        check_types(table.schema, self.form, THE_ROWS)
+        rows_read = canonical(table, self.form, Place(THE_ROWS, None, 0))
+        columns = [column.combine_chunks() for column in rows_read.columns]
+        return Rows.of(pa.RecordBatch.from_arrays(columns, schema=rows_read.schema))
+
+
+def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
+    """Rows as a table.
+
+    Args:
+        rows: a pyarrow.Table or RecordBatch, a pandas.DataFrame, a mapping of columns to values (one row) or
+            a list of them. Mappings name every column; None is a null.
+        columns: the types of mappings' values.
+
+    Raises:
+        DataError: what they are not.
+    """
+    if isinstance(rows, pa.Table):
+        return rows
+    if isinstance(rows, pa.RecordBatch):
+        return pa.Table.from_batches([rows])
+    if isinstance(rows, Mapping):
+        rows = [rows]
+    if isinstance(rows, list | tuple):
+        return pa.table([_column(rows, field) for field in columns], schema=columns)
+    try:
+        return pa.Table.from_pandas(rows, preserve_index=False)
+    except (pa.ArrowException, AttributeError, TypeError, ValueError) as error:
+        raise DataError(
+            f"not tabular data: {(str(error).splitlines() or [type(error).__name__])[0]}",
+            where=THE_ROWS,
+            expected="mappings of columns to values, a pandas.DataFrame or a pyarrow.Table",
+        ) from None
+
+
+def _column(rows: Sequence[Any], field: pa.Field) -> pa.Array:
+    name = field.name
+    try:
+        values = [row[name] for row in rows]
+    except (KeyError, TypeError, IndexError):
+        at = next(i for i, row in enumerate(rows) if not isinstance(row, Mapping) or name not in row)
+        if not isinstance(rows[at], Mapping):
+            raise _odd(f"a row is {some(rows[at])}", at, None, "a mapping of columns to values") from None
+        raise _odd(
+            f"column '{name}' is missing", at, name, f"{_words(field.type)}, or null in the place of a value"
+        ) from None
+    try:
+        return to_array(values, field.type)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        at = next(i for i, value in enumerate(values) if not _fits(value, field.type))
+        raise _odd(f"column '{name}' is {some(values[at])}", at, name, _words(field.type)) from None
+
+
+def to_array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Python's values in a type; times may be text, as JSON has them.
+
+    Raises:
+        ArrowException, OverflowError, TypeError, ValueError: one does not fit.
+    """
+    if types.is_temporal(kind) and str in set(map(type, values)):
+        return pa.array(values, pa.string()).cast(kind)
+    array = pa.array(values, kind)
+    if types.is_integer(value_type(kind)):  # Arrow cuts fractions off
+        flat = chain.from_iterable(filter(None, values)) if is_list(kind) else values
+        if float in set(map(type, flat)):
+            raise TypeError("a fraction in the place of a whole number")
+    return array
+
+
+def _fits(value: Any, kind: pa.DataType) -> bool:
+    try:
+        to_array([value], kind)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _odd(what: str, row: int, column: str | None, expected: str) -> DataError:
+    of_column = "" if column is None else f", column {column}"
+    return DataError(what, where=f"{THE_ROWS}{of_column}, row {row}", expected=expected)
+
+
+def _words(kind: pa.DataType) -> str:
+    """A type in words that a writer of JSON knows."""
+    inner = list_element(kind)
+    if inner is not None:
+        return f"a list, each {_words(inner)}"
+    if types.is_integer(kind):
+        return "a whole number below 2⁶³" if kind == pa.int64() else f"a whole number ({kind})"
+    if types.is_floating(kind):
+        return "a number"
+    if types.is_temporal(kind):
+        return f"a time in ISO 8601 ({kind})"
+    return {pa.bool_(): "true or false", pa.string(): "text"}.get(kind, str(kind))
+
+
+def wide(kind: pa.DataType) -> pa.DataType:
+    """The type in which values of a column's type are taken where they come without one."""
+    kind = plain(kind)
+    inner = list_element(kind)
+    if inner is not None:
+        return pa.list_(wide(inner))
+    if types.is_integer(kind):
+        return pa.uint64() if kind == pa.uint64() else pa.int64()
+    if types.is_floating(kind) or types.is_decimal(kind):
+        return pa.float64()
+    if types.is_large_string(kind):
+        return pa.string()
+    return kind

@@ -1,0 +1,270 @@
+"""`raytrec.load`: a model that scores rows in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.config.evaluation import TowerName
+from raytrec.config.transform_columns import columns_before
+from raytrec.data.assemble import Assembler, Rows
+from raytrec.scoring.lookups import Lookups, Tensors
+from raytrec.scoring.manifest import Manifest, ProgramEntry, ProgramName
+from raytrec.scoring.rows import THE_ROWS, RowReader, to_table
+
+TOLERANCE = 1e-6  # of the scores of golden rows, relative to those above 1
+MOST_SPLITS = 16  # ways to divide columns between user and candidates that are kept
+
+Programs = Mapping[ProgramName, Callable[..., tuple[torch.Tensor, ...]]]
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Which columns of a request are the user's, and what follows from them.
+
+    Attributes:
+        user, candidates: read the features of each.
+        repeated: columns of the user that features of candidates read, too.
+        program: what scores them.
+    """
+
+    user: RowReader
+    candidates: RowReader
+    repeated: list[str]
+    program: ProgramName
+
+
+class Scorer:
+    """A trained model that scores rows; made by `raytrec.load`. It is safe to use from several threads.
+
+    Args:
+        programs: those of the manifest, each tensors → a tuple of tensors.
+        lookups: of its tables.
+        columns: of the model's data, with the types in which values are taken that come without one.
+        golden: some rows with their scores.
+
+    Attributes:
+        manifest: what the export holds.
+        columns: what a row needs to have.
+    """
+
+    def __init__(
+        self, manifest: Manifest, programs: Programs, lookups: Lookups, columns: pa.Schema, golden: pa.Table
+    ):
+        self.manifest, self.columns, self.golden = manifest, columns, golden
+        self._programs, self._lookups, self._features = programs, lookups, manifest.features
+        self._split = lru_cache(MOST_SPLITS)(self._make_split)
+
+    def predict(self, rows: Any = None, *, user: Any = None, candidates: Any = None) -> pa.Table:
+        """The predictions of rows; or of one user's candidates, whose columns need not repeat the user's.
+
+        Args:
+            rows: a pyarrow.Table, a pandas.DataFrame, a mapping of columns to values (one row) or a list of
+                them, with the columns of the features (`columns`); others are passed over.
+            user: one row, likewise, with some of these columns.
+            candidates: rows with the others.
+
+        Returns:
+            A row for each, in their order: the column `score`, float32; of several tasks `score_TASK`; of a
+            task of classes a list.
+
+        Raises:
+            DataError: what is wrong with the rows; names the column and the row.
+        """
+        given = [each is not None for each in (rows, user, candidates)]
+        if given not in ([True, False, False], [False, True, True]):
+            raise ConfigError(
+                "predict takes rows, or user and candidates",
+                where="predict",
+                expected="predict(rows) or predict(user=…, candidates=…)",
+            )
+        if rows is not None:
+            return self.as_table(self.score([self.reader.read(rows)]))
+        return self.as_table(self.rank(user, candidates))
+
+    def vectors(self, rows: Any, *, tower: TowerName = "query") -> np.ndarray:
+        """The vectors that a model of two towers gives rows, for `Index.search`.
+
+        Args:
+            rows: as in `predict`; they need the columns of the tower's features alone.
+            tower: query or item.
+
+        Returns:
+            float32 [rows, width].
+
+        Raises:
+            ConfigError: the model gives no vectors of query and item. DataError: as in `predict`.
+        """
+        return self.score([self.reader_of(tower).read(rows)], tower)[0]
+
+    @cached_property
+    def reader(self) -> RowReader:
+        """Reads rows for `score`."""
+        return self.reader_of("predict")
+
+    def reader_of(self, program: ProgramName) -> RowReader:
+        """Reads rows for a program.
+
+        Raises:
+            ConfigError: the export has no such program.
+        """
+        if program not in self._programs:
+            raise ConfigError(
+                f"the model of run {self.manifest.source.run} gives no vectors of query and item",
+                where=f"tower={program}",
+                expected="a model with a query and an item tower, such as two_tower (docs/retrieval.md)",
+            )
+        return self._readers[program]
+
+    @cached_property
+    def _readers(self) -> dict[ProgramName, RowReader]:
+        return {name: self._reader(self._names(name)) for name in self._programs}
+
+    def _names(self, program: ProgramName) -> set[str]:
+        """The features and dense columns that a program reads."""
+        if program in ("query", "item"):
+            return set(self.manifest.towers[program])
+        inputs = self.manifest.programs[program].inputs
+        dense = self.manifest.data_schema.dense if any(each.kind == "dense" for each in inputs) else []
+        return {*dense, *(each.feature for each in inputs if each.feature)}
+
+    def _reader(self, names: Collection[str]) -> RowReader:
+        manifest = self.manifest
+        return RowReader(manifest.data_schema.part(names), manifest.transforms, manifest.lists, self.columns)
+
+    def score(self, pieces: Sequence[Rows], program: ProgramName = "predict") -> list[np.ndarray]:
+        """Predictions of rows that may be of several requests.
+
+        Args:
+            pieces: what `reader_of(program)` has read.
+
+        Returns:
+            For each task float32 [rows], or [rows, classes]; of a tower [rows, width] alone.
+        """
+        count = sum(map(len, pieces))
+        tensors = self._look_up(self.reader_of(program), list(pieces), count)
+        return self._run(program, [tensors[each.kind, each.feature] for each in self._entry(program).inputs])
+
+    def rank(self, user: Any, candidates: Any) -> list[np.ndarray]:
+        """Predictions of one user's candidates, as in `score`: what the user has is looked up once."""
+        if isinstance(user, Mapping):
+            user = to_table(user, pa.schema([field for field in self.columns if field.name in user]))
+        user = to_table(user, self.columns)
+        names = frozenset(name for name in user.column_names if name in self.columns.names)
+        if not names or len(user) != 1:
+            raise DataError(
+                f"user has {len(user):,} rows" if names else "user has none of the model's columns",
+                where="user",
+                expected=f"one row with some of {', '.join(self.columns.names)}",
+            )
+        split = self._split(names)
+        first = candidates[:1] if isinstance(candidates, list | tuple) else [candidates]
+        given = {name for row in first if isinstance(row, Mapping) for name in row}
+        candidates = to_table(candidates, _without(split.candidates.columns, names))
+        if twice := sorted(names & (given | set(candidates.column_names))):
+            raise DataError(
+                f"column '{twice[0]}' is in user and in candidates",
+                where="user, candidates",
+                expected="each column in one of them",
+            )
+        for name in split.repeated:
+            value = user[name].take(pa.array(np.zeros(len(candidates), np.int64)))
+            candidates = candidates.append_column(user.schema.field(name), value)
+        of_user = self._look_up(split.user, [split.user.read(user)], 1)
+        of_rows = self._look_up(split.candidates, [split.candidates.read(candidates)], len(candidates))
+        return self._run(split.program, self._joined(split, of_user, of_rows, len(candidates)))
+
+    def _make_split(self, names: frozenset[str]) -> _Split:
+        """What follows from the user's columns."""
+        schema, transforms = self.manifest.data_schema, list(self.manifest.transforms)
+        all_names = self._names("predict")
+        of_user = {
+            name for name in all_names if set(columns_before(transforms, schema.part([name]).inputs)) <= names
+        }
+        if of_user == all_names:
+            raise DataError(
+                "user has all of the model's columns, so that all candidates are the same",
+                where="user",
+                expected="columns of the candidates in candidates",
+            )
+        user, rest = self._reader(of_user), self._reader(all_names - of_user)
+        repeated = [name for name in rest.columns.names if name in names]
+        ranked = "ranking" in self._programs and self._names("query") <= of_user
+        return _Split(user, rest, repeated, "ranking" if ranked else "predict")
+
+    def _joined(self, split: _Split, of_user: Tensors, of_rows: Tensors, count: int) -> list[torch.Tensor]:
+        """The inputs of a split's program."""
+        found = []
+        for each in self._entry(split.program).inputs:
+            key = each.kind, each.feature
+            if each.kind == "dense":
+                # Each has 0 in the columns of the other.
+                found.append(of_user[key] if each.once else of_user[key] + of_rows[key])
+            elif key in of_user:
+                tensor = of_user[key]
+                found.append(tensor if each.once else tensor.expand(count, *tensor.shape[1:]))
+            else:
+                found.append(of_rows[key])
+        return found
+
+    def _look_up(self, reader: RowReader, pieces: list[Rows], count: int) -> Tensors:
+        if not count:
+            raise DataError("there are no rows", where=THE_ROWS, expected="at least one")
+        rows = Assembler(reader.form, self._features).assemble(pieces, count)
+        return self._lookups(rows, reader.form.schema.sparse)
+
+    def _entry(self, program: ProgramName) -> ProgramEntry:
+        return self.manifest.programs[program]
+
+    def _run(self, program: ProgramName, tensors: list[torch.Tensor]) -> list[np.ndarray]:
+        with torch.inference_mode():
+            return [each.numpy() for each in self._programs[program](*tensors)]
+
+    def as_table(self, predictions: Sequence[np.ndarray]) -> pa.Table:
+        """Predictions of all tasks as columns."""
+        names = [task.column for task in self.manifest.tasks]
+        return pa.table(
+            {
+                name: pa.array(values if values.ndim == 1 else list(values))
+                for name, values in zip(names, predictions, strict=True)
+            }
+        )
+
+    def check(self) -> float:
+        """Scores the golden rows again.
+
+        Returns:
+            The largest difference, relative to scores above 1.
+
+        Raises:
+            RunError: they differ by more than TOLERANCE.
+        """
+        if not len(self.golden):
+            return 0.0
+        largest, found = 0.0, self.score([self.reader.read(self.golden)])
+        for task, got in zip(self.manifest.tasks, found, strict=True):
+            expected = np.array(self.golden[task.column].to_pylist(), np.float32)
+            off = np.abs(got - expected) / np.maximum(1, np.abs(expected))
+            largest = max(largest, float(np.nan_to_num(off, nan=np.inf).max()))
+        if largest > TOLERANCE:
+            raise RunError(
+                f"the golden rows' scores differ by {largest:.2g} from those that were exported",
+                where=f"{self.manifest.version}, {THE_ROWS}",
+                expected=f"at most {TOLERANCE:g}",
+                do="export the run again",
+            )
+        return largest
+
+    def __repr__(self) -> str:
+        return f"<Scorer: {self.manifest.version}>"
+
+
+def _without(columns: pa.Schema, names: Collection[str]) -> pa.Schema:
+    return pa.schema([field for field in columns if field.name not in names])

@@ -1,0 +1,77 @@
+"""Every model: the scores of its export are those of the step that was trained."""
+
+import json
+
+import numpy as np
+import pytest
+from exports import OWN_MODELS, Small, trained
+from test_models import CASES, Modelled
+
+import raytrec
+from raytrec.common.errors import ConfigError
+from raytrec.config.models.base import MODELS
+
+CLOSE = 1e-6
+
+
+def assert_close(found, expected, names):
+    for name, values in zip(names, expected, strict=True):
+        got = np.array(found[name].to_pylist(), np.float32)
+        np.testing.assert_allclose(got, values, rtol=CLOSE, atol=CLOSE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scores_are_those_of_training(name, tmp_path):
+    folder, table, predictions, vectors = trained(Modelled(name, (1, 1)), tmp_path)
+    export = raytrec.export(folder, str(tmp_path / "export"), golden_rows=5)
+    model = raytrec.load(export.path)
+    names = [task.column for task in model.manifest.tasks]
+    assert names == ["score"] if len(predictions) == 1 else [f"score_{task}" for task in predictions]
+    expected = [values.numpy() for values in predictions.values()]
+    assert all(values.std() > 0 for values in expected)
+    assert_close(model.predict(table), expected, names)
+    assert_close(model.predict(table.to_pandas()), expected, names)
+    assert_close(model.predict(json.loads(json.dumps(table.to_pylist()))), expected, names)
+    for tower, values in vectors.items():
+        np.testing.assert_allclose(model.vectors(table, tower=tower), values, rtol=CLOSE, atol=CLOSE)
+
+    schema, section = model.manifest.data_schema, MODELS.parts[name]
+    own = model.manifest.towers["query"] if section.retrieves else list(model.manifest.sequences)
+    for features in (own, list(schema.sparse)[:1], list(schema.sparse)[1:]):
+        mine = [c for c in schema.part(features).inputs if c in model.columns.names]
+        mine = [c for c in mine if c not in schema.part(set(schema.sparse) - set(features)).inputs]
+        user = {column: table[column][3].as_py() for column in mine}
+        if not user:
+            continue
+        rows = [row | user for row in table.to_pylist()]
+        whole = model.predict(rows)
+        others = [{k: v for k, v in row.items() if k not in user} for row in rows]
+        ranked = model.predict(user=user, candidates=others)
+        assert_close(ranked, [np.array(whole[n].to_pylist(), np.float32) for n in names], names)
+
+
+@pytest.fixture
+def own_models(tmp_path, monkeypatch):
+    (tmp_path / "own_models.py").write_text(OWN_MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "case", [Small({"top_mlp": [6]}, dense=False), Small({"name": "own_models:Sum"})], ids=["no dense", "own"]
+)
+def test_models_without_dense_columns_and_of_ones_own(own_models, case, tmp_path):
+    folder, table, predictions, _ = trained(case, tmp_path)
+    model = raytrec.load(raytrec.export(folder, str(tmp_path / "export"), allow_code=True).path)
+    assert_close(model.predict(table), [predictions["y"].numpy()], ["score"])
+    names = model.columns.names
+    assert {"a", "b"}.isdisjoint(names) and ("friends" in names) == (case.model.get("name") is None)
+
+
+def test_a_model_that_branches_on_values_is_named(own_models, tmp_path):
+    folder, _, _, _ = trained(Small({"name": "own_models:Branches"}), tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        raytrec.export(folder, str(tmp_path / "export"), allow_code=True)
+    assert "torch cannot export the model" in caught.value.what
+    assert 'own_models.py, line 15: if pooled["user"].sum() > 0:' in caught.value.where
+    assert not list((tmp_path / "export").glob("*"))

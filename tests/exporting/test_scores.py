@@ -1,0 +1,246 @@
+"""An export of a run with all kinds of columns scores as `raytrec predict` does, in any form of rows."""
+
+import datetime
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+import raytrec
+from raytrec.common.errors import ConfigError, DataError, RunError
+
+ROWS = 300
+SCHEMA = {
+    "labels": ["clicked", "watched", "kind"],
+    "dense": ["price", "age_days"],
+    "sparse": {
+        "user": {"table": "user"},
+        "film": {"table": "film", "column": "shown.id"},
+        "word": {"table": "word"},
+        "channel": {"table": "channel"},
+        "tags": {"table": "tag", "pooling": "mean", "weights": "tag_weights"},
+        "history": {"table": "film", "pooling": "sequence"},
+    },
+    "tables": {
+        "user": {"rows": 20, "dim": 8, "ids": {"fallback_rows": 3}},
+        "film": {"rows": 30, "dim": 8, "out_of_range": "clamp"},
+        "word": {"rows": 16, "dim": 8, "out_of_range": "hash"},
+        "channel": {"rows": 4, "dim": 8},
+        "tag": {"rows": 9, "dim": 8},
+    },
+}
+TRANSFORMS = [
+    {"do": "fill_null", "columns": ["price"], "value": 0.5},
+    {"do": "lookup_vocabulary", "columns": ["channel"], "vocabulary": "channels.txt", "unknown": 3},
+    {"do": "age", "columns": ["seen_at"], "until": "2026-11-01", "unit": "days", "into": ["age_days"]},
+]
+CONFIG = {
+    "data": {"train": "data/train", "test": "data/test", "global_batch_size": 60, "transforms": TRANSFORMS},
+    "model": {"name": "din", "max_length": 4, "target": "film", "top_mlp": [12], "attention_mlp": [5]},
+    "tasks": [
+        {"label": "clicked", "negatives_kept": 0.4},
+        {"label": "watched", "loss": "mse"},
+        {"label": "kind", "loss": "cross_entropy", "options": {"classes": 3}},
+    ],
+    "scaling": {"num_workers": 1, "device": "cpu"},
+    "train": {"epochs": 3, "ema": 0.9},
+    "tracking": {"enabled": False, "report": False},
+}
+SCORES = ["score_clicked", "score_watched", "score_kind"]
+
+
+def rows_of(seed, users):
+    draw = np.random.default_rng(seed)
+    begin = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+
+    def bags(most, length):
+        return [draw.integers(0, most, draw.integers(0, length + 1)).tolist() for _ in range(ROWS)]
+
+    tags, user = bags(9, 3), [f"user {n}" for n in draw.integers(0, users, ROWS)]
+    film = draw.integers(0, 33, ROWS)
+    return pa.table(
+        {
+            "clicked": (film % 2).astype(np.int8),
+            "watched": pa.array((film % 7).astype(np.float32)),
+            "kind": film % 3,
+            "price": pa.array([None if i % 9 == 0 else float(i % 5) for i in range(ROWS)], pa.float32()),
+            "seen_at": pa.array(
+                [begin + datetime.timedelta(hours=int(h)) for h in draw.integers(0, 5000, ROWS)],
+                pa.timestamp("s", "UTC"),
+            ),
+            "user": pa.array(user).dictionary_encode(),
+            "shown": [{"id": int(f), "place": i} for i, f in enumerate(film)],
+            "word": [f"word {n}" if n else None for n in draw.integers(0, 40, ROWS)],
+            "channel": draw.choice(["web", "app", "tv", "other"], ROWS),
+            "tags": pa.array(tags, pa.list_(pa.int32())),
+            "tag_weights": pa.array([[0.5 + t for t in bag] for bag in tags], pa.list_(pa.float32())),
+            "history": pa.array(bags(30, 7), pa.list_(pa.int64())),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scores")
+    for split, seed, users in (("train", 1, 30), ("test", 2, 45)):
+        (folder / "data" / split).mkdir(parents=True)
+        pq.write_table(rows_of(seed, users), folder / "data" / split / "rows.parquet", row_group_size=100)
+    (folder / "channels.txt").write_text("web\napp\ntv\n")
+    (folder / "data/schema.yaml").write_text(yaml.safe_dump(SCHEMA))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(ray_cluster, folder):
+    """(the run, its predictions of the test data, its export)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run = raytrec.train(CONFIG | {"run": {"name": "films", "dir": "run"}})
+        predictions = raytrec.predict(run.path, "data/test", "scores", columns=[])
+        raytrec.export(run.path, "export")
+    return run, pq.read_table(predictions.path), folder / "export"
+
+
+@pytest.fixture(scope="module")
+def model(made):
+    (made[2].parent / "channels.txt").unlink()  # the export has its own
+    return raytrec.load(made[2])
+
+
+def as_rows(table):
+    """Rows as a service receives them: JSON, of fields of structs under their own names."""
+    shown = table["shown"].combine_chunks().field("id")
+    flat = table.drop_columns(["shown"]).append_column("shown.id", shown)
+    return json.loads(json.dumps(flat.to_pylist(), default=datetime.datetime.isoformat))
+
+
+def assert_equal(found, expected, rows=slice(None)):
+    for name in SCORES:
+        got, wanted = (np.array(table[name].to_pylist(), np.float64) for table in (found, expected))
+        np.testing.assert_allclose(got, wanted[rows], rtol=1e-6, atol=1e-6)
+
+
+def test_rows_in_every_form_score_as_the_run_predicts(folder, made, model):
+    _, expected, _ = made
+    table = pq.read_table(folder / "data/test")
+    assert expected.column_names == SCORES == model.predict(table).column_names
+    assert all(np.std(expected[name].to_pylist()) > 1e-3 for name in SCORES)
+    assert_equal(model.predict(table), expected)
+    assert_equal(model.predict(as_rows(table)), expected)
+    assert_equal(model.predict(table.to_pandas()), expected)
+    assert_equal(model.predict(as_rows(table.slice(7, 1))[0]), expected, slice(7, 8))
+    with pytest.raises(DataError, match="there are no rows"):
+        model.predict([])
+    assert model.check() <= 1e-6 and len(model.golden) == 64
+
+
+def test_a_users_columns_come_once(folder, model):
+    rows = as_rows(pq.read_table(folder / "data/test"))[:40]
+    for mine in (
+        ["user", "history"],
+        ["user"],
+        ["user", "history", "seen_at", "price", "tags", "tag_weights"],
+    ):
+        user = {name: rows[0][name] for name in mine}
+        others = [{k: v for k, v in row.items() if k not in mine} for row in rows]
+        assert_equal(model.predict(user=user, candidates=others), model.predict([row | user for row in rows]))
+    with pytest.raises(DataError, match="is in user and in candidates"):
+        model.predict(user={"user": "a", "history": []}, candidates=rows)
+    with pytest.raises(DataError, match="user has none of the model's columns"):
+        model.predict(user={"age": 3}, candidates=rows)
+    with pytest.raises(ConfigError, match="rows, or user and candidates"):
+        model.predict(rows, user=rows[0])
+
+
+@pytest.mark.parametrize(
+    "column, value, message",
+    [
+        ("tags", [3, 2**63], "column 'tags' is"),
+        ("tags", 3, "column 'tags' is 3"),
+        ("tags", [9], "id 9 of feature 'tags' is not in table 'tag'"),
+        ("tags", [1, None], "has a null inside a list"),
+        ("tag_weights", [float("nan")], "column 'tag_weights' has NaN"),
+        ("tag_weights", [0.5, 0.5], "has 2 values for 1 ids"),
+        ("shown.id", "three", "column 'shown.id' is 'three'"),
+        ("shown.id", 3.5, "column 'shown.id' is 3.5"),
+        ("user", 3, "column 'user' is 3"),
+        ("seen_at", "yesterday", "column 'seen_at' is 'yesterday'"),
+        ("price", "high", "column 'price' is 'high'"),
+        ("history", ..., "column 'history' is missing"),
+    ],
+)
+def test_rows_that_do_not_fit_are_named(folder, model, column, value, message):
+    good = as_rows(pq.read_table(folder / "data/test").slice(0, 2))
+    bad = good[1] | {"tags": [3], "tag_weights": [1.0], column: value}
+    if value is ...:
+        del bad[column]
+    with pytest.raises(DataError) as caught:
+        model.predict([good[0], bad])
+    assert message in caught.value.what and f"column {column}, row 1" in caught.value.where
+
+
+def test_a_table_without_a_column(folder, model):
+    with pytest.raises(DataError, match="column 'word' is missing"):
+        model.predict(pq.read_table(folder / "data/test").drop_columns(["word"]))
+
+
+def test_a_model_of_no_towers_gives_no_vectors(folder, model):
+    with pytest.raises(ConfigError, match="gives no vectors of query and item"):
+        model.vectors(pq.read_table(folder / "data/test"))
+
+
+@pytest.mark.parametrize("precision, off", [("fp16", 2e-3), ("int8", 2e-2), ("int4", 0.3)])
+def test_tables_in_fewer_bits(folder, made, model, tmp_path, monkeypatch, precision, off):
+    run, expected, _ = made
+    monkeypatch.chdir(folder)
+    (folder / "channels.txt").write_text("web\napp\ntv\n")
+    export = raytrec.export(run.path, str(tmp_path / "out"), quantize=precision, golden_rows=8)
+    small = raytrec.load(export.path)
+    assert 0 < small.check() + 1e-12 <= 1e-6
+    scores = np.array(small.predict(pq.read_table(folder / "data/test"))["score_clicked"])
+    assert 0 < np.abs(scores - np.array(expected["score_clicked"])).max() < off
+    whole = sum((made[2] / name).stat().st_size for t in model.manifest.tables.values() for name in t.files)
+    assert (
+        sum((tmp_path / "out" / n).stat().st_size for t in small.manifest.tables.values() for n in t.files)
+        < whole
+    )
+
+
+def test_an_export_is_complete_or_not_there(folder, made, tmp_path, monkeypatch):
+    from raytrec.common.output_folder import OutputFolder
+
+    run, _, done = made
+    monkeypatch.chdir(folder)
+    (folder / "channels.txt").write_text("web\napp\ntv\n")
+    names = sorted(raytrec.load(done).manifest.files)
+    left, stream = [0], OutputFolder.stream
+
+    def breaking(self, name, partial):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        return stream(self, name, partial)
+
+    out = tmp_path / "out"
+    tries = 0
+    while not (out / "manifest.json").exists():
+        monkeypatch.setattr(OutputFolder, "stream", breaking)
+        left[0], tries = 5, tries + 1
+        try:
+            raytrec.export(run.path, str(out))
+        except RunError as error:
+            assert "No space left" in error.what and not (out / "manifest.json").exists()
+            with pytest.raises(RunError, match="no export here"):
+                raytrec.load(out)
+    assert tries > 3, "a try wrote more files than it could"
+    found = {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    assert sorted(found) == sorted([*names, "manifest.json"])
+    tables = [name for name in names if name.startswith("tables")]
+    assert all(found[name] == (done / name).read_bytes() for name in tables)
+    with pytest.raises(ConfigError, match="this folder holds another export"):
+        raytrec.export(run.path, str(out), quantize="int8")
+    again = raytrec.export(run.path, str(out))
+    assert again.metrics["version"] == raytrec.load(out).manifest.version

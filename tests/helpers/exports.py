@@ -1,0 +1,113 @@
+"""Checkpoints of small models with data as Parquet, to be exported: made on one rank, without Ray."""
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import small
+import torch
+from checkpoints import progress
+from ranks import on_ranks
+
+ROWS = 12
+
+
+OWN_MODELS = """
+import torch
+from torch import nn
+
+class Sum(nn.Module):
+    def __init__(self, schema, config):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, dense, pooled):
+        return self.layer(pooled["user"] + pooled["tags"]).squeeze(1)
+
+class Branches(Sum):
+    def forward(self, dense, pooled):
+        if pooled["user"].sum() > 0:
+            return super().forward(dense, pooled)
+        return super().forward(dense, pooled) * 2
+"""
+
+
+@dataclass(frozen=True)
+class Small:
+    """A model over tests/helpers/small.py's schema.
+
+    Args:
+        model: its section. dense: whether there are dense columns.
+    """
+
+    model: dict
+    dense: bool = True
+
+    def schema(self):
+        return small.a_schema(**({} if self.dense else {"dense": []}))
+
+    def config(self):
+        return small.config(1, {"sharding_type": "table_wise"}, model=self.model)
+
+
+def as_table(batch, schema):
+    """A GlobalBatch as rows of lists."""
+    columns = {name: pa.array(batch.labels[:, i].numpy()) for i, name in enumerate(schema.labels)}
+    columns |= {name: pa.array(batch.dense[:, i].numpy()) for i, name in enumerate(schema.dense)}
+    for feature, spec in schema.sparse.items():
+        ids, of, weights = batch.bags[feature]
+        ends = torch.bincount(of, minlength=len(batch)).cumsum(0)
+        offsets = pa.array([0, *ends.tolist()], pa.int32())
+
+        def lists(values, offsets=offsets):
+            return pa.ListArray.from_arrays(offsets, pa.array(values.numpy()))
+
+        columns[schema.column_of(feature)] = lists(ids)
+        if spec.weights:
+            columns[spec.weights] = lists(weights)
+        for number, side in enumerate(spec.side_features):
+            columns[side] = lists(batch.side_features[feature][:, number])
+    return pa.table(columns)
+
+
+def _saved(rank, world, case, root):
+    """Trains for two steps and saves; (rows, task → predictions, tower → vectors) of the evaluated step."""
+    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.checks.parity.batches import cuts, local_batch, random_batches
+    from raytrec.config.features import resolve_features
+    from raytrec.config.run_config import load_config
+    from raytrec.tasks.objective import Objective
+    from raytrec.worker.build import build_step
+
+    schema, values = case.schema(), case.config().model_dump(by_alias=True, mode="json")
+    values["data"] |= {"train": f"{root}/data", "valid": None, "test": None}
+    values["run"]["name"] = "small"
+    config = load_config(values)
+    features, tasks = resolve_features(schema, config.model), Objective.of(config, schema).tasks
+    whole = random_batches(schema, ROWS, 3, seed=1, tasks=tasks)
+    local = [local_batch(batch, schema, cuts(ROWS, 1, "equal"), 0, features) for batch in whole]
+    step, _ = build_step(config, schema, torch.device("cpu"))
+    list(step.train(iter(local[:2]), 2))
+    (outputs,) = step.evaluate(iter(local[2:]))
+    towers = ("query", "item") if config.model.retrieves else ()
+    vectors = {tower: next(step.evaluate(iter(local[2:]), tower)).vectors for tower in towers}
+    saver = Saver(f"{root}/checkpoints", config.checkpoint)
+    about = {"config": values, "schema": schema.to_yaml(), "data": "", "progress": progress(2)}
+    saver.save(2, LogicalState(step.model, step.optimizer).tensors(), about)
+    folder = saver.taken().folder
+    saver.close()
+    return whole[2], folder, {task: o.predictions for task, o in outputs.tasks.items()}, vectors
+
+
+def trained(case, root):
+    """A model of a test_models.Modelled that has trained for two steps.
+
+    Returns:
+        (its checkpoint, rows as a table, task → predictions of these rows, tower → vectors).
+    """
+    ((batch, folder, predictions, vectors),) = on_ranks(1, _saved, case, str(root))
+    table = as_table(batch, case.schema())
+    (root / "data").mkdir()
+    pq.write_table(table, root / "data/rows.parquet")
+    return folder, table, predictions, vectors
