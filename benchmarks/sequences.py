@@ -1,10 +1,10 @@
-"""What a step over sequences costs as they get longer: against one key for each place of a sequence.
+"""What a step over sequences costs as they get longer: read id by id, against the mean of all ids.
 
-    python benchmarks/sequences.py [--before COMMIT] [--lengths 10,50,100,200,500] [--workers 1,2]
+    python benchmarks/sequences.py [--lengths 10,50,100,200,500] [--workers 1,2]
 
-Up to COMMIT, a sequence of which a model read L ids was L keys of one id each, pooled by TorchRec's
-EmbeddingBagCollection. Since then it is one key of its EmbeddingCollection. Both sides train 512 rows a rank
-on CPU, out of memory, with a row-wise table of 100,000 × 16 and next to no dense work; collating is counted.
+Id by id, TorchRec's EmbeddingCollection gives the vector of each of at most L ids; the mean is pooled by its
+EmbeddingBagCollection, and only sums travel between ranks. Both sides train 512 rows a rank on CPU, out of
+memory, with a row-wise table of 100,000 × 16 and next to no dense work; collating is counted.
 They take turns of some steps each, and of each side the best turn counts. `full` lists have as many ids as
 the model reads (half as many to half as many again), `short` ones a tenth of it.
 
@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,36 +26,30 @@ from sequences_side import BATCH
 
 HERE = Path(__file__).parent
 RESULTS, PICTURE = HERE / "results" / "sequences.json", HERE.parent / "docs" / "images" / "sequences.png"
-BEFORE = "5d5682546e71"  # the last commit with one key for each place
-SIDES = {"before": "one key a place", "now": "one key a feature"}
+SIDES = {"mean": "mean of all ids", "by_id": "id by id"}
 FILLS = {"full": 1.0, "short": 0.1}
 
 
 def measure(sides: dict[str, Ranks], length: int, ids: int, world: int, rounds: int) -> dict[str, Any]:
     """ms of a step and CPU-µs of a row, of each side."""
-    begun = {side: ranks.tell(length=length, ids=ids)["s"] / 2 for side, ranks in sides.items()}
+    begun = {
+        side: ranks.tell(length=length, ids=ids, by_id=side == "by_id")["s"] / 2
+        for side, ranks in sides.items()
+    }
     return take_turns(sides, begun, rounds, BATCH * world)
-
-
-def checkout(commit: str, stack: ExitStack) -> Path:
-    """The tree of a commit, which is removed at the end."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="before-"))) / "tree"
-    subprocess.run(["git", "worktree", "add", "-q", "--detach", folder, commit], cwd=HERE, check=True)
-    stack.callback(subprocess.run, ["git", "worktree", "remove", "--force", folder], cwd=HERE, check=True)
-    return folder
 
 
 def table_of(points: list[dict[str, Any]]) -> str:
     """A line for each point, as Markdown."""
     lines = [
-        "| workers | ids read | in a list | ms a step: before | now | | CPU-µs a row: before | now | |",
+        "| workers | ids read | in a list | ms a step: mean | id by id | | CPU-µs a row: mean | id by id | |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for point in points:
         cells = [str(point["workers"]), str(point["length"]), str(point["ids"])]
         for figure in ("step_ms", "cpu_us_per_row"):
-            before, now = (point[side][figure] for side in SIDES)
-            cells += [f"{before:,.1f}", f"{now:,.1f}", f"{before / now:.1f} ×"]
+            mean, by_id = (point[side][figure] for side in SIDES)
+            cells += [f"{mean:,.1f}", f"{by_id:,.1f}", f"{by_id / mean:.1f} ×"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -73,7 +65,7 @@ def draw(points: list[dict[str, Any]]) -> None:
             for fill, style in (("full", "-o"), ("short", "--s")):
                 of_line = [p for p in points if p["workers"] == world and p["fill"] == fill]
                 x, y = [p["length"] for p in of_line], [p[side]["step_ms"] for p in of_line]
-                color = "C3" if side == "before" else "C0"
+                color = "C3" if side == "mean" else "C0"
                 panel.plot(x, y, style, color=color, label=f"{name}, {fill} lists", markersize=4)
         panel.set(title=f"{world} worker{'s' * (world > 1)}", xscale="log", yscale="log")
         panel.set(xlabel="ids that are read, at most", ylabel="ms a step")
@@ -83,7 +75,6 @@ def draw(points: list[dict[str, Any]]) -> None:
 
 
 def main(
-    before: Annotated[str, typer.Option(help="The commit to compare with.")] = BEFORE,
     lengths: Annotated[str, typer.Option(help="Ids that are read, at most.")] = "10,50,100,200,500",
     workers: Annotated[str, typer.Option(help="Numbers of ranks.")] = "1,2",
     rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 5,
@@ -94,11 +85,7 @@ def main(
     points = [] if smallest or not RESULTS.exists() else json.loads(RESULTS.read_text())["points"]
     for world in [int(text) for text in ("1" if smallest else workers).split(",")]:
         with ExitStack() as stack:
-            tree = HERE.parent if smallest else checkout(before, stack)
-            sides = {
-                "before": Ranks("sequences_side.py", tree, world, stack),
-                "now": Ranks("sequences_side.py", HERE.parent, world, stack),
-            }
+            sides = {side: Ranks("sequences_side.py", HERE.parent, world, stack) for side in SIDES}
             for length in chosen:
                 for fill, share in FILLS.items():
                     ids = max(1, round(length * share))
@@ -110,8 +97,7 @@ def main(
     points.sort(key=lambda p: (p["workers"], p["fill"], p["length"]))
     print(table_of(points))
     if not smallest:
-        values = {"before": before, "cpus": os.cpu_count(), "points": points}
-        keep(RESULTS, values)
+        keep(RESULTS, {"cpus": os.cpu_count(), "points": points})
         draw(points)
 
 

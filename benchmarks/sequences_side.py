@@ -2,9 +2,8 @@
 
     python benchmarks/sequences_side.py RANK WORLD STORE
 
-It reads lines of JSON: {"length", "ids"} builds a model and batches, {"steps"} trains so many steps. To each
-it answers with a line, [seconds, CPU seconds], of collating and training together. It runs in the tree that
-is first on Python's path, which may be an older one.
+It reads lines of JSON: {"length", "ids", "by_id"} builds a model and batches, {"steps"} trains so many steps.
+To each it answers with a line, [seconds, CPU seconds], of collating and training together.
 """
 
 from __future__ import annotations
@@ -30,15 +29,21 @@ class Means(nn.Module):
         self.logit = nn.Linear(2 * DIM, 1)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        history = inputs["history"]
-        mean_BD = history.vectors.sum(1) / history.present.sum(1, keepdim=True).clamp(min=1)
+        mean_BD = inputs["history"]
+        if not isinstance(mean_BD, torch.Tensor):
+            vectors_BLD, present_BL, _ = mean_BD
+            mean_BD = vectors_BLD.sum(1) / present_BL.sum(1, keepdim=True).clamp(min=1)
         return self.logit(torch.cat([mean_BD, inputs["item"]], 1)).squeeze(1)
 
 
 class Side:
-    """A model of one length, and batches of rows for it."""
+    """A model, and batches of rows for it.
 
-    def __init__(self, rank: int, world: int, length: int, ids: int):
+    Args:
+        length: how many ids are read, at most; None: the mean of all.
+    """
+
+    def __init__(self, rank: int, world: int, length: int | None, ids: int):
         from raytrec.config.features import resolve_features
         from raytrec.config.run_config import RunConfig
         from raytrec.config.schema import Schema
@@ -95,7 +100,7 @@ def serve(rank: int, world: int, store: str) -> None:
     for line in sys.stdin:
         told = json.loads(line)
         if "length" in told:
-            side = Side(rank, world, told["length"], told["ids"])
+            side = Side(rank, world, told["length"] if told["by_id"] else None, told["ids"])
             answer = side.train(2)
         else:
             answer = side.train(told["steps"])
