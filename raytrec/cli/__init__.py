@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from raytrec_datasets import app as prepare_app
 
-from raytrec.cli import runs, saved
+from raytrec.cli import runs, saved, service
 
 app = typer.Typer(
     name="raytrec",
@@ -35,7 +35,8 @@ OF_EXTRAS = (
 )
 COMMANDS: list[Callable[..., None]] = [
     *(runs.train, runs.tune, runs.submit, runs.head, runs.follow_job, runs.stop_job),
-    *(saved.evaluate, saved.predict, saved.index, saved.export, saved.convert, runs.check, runs.plan),
+    *(saved.evaluate, saved.predict, saved.index, saved.convert, runs.check, runs.plan),
+    *(saved.export, service.serve, service.promote),
     *(saved.report, saved.track, saved.compare, saved.inspect, runs.config),
 ]
 for command in COMMANDS:

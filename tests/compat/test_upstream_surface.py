@@ -20,6 +20,7 @@ from raytrec.compat.ray_data import PROGRESS
 SIGNATURES = (Path(__file__).parent / "signatures.txt").read_text().splitlines()
 # Names without a signature: constants, values, modules.
 NAMES = [
+    "ray.serve._private.replica:add_port_to_grpc_server",
     "ray._private.worker:_global_node",
     "ray._private.worker:print_to_stdstream",
     "ray._private.auto_init_hook:enable_auto_connect",
@@ -54,6 +55,8 @@ METRICS = "ray.data._internal.execution.interfaces.op_runtime_metrics:OpRuntimeM
 NAMES += [METRICS + name for name in PROGRESS]
 # Class or function → parts of its source: uses of what compat replaces or sets, and attributes that it reads.
 SOURCES = {
+    # ray_serve.py
+    "ray.serve._private.replica:Replica._on_initialized": ['add_port_to_grpc_server(self._server, "[::]:0")'],
     # ray_train.py
     TRAINER + "fit": [
         "self._initialize_and_run_controller(",

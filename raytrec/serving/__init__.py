@@ -1,0 +1,1 @@
+"""`raytrec serve`: exports behind HTTP, on Ray Serve."""

@@ -1,0 +1,74 @@
+"""The exports that a process has loaded: one that answers, one that is about to, one that did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import Lock
+
+from raytrec.common.errors import RunError
+from raytrec.scoring.load import load
+from raytrec.scoring.manifest import read_manifest
+from raytrec.scoring.scorer import Scorer
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An export in memory."""
+
+    uri: str
+    scorer: Scorer
+
+    @property
+    def version(self) -> str:
+        """Its manifest's."""
+        return self.scorer.manifest.version
+
+
+class Versions:
+    """Changes which export answers. A request keeps the one that it began with.
+
+    Args:
+        uri: of the first.
+
+    Attributes:
+        current: answers. previous: answered before; None: there was none.
+    """
+
+    def __init__(self, uri: str, allow_code: bool = False):
+        self._allow_code, self._lock = allow_code, Lock()
+        self.current = self._load(uri)
+        self.previous: Loaded | None = None
+        self._prepared: Loaded | None = None
+
+    def _load(self, uri: str) -> Loaded:
+        return Loaded(uri, load(uri, check_tables=True, allow_code=self._allow_code))
+
+    def prepare(self, uri: str) -> str:
+        """Loads a further export, and compares checksums and golden rows; its version.
+
+        Raises:
+            RunError, ConfigError: it cannot be used.
+        """
+        with self._lock:
+            wanted, known = (uri, read_manifest(uri).version), (self.current, self.previous, self._prepared)
+            found = next((each for each in known if each and (each.uri, each.version) == wanted), None)
+            self._prepared = found or self._load(uri)
+            return self._prepared.version
+
+    def commit(self, version: str) -> None:
+        """Lets the prepared export answer.
+
+        Raises:
+            RunError: it is not that one.
+        """
+        with self._lock:
+            if self.current.version == version:
+                return
+            if self._prepared is None or self._prepared.version != version:
+                raise RunError(f"{version} is not prepared", where="the service", expected="prepare first")
+            self.current, self.previous, self._prepared = self._prepared, self.current, None
+
+    def forget(self) -> None:
+        """Lets go of what was prepared."""
+        with self._lock:
+            self._prepared = None

@@ -1,0 +1,255 @@
+"""The service over HTTP, in this process: what it answers, and what it refuses. No Ray."""
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import uvicorn
+from exports import trained
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_models import Modelled
+
+import raytrec
+from raytrec.serving.app import Service, make_app
+from raytrec.serving.batching import Batcher
+from raytrec.serving.bodies import ARROW, JSON, Limits
+from raytrec.serving.versions import Versions
+
+TOKEN = "a token"
+LIMITS = Limits(body_bytes=200_000, rows=100, ids=50)
+
+
+class Http:
+    """A served app, and requests to it."""
+
+    def __init__(self, service):
+        self.service = service
+        config = uvicorn.Config(make_app(service), port=0, log_level="warning", lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        (socket,) = self._server.servers[0].sockets
+        self.url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+
+    def close(self):
+        self._server.should_exit = True
+        self._thread.join(10)
+
+    def ask(self, path, body=None, kind=JSON, accept=JSON, token=TOKEN, method=None):
+        """(status, body, headers)."""
+        if body is not None and not isinstance(body, bytes):
+            body = json.dumps(body).encode()
+        headers = {"Content-Type": kind, "Accept": accept, "Authorization": f"Bearer {token}"}
+        request = urllib.request.Request(self.url + path, body, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, answer.read(), answer.headers
+        except urllib.error.HTTPError as error:
+            return error.code, error.read(), error.headers
+
+    def scores(self, body, **options):
+        status, content, headers = self.ask("/predict", body, **options)
+        assert status == 200, content
+        answer = json.loads(content)
+        assert answer["version"] == headers["X-Model-Version"]
+        return answer["predictions"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(export, rows)."""
+    root = tmp_path_factory.mktemp("serving")
+    folder, table, _, _ = trained(Modelled("two_tower", (1, 1)), root)
+    raytrec.export(folder, str(root / "small"), quantize="int8")
+    return raytrec.export(folder, str(root / "export")).path, table
+
+
+@pytest.fixture(scope="module")
+def http(made):
+    http = Http(Service(Versions(made[0]), TOKEN, LIMITS))
+    yield http
+    http.close()
+
+
+@pytest.fixture(scope="module")
+def model(made):
+    return raytrec.load(made[0])
+
+
+def stream(table):
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def assert_same(predictions, expected):
+    for name in expected.column_names:
+        np.testing.assert_allclose(predictions[name], expected[name].to_pylist(), rtol=1e-6, atol=1e-6)
+
+
+def test_every_form_of_rows_gets_the_scores_of_load(http, model, made):
+    _, table = made
+    expected = model.predict(table)
+    assert_same(http.scores({"rows": table.to_pylist()}), expected)
+    assert_same(http.scores({"columns": table.to_pydict()}), expected)
+    assert_same(http.scores(stream(table), kind=ARROW), expected)
+    _, content, headers = http.ask("/predict", stream(table), kind=ARROW, accept=ARROW)
+    answer = pa.ipc.open_stream(content).read_all()
+    assert_same(answer.to_pydict(), expected)
+    assert answer.schema.metadata[b"version"].decode() == headers["X-Model-Version"]
+
+
+def test_one_user_and_candidates(http, model, made):
+    _, table = made
+    columns = model.reader_of("query").columns.names
+    user = {name: table[name][0].as_py() for name in columns}
+    candidates = table.drop_columns(columns).to_pylist()
+    found = http.scores({"user": user, "candidates": candidates})
+    assert_same(found, model.predict(user=user, candidates=candidates))
+
+
+def test_vectors(http, model, made):
+    _, table = made
+    for tower in ("query", "item"):
+        status, content, _ = http.ask(f"/vectors?tower={tower}", {"rows": table.to_pylist()})
+        assert status == 200
+        vectors = json.loads(content)["predictions"]["vector"]
+        np.testing.assert_allclose(vectors, model.vectors(table, tower=tower), rtol=1e-6, atol=1e-6)
+
+
+def good(made):
+    return made[1].slice(0, 2).to_pylist()
+
+
+@pytest.mark.parametrize(
+    "change, status, words",
+    [
+        ({"body": b""}, 400, "not JSON"),
+        ({"body": b'{"rows": [NaN]}'}, 400, "not JSON"),
+        ({"body": b"[" * 100_000}, 400, "not JSON"),
+        ({"body": b"\xff\xfe"}, 400, "not JSON"),
+        ({"body": {}}, 400, "the body has nothing"),
+        ({"body": {"rows": [], "user": {}}}, 400, "the body has rows, user"),
+        ({"body": {"rows": []}}, 400, "there are no rows"),
+        ({"body": {"rows": {}}}, 400, "rows are not a list"),
+        ({"body": {"rows": [3]}}, 400, "a row is 3"),
+        ({"body": {"columns": {"a": 3}}}, 400, "not an object of lists"),
+        ({"body": {"columns": {"a": [1.0], "b": [1.0, 2.0]}}}, 400, "different numbers"),
+        ({"body": {"user": {}, "candidates": [{}]}}, 400, "user has none of the model's columns"),
+        ({"body": {"user": [], "candidates": [{}]}}, 400, "user is not an object"),
+        ({"row": {"a": 2**63}}, 400, "column 'a' is"),
+        ({"row": {"user": [2**63]}}, 400, "column 'user' is"),
+        ({"row": {"user": [2**40]}}, 400, "id 1099511627776 of feature 'user' is not in table"),
+        ({"row": {"user": ["3"]}}, 400, "column 'user' is"),
+        ({"row": {"a": None}}, 400, "column 'a' has a null"),
+        ({"row": {"user": list(range(51))}}, 413, "a row of 'user' has 51 values"),
+        ({"times": 51}, 413, "102 rows"),
+        ({"body": b" " * 200_001}, 413, "the body is too large"),
+        ({"kind": "text/csv"}, 415, "the body is text/csv"),
+        ({"kind": ARROW}, 400, "not a stream of Arrow"),
+        ({"token": "another"}, 401, "no token, or another"),
+        ({"path": "/predictions"}, 404, "/predictions"),
+        ({"path": "/predict", "method": "GET"}, 405, "GET /predict"),
+    ],
+)
+def test_what_is_wrong_is_named(http, made, change, status, words):
+    rows, change = good(made), dict(change)
+    if "row" in change:
+        rows[1] |= change.pop("row")
+    options = {"path": "/predict", "body": {"rows": rows * change.pop("times", 1)}} | change
+    got, content, _ = http.ask(**options)
+    assert got == status, content
+    assert words in json.loads(content)["error"]
+
+
+def test_health_metrics_and_the_document(http, made):
+    assert http.ask("/ready", token="")[0] == http.ask("/health", token="")[0] == 200
+    http.scores({"rows": good(made)})
+    text = http.ask("/metrics")[1].decode()
+    assert 'raytrec_requests_total{path="/predict",status="200"}' in text and "raytrec_seconds_bucket" in text
+    assert http.ask("/metrics", token="")[0] == 401
+    document = json.loads(http.ask("/openapi.json")[1])
+    body = document["paths"]["/predict"]["post"]["requestBody"]["content"][JSON]
+    assert http.scores(body["example"])["score_y"] and "/vectors" in document["paths"]
+
+
+JSONS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_no_body_is_an_error_of_the_service(http, made, data):
+    row, values = good(made)[0], data.draw(JSONS)
+    column = data.draw(st.sampled_from(sorted(row)))
+    whole = json.dumps({"rows": [row | {column: values}]}).encode()
+    arrow = stream(made[1])
+    cut = data.draw(st.integers(0, len(arrow)))
+    bodies = [
+        (JSON, whole),
+        (JSON, json.dumps(values).encode()),
+        (JSON, json.dumps({"user": values, "candidates": [row]}).encode()),
+        (JSON, json.dumps({"columns": {column: values}}).encode()),
+        (JSON, whole[: data.draw(st.integers(0, len(whole)))]),
+        (ARROW, arrow[:cut] + data.draw(st.binary(max_size=4)) + arrow[cut + 2 :]),
+    ]
+    for kind, body in bodies:
+        status, content, _ = http.ask("/predict", body, kind=kind)
+        assert status < 500, (body, content)
+        assert status == 200 or json.loads(content)["error"]
+
+
+def test_requests_are_scored_together_and_each_gets_its_own(http, model, made):
+    _, table = made
+    expected, found = model.predict(table), {}
+
+    def ask(place):
+        found[place] = http.scores({"rows": table.slice(place, 1).to_pylist()})
+
+    threads = [threading.Thread(target=ask, args=[i % len(table)]) for i in range(48)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for place, predictions in found.items():
+        assert_same(predictions, expected.slice(place, 1))
+
+
+def test_a_full_queue_turns_requests_away(made):
+    http = Http(Service(Versions(made[0]), None))
+    try:
+        http.service.batcher = Batcher(most_waiting=3)
+        http.service.batcher.waiting = 2
+        status, content, headers = http.ask("/predict", {"rows": good(made)})
+        assert (
+            status == 429 and headers["Retry-After"] == "1" and "are waiting" in json.loads(content)["error"]
+        )
+        http.service.batcher.waiting = 0
+        assert http.ask("/predict", {"rows": good(made)})[0] == 200
+        assert http.service.batcher.waiting == 0
+    finally:
+        http.close()
+
+
+def test_another_version_answers_when_it_is_committed(made, tmp_path):
+    first = Versions(made[0])
+    small = made[0].replace("export", "small")
+    before, version = first.current.version, first.prepare(small)
+    assert first.current.version == before != version
+    first.commit(version)
+    assert first.current.version == version and first.previous.version == before
+    assert first.prepare(made[0]) == before
+    first.commit(before)
+    assert first.current.version == before
