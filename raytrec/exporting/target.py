@@ -29,8 +29,7 @@ class Target:
         self.files: dict[str, FileEntry] = {}
 
     def complete(self) -> Manifest | None:
-        """The manifest, where all has been written before; else claims the folder for this export, or finds
-        out which of its files are complete.
+        """The manifest, where all has been written before; else finds out which files are complete.
 
         Raises:
             ConfigError: the folder holds something else.
@@ -50,7 +49,6 @@ class Target:
                 self.files = {name: entry for name, entry in there.items() if name in names}
             elif names:
                 raise self._other(f"other files, such as {min(names)}")
-            self._note()
         except OSError as error:
             raise self._failed(self.folder.uri, error) from None
         return None
@@ -78,6 +76,8 @@ class Target:
             return
         digest, size = hashlib.sha256(), 0
         try:
+            if not self.files:
+                self._note()  # first of all, so that the folder is this export's
             with self.folder.stream(name, f"{self.folder.partial}/{name.replace('/', '-')}") as stream:
                 for piece in data:
                     stream.write(piece)
