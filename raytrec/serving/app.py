@@ -11,16 +11,14 @@ from time import perf_counter
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic_core import to_json
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError, SchemaError
 from raytrec.scoring.manifest import ProgramName
 from raytrec.serving.batching import Batcher
-from raytrec.serving.bodies import JSON, Limits, Refused, read_body, write_body
+from raytrec.serving.bodies import JSON, Asked, Limits, Refused, read_body, write_body
 from raytrec.serving.openapi import describe
 from raytrec.serving.versions import Loaded, Versions
 
@@ -60,30 +58,27 @@ class Service:
 
     async def predict(self, request: Request, now: Loaded) -> Response:
         """POST /predict."""
-        asked, scorer = await self._asked(request, now), now.scorer
         names = [task.column for task in now.scorer.manifest.tasks]
-        if asked.rows is None:
-            count = max(1, len(asked.candidates))
-            found = await self.batcher.call(count, lambda: scorer.rank(asked.user, asked.candidates))
-        else:
-            rows = scorer.reader.read(asked.rows)
-            count = len(rows)
-            found = await self.batcher.score(scorer, "predict", rows)
-        self.figures.rows.inc(count)
-        return _answer(request, now, names, found)
+        return await self._scored(request, now, "predict", names, await self._asked(request, now))
 
     async def vectors(self, request: Request, now: Loaded) -> Response:
         """POST /vectors?tower=query."""
         tower: ProgramName = "item" if request.query_params.get("tower", "query") == "item" else "query"
-        reader = now.scorer.reader_of(tower)
+        now.scorer.reader_of(tower)
         asked = await self._asked(request, now)
         if asked.rows is None:
             raise Refused(400, DataError("vectors are of rows", where="the body", expected="rows or columns"))
-        rows = reader.read(asked.rows)
-        self.figures.rows.inc(len(rows))
-        return _answer(request, now, ["vector"], await self.batcher.score(now.scorer, tower, rows))
+        return await self._scored(request, now, tower, ["vector"], asked)
 
-    async def _asked(self, request: Request, now: Loaded):
+    async def _scored(
+        self, request: Request, now: Loaded, program: ProgramName, names: list[str], asked: Asked
+    ) -> Response:
+        found = await self.batcher.score(now.scorer, program, asked)
+        self.figures.rows.inc(len(found[0]))
+        kind, body = write_body(request.headers.get("accept", ""), now.version, names, found)
+        return Response(body, media_type=kind, headers={"X-Model-Version": now.version})
+
+    async def _asked(self, request: Request, now: Loaded) -> Asked:
         body, most = bytearray(), self.limits.body_bytes
         async for part in request.stream():
             body += part
@@ -125,48 +120,44 @@ class Service:
             )
 
 
-def _answer(request: Request, now: Loaded, names: list[str], values: list) -> Response:
-    kind, body = write_body(request.headers.get("accept", ""), now.version, names, values)
-    return Response(body, media_type=kind, headers={"X-Model-Version": now.version})
-
-
 Endpoint = Callable[[Request, Loaded], Awaitable[Response]]
 
 
-def make_app(service: Service, more: dict[tuple[str, str], Endpoint] | None = None) -> Starlette:
-    """The application of ASGI.
+class App:
+    """The application of ASGI: what a client did wrong is a 4xx that names field and reason.
 
     Args:
         more: (method, path) → further endpoints.
     """
-    endpoints = {
-        ("POST", "/predict"): service.predict,
-        ("POST", "/vectors"): service.vectors,
-        ("GET", "/health"): service.health,
-        ("GET", "/ready"): service.health,
-        ("GET", "/metrics"): service.metrics,
-        ("GET", "/openapi.json"): service.openapi,
-        **(more or {}),
-    }
-    routes = [
-        Route(path, _endpoint(service, path, endpoint), methods=[method])
-        for (method, path), endpoint in endpoints.items()
-    ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _other})
 
+    def __init__(self, service: Service, more: dict[tuple[str, str], Endpoint] | None = None):
+        self.service = service
+        self._endpoints: dict[tuple[str, str], Endpoint] = {
+            ("POST", "/predict"): service.predict,
+            ("POST", "/vectors"): service.vectors,
+            ("GET", "/health"): service.health,
+            ("GET", "/ready"): service.health,
+            ("GET", "/metrics"): service.metrics,
+            ("GET", "/openapi.json"): service.openapi,
+            **(more or {}),
+        }
+        self._paths = {path for _, path in self._endpoints}
 
-def _endpoint(service: Service, path: str, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint whose errors are answers: what a client did is a 4xx that names field and reason."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began, path = perf_counter(), scope["path"]
+        response = await self._answer(Request(scope, receive))
+        path = path if path in self._paths else "other"
+        self.service.figures.requests.labels(path, response.status_code).inc()
+        await response(scope, receive, send)
+        self.service.figures.seconds.labels(path).observe(perf_counter() - began)
 
-    async def run(request: Request) -> Response:
-        began = perf_counter()
+    async def _answer(self, request: Request) -> Response:
         try:
-            service.allow(request)
-            response = await endpoint(request, service.versions.current)
+            return await self._endpoint(request)(request, self.service.versions.current)
         except Refused as refused:
-            response = Response(refused.body, refused.status, refused.headers, JSON)
+            return Response(refused.body, refused.status, refused.headers, JSON)
         except (DataError, ConfigError, SchemaError) as error:
-            response = Response(Refused(400, error).body, 400, media_type=JSON)
+            return Response(Refused(400, error).body, 400, media_type=JSON)
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
@@ -174,16 +165,20 @@ def _endpoint(service: Service, path: str, endpoint: Endpoint) -> Callable[[Requ
             own = (
                 error if isinstance(error, RaytrecError) else RunError("the service failed", do="see its log")
             )
-            response = Response(Refused(500, own).body, 500, media_type=JSON)
-        service.figures.requests.labels(path, response.status_code).inc()
-        service.figures.seconds.labels(path).observe(perf_counter() - began)
-        return response
+            return Response(Refused(500, own).body, 500, media_type=JSON)
 
-    return run
-
-
-async def _other(request: Request, error: Exception) -> Response:
-    """Paths and methods that there are not."""
-    assert isinstance(error, HTTPException)
-    what = DataError(f"{request.method} {request.url.path}: {error.detail}", expected="see /openapi.json")
-    return Response(Refused(error.status_code, what).body, error.status_code, error.headers, JSON)
+    def _endpoint(self, request: Request) -> Endpoint:
+        """
+        Raises:
+            Refused: there is none, or the request bears no token.
+        """
+        method, path = request.method, request.scope["path"]
+        self.service.allow(request)
+        if endpoint := self._endpoints.get((method, path)):
+            return endpoint
+        methods = ", ".join(sorted(known for known, of in self._endpoints if of == path))
+        what = DataError(
+            f"{method} {path}: " + ("another method" if methods else "no such path"),
+            expected=methods or "see /openapi.json",
+        )
+        raise Refused(405, what, Allow=methods) if methods else Refused(404, what)

@@ -135,8 +135,10 @@ def _of_columns(given: Any, columns: pa.Schema) -> pa.Table:
 
 
 def _check_size(asked: Asked, limits: Limits) -> None:
-    """Raises Refused where a request has too many rows, or ids in a row."""
+    """Raises Refused where a request has no rows, too many, or too many ids in a row."""
     rows = asked.candidates if asked.rows is None else asked.rows
+    if not len(rows):
+        raise _bad("there are no rows", THE_ROWS, "at least one")
     if len(rows) > limits.rows:
         raise Refused(
             413,

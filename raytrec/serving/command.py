@@ -40,7 +40,7 @@ def serve(
         name: of the service; default: the run's.
         address: of a Ray cluster; default: a new local one, which ends with the service.
         replicas: processes that answer: N, or MIN:MAX by load.
-        host: that Serve's proxy listens on.
+        host: that replicas listen on.
         no_token: answer without a token.
         allow_code: transforms of the export may name code.
 
@@ -53,9 +53,7 @@ def serve(
     check_ports({"--port": port})
     token = None if no_token else _token(name)
     _require_serve()
-    from raytrec.serving.deployment import THROUGHPUT, deploy
-
-    os.environ.update({key: os.environ.get(key, value) for key, value in THROUGHPUT.items()})
+    from raytrec.serving.deployment import deploy
     from raytrec.cluster.session import ray_session
 
     with ray_session(address, 1 + most):

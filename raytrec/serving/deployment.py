@@ -1,42 +1,35 @@
-"""A service on Ray Serve: replicas that each answer HTTP, behind Serve's proxy."""
+"""A service on Ray Serve: replicas that each answer HTTP, without a proxy."""
 
 from __future__ import annotations
 
+import gc
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Thread
+from time import perf_counter
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
-from raytrec.serving.app import Service, make_app
+from raytrec.common.errors import DataError, RaytrecError, RunError
+from raytrec.serving.app import App, Service
 from raytrec.serving.bodies import JSON, Refused
 from raytrec.serving.coordinator import FOLLOW_S, Coordinator, Order, Report
+from raytrec.serving.listener import Listener
 from raytrec.serving.versions import Loaded, Versions
 
 log = logging.getLogger(__name__)
 NAMESPACE = "raytrec-serve"
-MOST_ONGOING = 256  # requests that a replica works on; the proxy keeps others
-# Serve's own switches for throughput, but that replicas do not listen themselves (direct ingress): that takes
-# HAProxy, which listens on all interfaces.
-THROUGHPUT = {
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
-    "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
-}
+BUSY = 0.6  # share of the time that replicas score, which their number is kept near
 
 
 class Replica:
     """A replica: loads what the coordinator names, answers, and follows its orders in a thread."""
 
-    def __init__(self, name: str, token: str | None, allow_code: bool):
+    def __init__(self, name: str, host: str, port: int, token: str | None, allow_code: bool):
         import ray
         import torch
         from ray import serve
@@ -49,11 +42,26 @@ class Replica:
         self._id = serve.get_replica_context().replica_id.unique_id
         versions = Versions(ray.get(self._coordinator.uri.remote()), allow_code)
         self.service = Service(versions, token)
+        more = {("POST", "/promote"): self._promote, ("GET", "/versions"): self._versions}
+        self._busy = perf_counter(), 0.0
+        gc.collect()
+        gc.freeze()  # what a model is made of is not looked through again
+        self._listener = Listener(App(self.service, more), host, port)
         Thread(target=self._follow, name="follow", daemon=True).start()
 
-    def __serve_build_asgi_app__(self):
-        more = {("POST", "/promote"): self._promote, ("GET", "/versions"): self._versions}
-        return make_app(self.service, more)
+    def check_health(self) -> None:
+        """Raises where HTTP has ended: Serve starts another replica then."""
+        if not self._listener.alive:
+            raise RunError("the replica does not listen any more", where="HTTP")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """busy: which share of the time since the last call it has scored."""
+        (then, before), now = self._busy, (perf_counter(), self.service.batcher.busy_s)
+        self._busy = now
+        return {"busy": (now[1] - before) / max(now[0] - then, 1e-3)}
+
+    def __del__(self) -> None:
+        self._listener.close()  # Serve calls it before it ends the process
 
     async def _promote(self, request: Request, now: Loaded) -> Response:
         """POST /promote {"uri": …}, or {} for the version before."""
@@ -116,6 +124,12 @@ def _json(values: Any) -> Response:
     return Response(to_json(values), media_type=JSON)
 
 
+def replicas_for(context: Any) -> tuple[float, dict]:
+    """Serve's policy of a service by load: so many replicas that each is busy BUSY of the time."""
+    busy = (context.aggregated_metrics or {}).get("busy", {})
+    return (sum(busy.values()) / BUSY if busy else context.current_num_replicas), {}
+
+
 def deploy(
     uri: str,
     *,
@@ -129,14 +143,14 @@ def deploy(
     """Starts a service on the Ray that this process uses, and returns when it answers.
 
     Args:
+        host, port: on each node that has a replica.
         replicas: the least and the most; between them, as many as requests need.
     """
     import ray
     from ray import serve
-    from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation
+    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation
     from ray.serve.schema import LoggingConfig
 
-    refuse_haproxy(host)
     actor = ray.remote(num_cpus=0, max_restarts=-1)(Coordinator)
     actor.options(
         name=coordinator_of(name),
@@ -148,38 +162,20 @@ def deploy(
     least, most = replicas
     scaling: dict[str, Any] = {"num_replicas": least}
     if least != most:
-        config = AutoscalingConfig(min_replicas=least, max_replicas=most, target_ongoing_requests=8)
-        scaling = {"autoscaling_config": config}
+        policy = AutoscalingPolicy(policy_function=f"{__name__}:{replicas_for.__name__}")
+        scaling = {"autoscaling_config": AutoscalingConfig(min_replicas=least, max_replicas=most, policy=policy)}
     deployment = serve.deployment(
-        serve.ingress()(Replica),
+        Replica,
         name="raytrec",
-        max_ongoing_requests=MOST_ONGOING,
         ray_actor_options={"num_cpus": 1},
         logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
         **scaling,
     )
-    serve.start(
-        proxy_location=ProxyLocation.HeadOnly,
-        http_options=HTTPOptions(host=host, port=port),
-        logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
-    )
-    serve.run(deployment.bind(coordinator_of(name), token, allow_code), name=name, route_prefix="/")
+    serve.start(proxy_location=ProxyLocation.Disabled)
+    bound = deployment.bind(coordinator_of(name), host, port, token, allow_code)
+    serve.run(bound, name=name, route_prefix=None)
 
 
 def coordinator_of(name: str) -> str:
     """The name of a service's actor."""
     return f"raytrec-serve-{name}"
-
-
-def refuse_haproxy(host: str) -> None:
-    """
-    Raises:
-        ConfigError: Serve would listen on all interfaces.
-    """
-    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" and host != "0.0.0.0":
-        raise ConfigError(
-            "Serve's HAProxy mode listens on all interfaces, whatever the host is",
-            where="RAY_SERVE_ENABLE_HA_PROXY=1",
-            expected=f"--host {host} to hold",
-            do="unset it; or, if that is what you want, --host 0.0.0.0",
-        )

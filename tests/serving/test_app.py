@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_models import Modelled
 
 import raytrec
-from raytrec.serving.app import Service, make_app
+from raytrec.serving.app import App, Service
 from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import ARROW, JSON, Limits
 from raytrec.serving.versions import Versions
@@ -30,7 +30,7 @@ class Http:
 
     def __init__(self, service):
         self.service = service
-        config = uvicorn.Config(make_app(service), port=0, log_level="warning", lifespan="off")
+        config = uvicorn.Config(App(service), port=0, log_level="warning", lifespan="off")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
