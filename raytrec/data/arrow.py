@@ -62,6 +62,8 @@ def _fields(kind: pa.DataType) -> list[pa.Field]:
 
 def list_element(kind: pa.DataType) -> pa.DataType | None:
     """What any kind of list holds; None for other types."""
+    if not kind.num_fields:  # quicker than to ask for each kind of list
+        return None
     listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     return kind.value_type if listed or types.is_list_view(kind) or types.is_large_list_view(kind) else None
 

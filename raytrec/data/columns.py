@@ -68,8 +68,10 @@ def numbers_or_none(column: pa.ChunkedArray, name: str, place: Place) -> tuple[n
 
 def _as_float32(array: pa.Array) -> np.ndarray:
     """Numbers as float32 [n]; NaN for a null."""
-    if pa.types.is_float32(array.type) or (pa.types.is_integer(array.type) and not array.null_count):
-        return array.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)  # faster than Arrow's cast
+    whole = not array.null_count and (pa.types.is_integer(array.type) or pa.types.is_float64(array.type))
+    if whole or pa.types.is_float32(array.type):  # faster than Arrow's cast
+        with np.errstate(over="ignore"):
+            return array.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
     if pa.types.is_decimal(array.type):  # straight to float32 is off by more than its rounding
         array = array.cast(pa.float64())
     return array.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)

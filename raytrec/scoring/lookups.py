@@ -93,7 +93,10 @@ class Lookups:
         bags = rows.bags
         weights = [None] * len(bags.keys) if bags.weights is None else bags.weights.split(bags.counts)
         ids, lengths = bags.ids.split(bags.counts), bags.lengths.view(len(bags.keys), -1)
-        for feature, ids_N, lengths_B, weights_N in zip(bags.keys, ids, lengths, weights, strict=True):
+        single = (lengths == 1).all(1).tolist()
+        for feature, ids_N, lengths_B, weights_N, is_single in zip(
+            bags.keys, ids, lengths, weights, single, strict=True
+        ):
             if feature not in wanted:
                 continue
             spec = self._features.schema.sparse[feature]
@@ -105,6 +108,8 @@ class Lookups:
             if feature in self._features.sequences:
                 side = (rows.side_features or {}).get(feature)
                 found |= self._sequence(feature, vectors_ND, lengths_B, side)
+            elif is_single and given_N is None:
+                found["bag", feature] = vectors_ND
             else:
                 mean = self._features.is_mean(feature)
                 found["bag", feature] = pooled(vectors_ND, lengths_B, given_N, mean)
@@ -131,10 +136,7 @@ def pooled(
     Args:
         mean: ÷ Σ of the weights, where it is not 0; of their number, where there are none.
     """
-    if len(vectors_ND) == len(lengths_B) and bool((lengths_B == 1).all()):
-        sums_BD = vectors_ND
-    else:
-        sums_BD = torch.segment_reduce(vectors_ND, "sum", lengths=lengths_B.long(), unsafe=True)
+    sums_BD = torch.segment_reduce(vectors_ND, "sum", lengths=lengths_B.long(), unsafe=True)
     if not mean:
         return sums_BD
     if weights_N is None:

@@ -13,7 +13,7 @@ from raytrec.common.errors import DataError, some
 from raytrec.config.schema import Schema
 from raytrec.config.transform_columns import needed_transforms
 from raytrec.config.transforms import Transform
-from raytrec.data.arrow import is_list, list_element, pick_columns, plain, value_type
+from raytrec.data.arrow import list_element, pick_columns, plain
 from raytrec.data.assemble import Rows
 from raytrec.data.columns import Place
 from raytrec.data.form import Form
@@ -45,6 +45,7 @@ class RowReader:
         of_features = frozenset(lists) & set(schema.sparse)
         self.form = Form(ReadPlan(schema, needed, read_labels=False), of_features)
         self.columns = pa.schema([columns.field(name) for name in self.form.columns])
+        self._checked: pa.Schema | None = None  # of the last rows, whose columns and types are right
 
     def read(self, rows: Any) -> Rows:
         """Rows, as `to_table` takes them.
@@ -53,15 +54,19 @@ class RowReader:
             DataError: what the schema does not allow; names the column and the row.
         """
         table = to_table(rows, self.columns)
-        check_present(table.schema, self.columns.names, THE_ROWS, self.form)
+        given, plan = table.schema, self.form.plan
+        is_known = given == self._checked
+        if not is_known:
+            check_present(given, self.columns.names, THE_ROWS, self.form)
         table = pick_columns(table, self.columns.names)
-        plan = self.form.plan
         if plan.transforms:
             table = apply_transforms(table, plan.transforms, THE_ROWS, plan.folder)
             check_present(
                 table.schema, self.form.wanted, f"{THE_ROWS}, after data.transforms", self.form, fields=False
             )
-        check_types(table.schema, self.form, THE_ROWS)
+        if plan.transforms or not is_known:
+            check_types(table.schema, self.form, THE_ROWS)
+            self._checked = given
         rows_read = canonical(table, self.form, Place(THE_ROWS, None, 0))
         columns = [column.combine_chunks() for column in rows_read.columns]
         return Rows.of(pa.RecordBatch.from_arrays(columns, schema=rows_read.schema))
@@ -122,9 +127,9 @@ def to_array(values: list[Any], kind: pa.DataType) -> pa.Array:
     """
     if types.is_temporal(kind) and str in set(map(type, values)):
         return pa.array(values, pa.string()).cast(kind)
-    array = pa.array(values, kind)
-    if types.is_integer(value_type(kind)):  # Arrow cuts fractions off
-        flat = chain.from_iterable(filter(None, values)) if is_list(kind) else values
+    array, element = pa.array(values, kind), list_element(kind)
+    if types.is_integer(element or kind):  # Arrow cuts fractions off
+        flat = chain.from_iterable(filter(None, values)) if element else values
         if float in set(map(type, flat)):
             raise TypeError("a fraction in the place of a whole number")
     return array

@@ -61,6 +61,7 @@ class Scorer:
         self.manifest, self.columns, self.golden = manifest, columns, golden
         self._programs, self._lookups, self._features = programs, lookups, manifest.features
         self._split = lru_cache(MOST_SPLITS)(self._make_split)
+        self._assembler = lru_cache(4 * MOST_SPLITS)(lambda reader: Assembler(reader.form, self._features))
 
     def predict(self, rows: Any = None, *, user: Any = None, candidates: Any = None) -> pa.Table:
         """The predictions of rows; or of one user's candidates, whose columns need not repeat the user's.
@@ -217,7 +218,7 @@ class Scorer:
     def _look_up(self, reader: RowReader, pieces: list[Rows], count: int) -> Tensors:
         if not count:
             raise DataError("there are no rows", where=THE_ROWS, expected="at least one")
-        rows = Assembler(reader.form, self._features).assemble(pieces, count)
+        rows = self._assembler(reader).assemble(pieces, count)
         return self._lookups(rows, reader.form.schema.sparse)
 
     def _entry(self, program: ProgramName) -> ProgramEntry:

@@ -161,11 +161,10 @@ def _check_size(asked: Asked, limits: Limits) -> None:
 def _lengths(rows: Any) -> list[tuple[str, int]]:
     """(column, how many values its longest list has)."""
     if isinstance(rows, pa.Table):
-        lists = [(name, column) for name, column in zip(rows.column_names, rows.columns, strict=True)]
         return [
-            (name, pc.max(pc.list_value_length(column)).as_py() or 0)
-            for name, column in lists
-            if is_list(column.type)
+            (field.name, pc.max(pc.list_value_length(rows.column(place))).as_py() or 0)
+            for place, field in enumerate(rows.schema)
+            if field.type.num_fields and is_list(field.type)
         ]
     return [
         (name, len(value))
