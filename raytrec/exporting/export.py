@@ -42,7 +42,7 @@ from raytrec.exporting.tables import CheckpointTable, block_bytes, plan_table, r
 from raytrec.exporting.target import Target
 from raytrec.models.recommender import Recommender
 from raytrec.prediction.predict import score_names
-from raytrec.scoring.inputs import Input, inputs_of
+from raytrec.scoring.inputs import inputs_of
 from raytrec.scoring.load import open_export
 from raytrec.scoring.lookups import IdRows, Lookups
 from raytrec.scoring.manifest import (
@@ -186,9 +186,6 @@ def _trained(config: RunConfig, schema: Schema, folder: str, index: dict[str, An
     if config.model.retrieves:
         for tower in ("query", "item"):
             programs[tower] = make_program(recommender, objective, inputs, tower)
-    if hasattr(recommender.model, "score"):
-        members = config.model.tower_members(schema)["query"]
-        programs["ranking"] = make_program(recommender, objective, _once(inputs, members))
     read = [each for program in programs.values() for each in program.inputs]
     names = {each.feature for each in read if each.feature}
     names |= set(schema.dense) if any(each.kind == "dense" for each in read) else set()
@@ -196,12 +193,6 @@ def _trained(config: RunConfig, schema: Schema, folder: str, index: dict[str, An
     tables = {spec.table for spec in part.sparse.values()}
     part = part.model_copy(update={"tables": {n: t for n, t in schema.tables.items() if n in tables}})
     return Trained(config, folder, index, schema, part, recommender, objective, programs)
-
-
-def _once(inputs: Sequence[Input], members: set[str]) -> list[Input]:
-    """Inputs of which those of the query tower, dense columns too, are the same for all rows."""
-    marked = [each.model_copy(update={"once": each.feature in members}) for each in inputs]
-    return [*(each.model_copy(update={"once": True}) for each in inputs if each.kind == "dense"), *marked]
 
 
 def _write(

@@ -19,6 +19,7 @@ from raytrec.config.evaluation import TowerName
 from raytrec.models.inputs import Sequence as IdSequence
 from raytrec.models.recommender import Recommender, last_vectors
 from raytrec.scoring.inputs import Input
+from raytrec.scoring.late import example
 from raytrec.tasks.objective import Objective
 
 EXAMPLE_ROWS = 3  # of 1 torch would make a program for 1 alone
@@ -53,7 +54,7 @@ def make_program(
     """A recommender's dense model from those of the inputs that it reads.
 
     Args:
-        inputs: of a model whose section `retrieves`, those of the query may be `once`, the same for all rows.
+        inputs: those that there are.
         tower: whose vectors are wanted; None: the predictions of the objective's tasks.
 
     Raises:
@@ -70,8 +71,8 @@ def make_program(
 
 def _export(model: nn.Module, inputs: tuple[Input, ...]) -> ExportedProgram:
     rows = Dim("rows", min=1)
-    examples = tuple(example(each, 1 if each.once else EXAMPLE_ROWS) for each in inputs)
-    shapes = tuple({} if each.once else {0: rows} for each in inputs)
+    examples = tuple(example(each, EXAMPLE_ROWS) for each in inputs)
+    shapes = tuple({0: rows} for _ in inputs)
     try:
         with torch.no_grad():
             return export(model.eval(), examples, dynamic_shapes=(shapes,), strict=False)
@@ -92,16 +93,6 @@ def _place(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((each for each in reversed(frames) if not each.filename.startswith(own)), frames[-1])
     return f"{frame.filename}, line {frame.lineno}: {frame.line}"
-
-
-def example(of: Input, rows: int) -> torch.Tensor:
-    """A tensor as an input is."""
-    if of.kind == "present":
-        return torch.arange(of.length) < torch.arange(rows).unsqueeze(1) + 1
-    if of.kind in ("dense", "bag"):
-        return torch.randn(rows, of.width)
-    dtype = torch.float64 if of.kind == "side_features" else torch.float32
-    return torch.randn(rows, of.length, of.width, dtype=dtype)
 
 
 def _reads(program: ExportedProgram) -> Iterator[bool]:
@@ -140,27 +131,16 @@ class Scored(nn.Module):
         if self._tower:
             tower = getattr(self.model, self._tower)
             return (last_vectors(self._call.run(tower, *self._given(tensors))),)
-        return tuple(self._objective.predictions(self._logits(tensors)).values())
-
-    def _logits(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Of the rows. What is the query's goes through its tower once, if it is given once."""
-        dense, features = self._given(tensors)
-        if not any(each.once for each in self._inputs):
-            return self._call.run(self.model, dense, features)
-        pairs = zip(self._inputs, tensors, strict=True)
-        of_user = next((t for each, t in pairs if each.kind == "dense" and each.once), dense[:1])
-        query = self._call.run(self.model.query, of_user, features)
-        return self._call.run(lambda *given: self.model.score(query, *given), dense, features)
+        logits = self._call.run(self.model, *self._given(tensors))
+        return tuple(self._objective.predictions(logits).values())
 
     def _given(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
         """(dense columns of the rows, inputs by feature)."""
-        # len() would make a constant of it.
-        rows = next(t.shape[0] for each, t in zip(self._inputs, tensors, strict=True) if not each.once)
-        dense = tensors[0].new_zeros(rows, self._dense)
+        dense = tensors[0].new_zeros(tensors[0].shape[0], self._dense)  # len() would make a constant of it
         features: dict[str, Any] = {}
         for given, tensor in zip(self._inputs, tensors, strict=True):
             if given.kind == "dense":
-                dense = dense if given.once else tensor
+                dense = tensor
             elif given.kind == "bag":
                 features[given.feature] = tensor
             else:

@@ -77,25 +77,15 @@ class NextItem(nn.Module, ABC):
         return self._unit(inputs[self.config.item])
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
-        history, own_B = inputs[self.config.history], None
+        history, item_BD = inputs[self.config.history], self.item(dense, inputs)
         packed = pack_ids(history.present)
-        states_ND = self.states(history, packed)
+        states_ND, own_B = self.states(history, packed), None
         if self.config.own_loss and self.training:
             own_B = self._own_loss(states_ND, packed, inputs)
-        return self.score(self._query(states_ND, packed), dense, inputs, own_B)
-
-    def score(
-        self, query: torch.Tensor, dense: torch.Tensor, inputs: dict, own_B: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """What forward gives, of what `query` gave.
-
-        Args:
-            own_B: the own loss; default: 0.
-        """
-        item_BD = self.item(dense, inputs)
-        if self.config.own_loss and own_B is None:
+        elif self.config.own_loss:
             own_B = item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
-        return result(query / self.config.temperature, item_BD, self.outputs, self.vectors, own_B)
+        query = self._query(states_ND, packed) / self.config.temperature
+        return result(query, item_BD, self.outputs, self.vectors, own_B)
 
     def _own_loss(self, states_ND: torch.Tensor, packed: Packed, inputs: dict) -> torch.Tensor:
         """float32 [B]."""

@@ -48,15 +48,11 @@ class MatrixFactorization(nn.Module):
         return inputs[self.config.item]
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
-        return self.score(self.query(dense, inputs), dense, inputs)
-
-    def score(self, query: torch.Tensor, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """What forward gives, of what `query` gave; the user, too, may be one for all rows."""
         item_BD, bias_BT = self.item(dense, inputs), None
         if self.bias is not None:
             bias_BT = inputs[self.config.user][:, -1:] + self.bias
         own_B = self._own_loss(item_BD, inputs, bias_BT) if self.config.own_loss else None
-        return result(query, item_BD, self.outputs, self.vectors, own_B, bias_BT)
+        return result(self.query(dense, inputs), item_BD, self.outputs, self.vectors, own_B, bias_BT)
 
     def _own_loss(self, item_BD: torch.Tensor, inputs: dict, bias_BT: torch.Tensor | None) -> torch.Tensor:
         """float32 [B]; 0 in evaluations."""

@@ -75,13 +75,7 @@ class TwoTower(nn.Module):
         return self._vectors("item", dense, pooled)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.score(self.query(dense, pooled), dense, pooled)
-
-    def score(
-        self, query: torch.Tensor, dense: torch.Tensor, pooled: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """What forward gives, of what `query` gave: for each row, or one for all of them."""
-        item_BD = self.item(dense, pooled)
+        query, item_BD = self.query(dense, pooled), self.item(dense, pooled)
         if self.queries == 1 and not self.vectors and not self.config.own_loss:
             return self.scale * (query * item_BD).sum(1) + self.bias
         query_BQD = self.scale.view(-1, 1) * query.view(-1, self.queries, self.width)
@@ -92,7 +86,7 @@ class TwoTower(nn.Module):
         if self.config.own_loss:
             parts.append(self._own_loss(query_BQD, item_BD, dense, pooled).unsqueeze(1))
         if self.vectors:
-            parts += [query_BQD[:, -1].expand_as(item_BD), item_BD]
+            parts += [query_BQD[:, -1], item_BD]
         return torch.cat(parts, dim=1)
 
     def _own_loss(

@@ -18,14 +18,12 @@ class Input(Section):
             float32 [B, width], its pooled embedding; of a sequence that is read id by id, the most recent
             first: vectors, float32 [B, length, width]; present, bool [B, length], where there is an id;
             side_features, float64 [B, length, width].
-        once: it has one row, which is that of all rows of a request: it is the user's.
     """
 
     kind: InputKind
     feature: str = ""
     length: int = 0
     width: int = 0
-    once: bool = False
 
 
 def inputs_of(features: Features) -> list[Input]:

@@ -6,7 +6,7 @@ import hashlib
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
@@ -190,7 +190,7 @@ def _ids(file: Path, manifest: Manifest, table: str) -> IdRows:
     return IdRows(manifest.data_schema.tables[table], keys_of(ids), rows)
 
 
-def load_program(file: Path, inputs: int) -> Callable[..., tuple[torch.Tensor, ...]]:
+def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
     """A program of torch.export.
 
     Args:
@@ -216,8 +216,8 @@ def load_program(file: Path, inputs: int) -> Callable[..., tuple[torch.Tensor, .
         raise RunError(
             f"the program {file.name} takes {taken} tensors", where=str(file), expected=str(inputs)
         )
-    # Not the module's call, which compares shapes in ten times what a small model takes.
-    return program.module(check_guards=False).forward
+    # Guards compare shapes, which takes ten times what a small model takes.
+    return program.module(check_guards=False)
 
 
 def _is_pickle(archive: ZipFile, name: str) -> bool:

@@ -1,8 +1,7 @@
 """manifest.json: what an export holds. No torch.
 
 DIR/manifest.json              this; there when all else is complete
-DIR/programs/predict.pt2       rows → predictions (torch.export); ranking.pt2: one user and many candidates;
-                               query.pt2 and item.pt2: vectors of a model's towers
+DIR/predict.pt2                rows → predictions (torch.export); query.pt2, item.pt2: vectors of towers
 DIR/model.onnx                 what predict.pt2 is, where it was asked for
 DIR/tables/TABLE-00000.safetensors
                                blocks of a table's rows (precision.py), which are mapped into memory
@@ -32,7 +31,7 @@ from raytrec.scoring.inputs import Input
 EXPORT_FORMAT: Literal[1] = 1
 EXPORT, GOLDEN, ONNX = "manifest.json", "golden.arrow", "model.onnx"
 Precision = Literal["fp32", "fp16", "int8", "int4"]
-ProgramName = Literal["predict", "ranking", "query", "item"]
+ProgramName = Literal["predict", "query", "item"]
 
 
 class FileEntry(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,14 +15,15 @@ from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.config.evaluation import TowerName
 from raytrec.config.transform_columns import columns_before
 from raytrec.data.assemble import Assembler, Rows
+from raytrec.scoring.late import Program, compute_once
 from raytrec.scoring.lookups import Lookups, Tensors
-from raytrec.scoring.manifest import Manifest, ProgramEntry, ProgramName
+from raytrec.scoring.manifest import Manifest, ProgramName
 from raytrec.scoring.rows import THE_ROWS, RowReader, to_table
 
 TOLERANCE = 1e-6  # of the scores of golden rows, relative to those above 1
 MOST_SPLITS = 16  # ways to divide columns between user and candidates that are kept
 
-Programs = Mapping[ProgramName, Callable[..., tuple[torch.Tensor, ...]]]
+Programs = Mapping[ProgramName, torch.fx.GraphModule]
 
 
 @dataclass(frozen=True)
@@ -32,20 +33,21 @@ class _Split:
     Attributes:
         user, candidates: read the features of each.
         repeated: columns of the user that features of candidates read, too.
-        program: what scores them.
+        program: what scores them. once: inputs of it that have one row, the user's.
     """
 
     user: RowReader
     candidates: RowReader
     repeated: list[str]
-    program: ProgramName
+    program: Program
+    once: frozenset[int]
 
 
 class Scorer:
     """A trained model that scores rows; made by `raytrec.load`. It is safe to use from several threads.
 
     Args:
-        programs: those of the manifest, each tensors → a tuple of tensors.
+        programs: those of the manifest (ExportedProgram.module), each tensors → a tuple of tensors.
         lookups: of its tables.
         columns: of the model's data, with the types in which values are taken that come without one.
         golden: some rows with their scores.
@@ -151,7 +153,8 @@ class Scorer:
         """
         count = sum(map(len, pieces))
         tensors = self._look_up(self.reader_of(program), list(pieces), count)
-        return self._run(program, [tensors[each.kind, each.feature] for each in self._entry(program).inputs])
+        inputs = self.manifest.programs[program].inputs
+        return _run(self._programs[program].forward, [tensors[each.kind, each.feature] for each in inputs])
 
     def rank(self, user: Any, candidates: Any) -> list[np.ndarray]:
         """Predictions of one user's candidates, as in `score`: what the user has is looked up once."""
@@ -180,7 +183,7 @@ class Scorer:
             candidates = candidates.append_column(user.schema.field(name), value)
         of_user = self._look_up(split.user, [split.user.read(user)], 1)
         of_rows = self._look_up(split.candidates, [split.candidates.read(candidates)], len(candidates))
-        return self._run(split.program, self._joined(split, of_user, of_rows, len(candidates)))
+        return _run(split.program, self._joined(split, of_user, of_rows, len(candidates)))
 
     def _make_split(self, names: frozenset[str]) -> _Split:
         """What follows from the user's columns."""
@@ -197,22 +200,27 @@ class Scorer:
             )
         user, rest = self._reader(of_user), self._reader(all_names - of_user)
         repeated = [name for name in rest.columns.names if name in names]
-        ranked = "ranking" in self._programs and self._names("query") <= of_user
-        return _Split(user, rest, repeated, "ranking" if ranked else "predict")
+        inputs, whole = self.manifest.programs["predict"].inputs, self._programs["predict"]
+        users = of_user if of_user >= set(schema.dense) else of_user - set(schema.dense)
+        names = ({each.feature} if each.feature else set(schema.dense) for each in inputs)
+        once = frozenset(place for place, name in enumerate(names) if name <= users)
+        if len(once) == len(inputs) or not (program := compute_once(whole, inputs, once)):
+            program, once = whole.forward, frozenset()
+        return _Split(user, rest, repeated, program, once)
 
     def _joined(self, split: _Split, of_user: Tensors, of_rows: Tensors, count: int) -> list[torch.Tensor]:
         """The inputs of a split's program."""
         found = []
-        for each in self._entry(split.program).inputs:
+        for place, each in enumerate(self.manifest.programs["predict"].inputs):
             key = each.kind, each.feature
-            if each.kind == "dense":
-                # Each has 0 in the columns of the other.
-                found.append(of_user[key] if each.once else of_user[key] + of_rows[key])
-            elif key in of_user:
-                tensor = of_user[key]
-                found.append(tensor if each.once else tensor.expand(count, *tensor.shape[1:]))
+            if place in split.once:
+                found.append(of_user[key])
+            elif each.kind == "dense":  # each has 0 in the columns of the other
+                found.append(of_user[key] + of_rows[key])
             else:
-                found.append(of_rows[key])
+                found.append(
+                    of_user[key].expand(count, *of_user[key].shape[1:]) if key in of_user else of_rows[key]
+                )
         return found
 
     def _look_up(self, reader: RowReader, pieces: list[Rows], count: int) -> Tensors:
@@ -220,13 +228,6 @@ class Scorer:
             raise DataError("there are no rows", where=THE_ROWS, expected="at least one")
         rows = self._assembler(reader).assemble(pieces, count)
         return self._lookups(rows, reader.form.schema.sparse)
-
-    def _entry(self, program: ProgramName) -> ProgramEntry:
-        return self.manifest.programs[program]
-
-    def _run(self, program: ProgramName, tensors: list[torch.Tensor]) -> list[np.ndarray]:
-        with torch.inference_mode():
-            return [each.numpy() for each in self._programs[program](*tensors)]
 
     def as_table(self, predictions: Sequence[np.ndarray]) -> pa.Table:
         """Predictions of all tasks as columns."""
@@ -265,6 +266,11 @@ class Scorer:
 
     def __repr__(self) -> str:
         return f"<Scorer: {self.manifest.version}>"
+
+
+def _run(program: Program, tensors: list[torch.Tensor]) -> list[np.ndarray]:
+    with torch.inference_mode():
+        return [each.numpy() for each in program(*tensors)]
 
 
 def _without(columns: pa.Schema, names: Collection[str]) -> pa.Schema:

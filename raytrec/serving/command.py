@@ -53,8 +53,8 @@ def serve(
     check_ports({"--port": port})
     token = None if no_token else _token(name)
     _require_serve()
-    from raytrec.serving.deployment import deploy
     from raytrec.cluster.session import ray_session
+    from raytrec.serving.deployment import deploy
 
     with ray_session(address, 1 + most):
         from ray import serve as ray_serve

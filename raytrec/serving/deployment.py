@@ -163,7 +163,9 @@ def deploy(
     scaling: dict[str, Any] = {"num_replicas": least}
     if least != most:
         policy = AutoscalingPolicy(policy_function=f"{__name__}:{replicas_for.__name__}")
-        scaling = {"autoscaling_config": AutoscalingConfig(min_replicas=least, max_replicas=most, policy=policy)}
+        scaling = {
+            "autoscaling_config": AutoscalingConfig(min_replicas=least, max_replicas=most, policy=policy)
+        }
     deployment = serve.deployment(
         Replica,
         name="raytrec",

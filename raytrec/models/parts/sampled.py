@@ -116,8 +116,7 @@ def result(
     """What a model with query and item vectors gives: [B, outputs | own loss | query's D, item's D].
 
     Args:
-        query: float [B, D], or [B, outputs + vectors, D] for several; one for all rows has B = 1.
-        item_BD: of the rows.
+        query: float [B, D], or [B, outputs + vectors, D] for several. item_BD: of the rows.
         own_B: the model's own loss of each row; None: it has none.
         bias: [outputs] or [B, outputs], of the logits; default: 0.
 
@@ -132,5 +131,5 @@ def result(
     if own_B is not None:
         parts.append(own_B.unsqueeze(1))
     if vectors:
-        parts += [query_BQD[:, -1].expand_as(item_BD), item_BD]
+        parts += [query_BQD[:, -1], item_BD]
     return parts[0].squeeze(1) if len(parts) == 1 and outputs == 1 else torch.cat(parts, dim=1)
