@@ -1,0 +1,66 @@
+"""Clients of `benchmarks/serve.py`: one process, many connections that each ask again when they are answered.
+
+    python benchmarks/serve_client.py PORT CLIENTS SECONDS TYPE BODIES
+
+BODIES is a file: a line with sizes as JSON, then the bodies. It prints requests/s and milliseconds as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import uvloop
+
+STEP = 7  # by which a client goes through the bodies
+
+
+async def ask(
+    port: int, head: bytes, bodies: list[bytes], first: int, until: float, took: list[float]
+) -> None:
+    """Asks until the time is over; seconds of each request go to `took`."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    while perf_counter() < until:
+        body = bodies[first % len(bodies)]
+        first += STEP
+        began = perf_counter()
+        writer.write(head % len(body) + body)
+        answer = (await reader.readuntil(b"\r\n\r\n")).lower()
+        if not answer.startswith(b"http/1.1 200"):
+            raise SystemExit(answer.decode())
+        start = answer.index(b"content-length:") + 15
+        await reader.readexactly(int(answer[start : answer.index(b"\r", start)]))
+        took.append(perf_counter() - began)
+    writer.close()
+
+
+async def run(port: int, clients: int, seconds: float, kind: str, bodies: list[bytes]) -> dict[str, float]:
+    """Requests/s, and milliseconds in the median and in the slowest hundredth."""
+    head = (
+        f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nAccept: {kind}\r\n"
+        "Content-Length: %d\r\n\r\n"
+    ).encode()
+    took: list[float] = []
+    began = perf_counter()
+    each = [ask(port, head, bodies, i, began + seconds, took) for i in range(clients)]
+    await asyncio.gather(*each)
+    rate = len(took) / (perf_counter() - began)
+    return {"rate": rate, **{f"p{p}": 1000 * float(np.percentile(took, p)) for p in (50, 99)}}
+
+
+def main() -> None:
+    port, clients, seconds, kind, file = sys.argv[1:]
+    sizes, _, rest = Path(file).read_bytes().partition(b"\n")
+    bodies, start = [], 0
+    for size in json.loads(sizes):
+        bodies.append(rest[start : start + size])
+        start += size
+    print(json.dumps(uvloop.run(run(int(port), int(clients), float(seconds), kind, bodies))))
+
+
+if __name__ == "__main__":
+    main()
