@@ -32,8 +32,13 @@ async def ask(
         answer = (await reader.readuntil(b"\r\n\r\n")).lower()
         if not answer.startswith(b"http/1.1 200"):
             raise SystemExit(answer.decode())
-        start = answer.index(b"content-length:") + 15
-        await reader.readexactly(int(answer[start : answer.index(b"\r", start)]))
+        start = answer.find(b"content-length:")
+        if start >= 0:
+            await reader.readexactly(int(answer[start + 15 : answer.index(b"\r", start)]))
+        else:  # Serve's proxy answers in chunks
+            while size := int(await reader.readline(), 16):
+                await reader.readexactly(size + 2)
+            await reader.readline()
         took.append(perf_counter() - began)
     writer.close()
 
