@@ -68,6 +68,26 @@ def actor_state(actor_id: str) -> dict[str, Any]:
     return ray._private.state.actors(actor_id) or {}
 
 
+def keep_for_actor(value: bytes) -> None:
+    """In an actor: keeps a value for when Ray starts it again, in the GCS, as long as that runs."""
+    from ray.experimental import internal_kv
+
+    internal_kv._internal_kv_put(_key_of_actor(), value)
+
+
+def kept_for_actor() -> bytes | None:
+    """In an actor: what it has kept; None: nothing."""
+    from ray.experimental import internal_kv
+
+    return internal_kv._internal_kv_get(_key_of_actor())
+
+
+def _key_of_actor() -> str:
+    import ray
+
+    return f"raytrec-{ray.get_runtime_context().get_actor_id()}"
+
+
 def starts_nodes() -> bool:
     """Whether an autoscaler starts nodes: `ray up` and KubeRay give each node, the head too, a type."""
     import ray

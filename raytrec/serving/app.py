@@ -5,11 +5,8 @@ from __future__ import annotations
 import hmac
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from time import perf_counter
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -19,29 +16,13 @@ from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
 from raytrec.scoring.manifest import ProgramName
 from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import JSON, Asked, Limits, Refused, read_body, write_body
-from raytrec.serving.openapi import describe
+from raytrec.serving.figures import Figures
+from raytrec.serving.openapi import describe, example_text
+from raytrec.serving.page import make_page
 from raytrec.serving.versions import Loaded, Versions
 
 log = logging.getLogger(__name__)
-SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)  # bounds of the histogram
-OPEN = {"/health", "/ready"}  # answered without a token
-
-
-@dataclass
-class Figures:
-    """What /metrics shows of this process."""
-
-    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
-
-    def __post_init__(self) -> None:
-        by, of = ["path", "status"], self.registry
-        self.requests = Counter("raytrec_requests", "Requests by path and status.", by, registry=of)
-        self.rows = Counter("raytrec_rows", "Rows that were scored.", registry=of)
-        self.seconds = Histogram(
-            "raytrec_seconds", "Time of a request.", ["path"], buckets=SECONDS, registry=of
-        )
-        self.waiting = Gauge("raytrec_waiting_rows", "Rows that wait to be scored.", registry=of)
-        self.version = Gauge("raytrec_version", "1 of the version that answers.", ["version"], registry=of)
+OPEN = {"/", "/health", "/ready"}  # answered without a token
 
 
 class Service:
@@ -53,7 +34,8 @@ class Service:
 
     def __init__(self, versions: Versions, token: str | None, limits: Limits | None = None):
         self.versions, self.limits = versions, limits or Limits()
-        self.batcher, self.figures = Batcher(), Figures()
+        self.figures = Figures()
+        self.batcher = Batcher(observe=self.figures.batch_rows.observe)
         self._token = token
 
     async def predict(self, request: Request, now: Loaded) -> Response:
@@ -94,16 +76,18 @@ class Service:
         """GET /health and /ready: the golden rows were scored when the version was loaded."""
         return Response(to_json({"version": now.version}), media_type=JSON)
 
-    async def metrics(self, request: Request, now: Loaded) -> Response:
-        """GET /metrics, of Prometheus."""
-        self.figures.waiting.set(self.batcher.waiting)
-        self.figures.version.clear()
-        self.figures.version.labels(now.version).set(1)
-        return Response(generate_latest(self.figures.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    async def page(self, request: Request, now: Loaded) -> Response:
+        """GET /: a page that asks the other paths; it holds no data itself."""
+        html, headers = make_page()
+        return Response(html, media_type="text/html", headers=headers)
 
     async def openapi(self, request: Request, now: Loaded) -> Response:
         """GET /openapi.json."""
         return Response(to_json(describe(now.scorer)), media_type=JSON)
+
+    async def example(self, request: Request, now: Loaded) -> Response:
+        """GET /example: a body of /predict, to be sent as it is: a browser would parse large ids wrongly."""
+        return Response(example_text(now.scorer), media_type=JSON)
 
     def allow(self, request: Request) -> None:
         """Raises Refused where a request bears no token, or another."""
@@ -135,10 +119,11 @@ class App:
         self._endpoints: dict[tuple[str, str], Endpoint] = {
             ("POST", "/predict"): service.predict,
             ("POST", "/vectors"): service.vectors,
+            ("GET", "/"): service.page,
             ("GET", "/health"): service.health,
             ("GET", "/ready"): service.health,
-            ("GET", "/metrics"): service.metrics,
             ("GET", "/openapi.json"): service.openapi,
+            ("GET", "/example"): service.example,
             **(more or {}),
         }
         self._paths = {path for _, path in self._endpoints}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -56,13 +57,19 @@ class Batcher:
         budget_s: what is scored together takes about as long at most. A request of more rows is scored in
             parts, between which others have their turn.
         most_waiting: rows that wait, beyond which requests are turned away.
+        observe: is given the number of rows of each batch.
 
     Attributes:
         waiting: rows that wait. busy_s: how long it has scored.
     """
 
-    def __init__(self, budget_s: float = 0.02, most_waiting: int = 32_768):
-        self._budget_s, self._most_waiting = budget_s, most_waiting
+    def __init__(
+        self,
+        budget_s: float = 0.02,
+        most_waiting: int = 32_768,
+        observe: Callable[[int], object] = lambda rows: None,
+    ):
+        self._budget_s, self._most_waiting, self._observe = budget_s, most_waiting, observe
         self._queue: deque[_Work] = deque()
         self._row_s = budget_s / 1024  # that a row takes, by the last batches
         self._running = False
@@ -123,6 +130,7 @@ class Batcher:
                 self._score(batch)
                 seconds, rows = perf_counter() - began, sum(len(work.rows) for work in batch)
                 self.busy_s += seconds
+                self._observe(rows)
                 if rows >= LEAST_ROWS:
                     self._row_s += (seconds / rows - self._row_s) / 8
         finally:

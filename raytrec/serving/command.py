@@ -49,22 +49,22 @@ def serve(
     """
     least, most = _numbers(replicas)
     uri = absolute(uri)
-    name = name or read_manifest(uri).source.run
+    manifest = read_manifest(uri)
+    name = name or manifest.source.run
     check_ports({"--port": port})
     token = None if no_token else _token(name)
     _require_serve()
     from raytrec.cluster.session import ray_session
-    from raytrec.serving.deployment import deploy
+    from raytrec.serving.coordinator import Export
+    from raytrec.serving.deployment import deploy, end
 
     with ray_session(address, 1 + most):
-        from ray import serve as ray_serve
-
         stop = Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         try:
             deploy(
-                uri,
+                Export(uri, manifest.version),
                 name=name,
                 host=host,
                 port=port,
@@ -75,7 +75,7 @@ def serve(
             _say(name, f"http://{host}:{port}", token is not None)
             stop.wait()
         finally:
-            ray_serve.shutdown()
+            end(name)
 
 
 def _numbers(replicas: str) -> tuple[int, int]:
@@ -127,6 +127,7 @@ def _say(name: str, url: str, has_token: bool) -> None:
         bearer = f' -H "Authorization: Bearer {value}"'
     print(f"service      {url} ({name})")
     print(f"example      curl{bearer} {url}/openapi.json")
+    print(f"page         {url}/ (asks for the token)" if has_token else f"page         {url}/")
     print(f"another      raytrec promote URI --service {url} --name {name}", flush=True)
 
 

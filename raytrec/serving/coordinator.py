@@ -2,17 +2,26 @@
 
 A promotion has two phases. All replicas load the new export next to the old one; when every one of them has
 it, with checksums and golden rows compared, all answer with it. If one cannot, none changes.
+
+An order states what holds, not what changes, so it does not matter which ones a replica has missed: one that
+loaded while another version was promoted, or that follows a coordinator that was started again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from time import monotonic
-from typing import Literal
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
 
 from raytrec.common.errors import RaytrecError, RunError
+from raytrec.serving.figures import Counts, Course, counts_of, write_metrics
 
 FOLLOW_S = 5.0  # after which a replica that has nothing to do asks again
 GONE_S = 15.0  # after which a replica that has not asked is taken for ended
@@ -20,13 +29,25 @@ LOAD_S = 1800.0  # that loading may take
 
 
 @dataclass(frozen=True)
-class Order:
-    """What replicas are to do; orders are numbered."""
+class Export:
+    """Where an export is, and its manifest's version."""
 
-    number: int = 0
-    kind: Literal["stay", "prepare", "commit", "forget"] = "stay"
-    target: str = ""
-    """prepare: a URI; commit: a version."""
+    uri: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Order:
+    """What replicas are to do; orders are numbered.
+
+    Attributes:
+        answer: the export to answer with.
+        prepare: the URI of one to load next to it; None: none.
+    """
+
+    number: int
+    answer: Export
+    prepare: str | None = None
 
 
 @dataclass(frozen=True)
@@ -35,56 +56,87 @@ class Report:
 
     Attributes:
         done: the number of the last order that it has carried out.
-        uri, version: of what it answers with. prepared: version that it could answer with.
+        version: that it answers with. prepared: that it could answer with.
         error: why it could not carry out the order.
+        figures: what it has counted.
     """
 
     done: int
-    uri: str
     version: str
     prepared: str | None = None
     error: RaytrecError | None = None
+    figures: tuple[Metric, ...] = ()
 
 
 @dataclass
 class Seen:
-    """A replica's last report, and when it asked last."""
+    """A replica's last report, and when it came."""
 
     report: Report
-    at: float = field(default_factory=monotonic)
+    counts: Counts
+    at: float
 
 
 class Coordinator:
     """An actor; its methods are called by replicas, which may end at any time.
 
     Args:
-        uri: what new replicas load, until another is promoted.
+        export: what replicas answer with, until another is promoted.
+        recall, keep: read and write what it needs to know when Ray starts it again.
     """
 
-    def __init__(self, uri: str):
-        self._uri = uri
-        self._before: str | None = None
-        self._order, self._changed = Order(), asyncio.Event()
+    def __init__(self, export: Export, recall: Callable[[], bytes | None], keep: Callable[[bytes], None]):
+        self._keep = keep
+        self._now, self._before, again = export, None, recall()
+        if again:
+            self._now, self._before = (each and Export(**each) for each in json.loads(again))
+        else:
+            self._remember(export, None)
+        # When all replicas have reported, which may be there when this begins again.
+        self._complete = monotonic() + 2 * FOLLOW_S if again else 0.0
+        # Other numbers than before it was started again, which replicas may still report.
+        self._order, self._changed = Order(int(time.time() * 1000), self._now), asyncio.Event()
         self._replicas: dict[str, Seen] = {}
+        self._course = Course()
         self._busy = asyncio.Lock()
 
-    async def uri(self) -> str:
+    async def current(self) -> Export:
         """What a new replica loads."""
-        return self._uri
+        return self._now
 
-    async def follow(self, replica: str, report: Report) -> Order:
-        """The order after the one that a replica has carried out; the same when there is none for a while."""
-        self._replicas[replica] = Seen(report)
-        if report.done == self._order.number:
-            changed = self._changed
+    async def follow(self, replica: str, report: Report, given: int) -> Order:
+        """The order after the one that a replica was given; the same when there is none for a while."""
+        await self.hear(replica, report)
+        if given == self._order.number:
             with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), FOLLOW_S)
-            self._replicas[replica] = Seen(report)
+                await asyncio.wait_for(self._changed.wait(), FOLLOW_S)
         return self._order
+
+    async def hear(self, replica: str, report: Report) -> None:
+        """Takes a replica's report."""
+        before, now = self._replicas.get(replica), Seen(report, counts_of(report.figures), monotonic())
+        if before:
+            since = {key: count - before.counts.get(key, 0) for key, count in now.counts.items()}
+            self._course.add(before.at, now.at, since)
+        self._replicas[replica] = now
 
     async def versions(self) -> dict[str, str]:
         """Replica → the version that it answers with, of those that are there."""
         return {name: seen.report.version for name, seen in self._live().items()}
+
+    async def metrics(self) -> bytes:
+        """The text of /metrics, of all replicas as they have last reported: all through here, as a replica's
+        counter would fall if the replica itself answered one scrape and another one the next."""
+        return write_metrics({name: seen.report.figures for name, seen in self._live().items()})
+
+    async def overview(self, span_s: float) -> dict[str, Any]:
+        """The versions, and the course of the service."""
+        course = self._course.read(monotonic() - FOLLOW_S - 1, span_s)  # of which all have reported
+        return {
+            "replicas": await self.versions(),
+            "before": self._before and self._before.version,
+            "course": course | {"ended": course["ended"] + time.time() - monotonic()},
+        }
 
     async def promote(self, uri: str | None) -> str:
         """Has all replicas answer with an export; the version, when all of them do.
@@ -95,29 +147,34 @@ class Coordinator:
         Raises:
             RunError: it cannot be used, and all replicas answer as before.
         """
-        uri = uri or self._before
+        if uri is None and self._before:
+            uri = self._before.uri
         if uri is None:
             raise RunError("there is no version before this one", where="--rollback", expected="a promotion")
         if self._busy.locked():
             raise RunError("another promotion is under way", where=uri, do="wait for its end")
         async with self._busy:
-            self._tell("prepare", uri)
+            self._tell(prepare=uri)
             prepared = await self._carried_out()
             failed = [(name, seen.report) for name, seen in prepared.items() if seen.report.error]
             versions = {seen.report.prepared for seen in prepared.values()}
             if failed or len(versions) != 1:
-                self._tell("forget")
+                self._tell()
                 other = RunError("replicas have loaded different files", where=uri)
                 raise failed[0][1].error if failed else other
-            (version,) = versions
-            if uri != self._uri:
-                self._uri, self._before = uri, self._uri
-            self._tell("commit", version)
+            export = Export(uri, versions.pop())
+            if export != self._now:
+                self._remember(export, self._now)
+                self._now, self._before = export, self._now
+            self._tell()
             await self._carried_out()
-            return version
+            return export.version
 
-    def _tell(self, kind: Literal["prepare", "commit", "forget"], target: str = "") -> None:
-        self._order = Order(self._order.number + 1, kind, target)
+    def _remember(self, now: Export, before: Export | None) -> None:
+        self._keep(json.dumps([asdict(now), before and asdict(before)]).encode())
+
+    def _tell(self, prepare: str | None = None) -> None:
+        self._order = Order(self._order.number + 1, self._now, prepare)
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -130,20 +187,17 @@ class Coordinator:
         began = monotonic()
         while monotonic() - began < LOAD_S:
             live = self._live()
-            if live and all(seen.report.done == self._order.number for seen in live.values()):
+            done = all(seen.report.done == self._order.number for seen in live.values())
+            if live and done and monotonic() > self._complete:
                 return live
             if not live and monotonic() - began > 2 * GONE_S:
                 break
             await asyncio.sleep(0.05)
-        self._tell("forget")
+        self._tell()
         raise RunError("replicas do not answer", where="the service", do="see its log")
 
     def _live(self) -> dict[str, Seen]:
-        """Replicas that still ask, or are about to load."""
+        """Replicas that still report."""
         now = monotonic()
-        busy = self._order.kind == "prepare"
-        for name, seen in list(self._replicas.items()):
-            silent = now - seen.at
-            if silent > (LOAD_S if busy and seen.report.done != self._order.number else GONE_S):
-                del self._replicas[name]
-        return dict(self._replicas)
+        self._replicas = {name: seen for name, seen in self._replicas.items() if now - seen.at < GONE_S}
+        return self._replicas

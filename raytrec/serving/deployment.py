@@ -6,18 +6,22 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
-from threading import Thread
+from threading import Event, Lock, Thread
 from time import perf_counter
 from typing import Any
 
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import Request
 from starlette.responses import Response
 
 from raytrec.common.errors import DataError, RaytrecError, RunError
 from raytrec.serving.app import App, Service
 from raytrec.serving.bodies import JSON, Refused
-from raytrec.serving.coordinator import FOLLOW_S, Coordinator, Order, Report
+from raytrec.serving.coordinator import FOLLOW_S, LOAD_S, Coordinator, Export, Order, Report
+from raytrec.serving.figures import about_model
 from raytrec.serving.listener import Listener
 from raytrec.serving.versions import Loaded, Versions
 
@@ -40,14 +44,29 @@ class Replica:
         torch.set_num_threads(1)
         self._coordinator = ray.get_actor(name, NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
-        versions = Versions(ray.get(self._coordinator.uri.remote()), allow_code)
+        versions = Versions(ray.get(self._coordinator.current.remote()).uri, allow_code)
         self.service = Service(versions, token)
-        more = {("POST", "/promote"): self._promote, ("GET", "/versions"): self._versions}
+        self._join()
+        more = {
+            ("POST", "/promote"): self._promote,
+            ("GET", "/versions"): self._versions,
+            ("GET", "/metrics"): self._metrics,
+            ("GET", "/figures"): self._figures,
+        }
         self._busy = perf_counter(), 0.0
         gc.collect()
         gc.freeze()  # what a model is made of is not looked through again
         self._listener = Listener(App(self.service, more), host, port)
+
+    def _join(self) -> None:
+        """Follows the coordinator from now on: promotions wait for this replica, too. Returns when it has the
+        version that all answer with, because another may have been promoted while it loaded."""
+        # Orders are carried out one after the other in a thread; meanwhile another one reports.
+        self._loads, self._reports = ThreadPoolExecutor(1, "load"), Lock()
+        self._done, self._settled = Report(-1, self.service.versions.current.version), Event()
         Thread(target=self._follow, name="follow", daemon=True).start()
+        if not self._settled.wait(LOAD_S):
+            raise self._done.error or RunError("the coordinator does not answer", where="the service")
 
     def check_health(self) -> None:
         """Raises where HTTP has ended: Serve starts another replica then."""
@@ -75,10 +94,28 @@ class Replica:
         """GET /versions: what each replica answers with."""
         return _json(await self._asking(self._coordinator.versions.remote))
 
+    async def _metrics(self, request: Request, now: Loaded) -> Response:
+        """GET /metrics, of Prometheus: all replicas, as of their last reports."""
+        text = await self._asking(self._coordinator.metrics.remote)
+        return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def _figures(self, request: Request, now: Loaded) -> Response:
+        """GET /figures?minutes=15, or 60: versions, model and course of the service, for its page."""
+        minutes = request.query_params.get("minutes", "15")
+        if minutes not in ("15", "60"):
+            raise Refused(400, DataError(f"minutes is '{minutes}'", where="minutes", expected="15 or 60"))
+        seen = await self._asking(lambda: self._coordinator.overview.remote(60 * int(minutes)))
+        return _json(seen | {"model": about_model(now)})
+
     async def _asking(self, ask: Callable[[], Any]) -> Any:
         """What the coordinator answers; its errors are the client's."""
+        from ray.exceptions import RayActorError
+
         try:
             return await ask()
+        except RayActorError:
+            lost = RunError("the coordinator is being started again", where="the service", do="try again")
+            raise Refused(503, lost, **{"Retry-After": "1"}) from None
         except Exception as error:
             cause = getattr(error, "cause", error)
             if isinstance(cause, RaytrecError):
@@ -86,36 +123,58 @@ class Replica:
             raise
 
     def _follow(self) -> None:
-        """Carries out the coordinator's orders, until the process ends."""
+        """Hands on the coordinator's orders, and reports, until the process ends."""
         import ray
 
-        versions, done = self.service.versions, Report(-1, "", "")
+        versions, given, work = self.service.versions, -1, None
         while True:
-            now = versions.current
-            done = replace(done, uri=now.uri, version=now.version)
             try:
-                order = ray.get(self._coordinator.follow.remote(self._id, done), timeout=4 * FOLLOW_S)
+                with self._reports:
+                    asked = self._coordinator.follow.remote(self._id, self._report(), given)
+                order = ray.get(asked, timeout=4 * FOLLOW_S)
             except Exception:  # the coordinator is being started again, or this process ends
                 time.sleep(1)
                 continue
-            if order.number != done.done:
-                done = self._carry_out(order, done)
+            failed = work and work.done() and versions.current.version != order.answer.version
+            if order.number != given or failed:
+                given, work = order.number, self._loads.submit(self._carry_out, order)
 
-    def _carry_out(self, order: Order, before: Report) -> Report:
-        versions, prepared, error = self.service.versions, before.prepared, None
-        try:
-            if order.kind == "prepare":
-                prepared = versions.prepare(order.target)
-            elif order.kind == "commit" and versions.current.version != order.target:
-                versions.commit(order.target)
-            elif order.kind == "forget":
-                versions.forget()
-        except RaytrecError as failed:
-            prepared, error = None, failed
-        except Exception as failed:
-            log.exception("an order could not be carried out")
-            prepared, error = None, RunError(f"{type(failed).__name__}: {failed}", where=order.target)
-        return replace(before, done=order.number, prepared=prepared, error=error)
+    def _carry_out(self, order: Order) -> None:
+        done = carry_out(self.service.versions, order, self._done)
+        with self._reports:  # reports come in the order in which they are made
+            self._done = done
+            self._coordinator.hear.remote(self._id, self._report())
+        if done.version == order.answer.version:
+            self._settled.set()
+
+    def _report(self) -> Report:
+        service, now = self.service, self.service.versions.current
+        figures = tuple(service.figures.collect(about_model(now), service.batcher.waiting))
+        return replace(self._done, version=now.version, figures=figures)
+
+
+def carry_out(versions: Versions, order: Order, before: Report) -> Report:
+    """Does what an order says.
+
+    Args:
+        before: the report of the order before it.
+    """
+    answer, prepared, error = order.answer, None, None
+    try:
+        if versions.current.version != answer.version:
+            if before.prepared != answer.version:
+                versions.prepare(answer.uri)
+            versions.commit(answer.version)
+        if order.prepare:
+            prepared = versions.prepare(order.prepare)
+        else:
+            versions.forget()
+    except RaytrecError as failed:
+        error = failed
+    except Exception as failed:
+        log.exception("an order could not be carried out")
+        error = RunError(f"{type(failed).__name__}: {failed}", where=order.prepare or answer.uri)
+    return Report(order.number, versions.current.version, prepared, error)
 
 
 def _json(values: Any) -> Response:
@@ -131,7 +190,7 @@ def replicas_for(context: Any) -> tuple[float, dict]:
 
 
 def deploy(
-    uri: str,
+    export: Export,
     *,
     name: str,
     host: str,
@@ -151,6 +210,8 @@ def deploy(
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation
     from ray.serve.schema import LoggingConfig
 
+    from raytrec.compat.ray_core import keep_for_actor, kept_for_actor
+
     actor = ray.remote(num_cpus=0, max_restarts=-1)(Coordinator)
     actor.options(
         name=coordinator_of(name),
@@ -158,7 +219,7 @@ def deploy(
         lifetime="detached",
         max_concurrency=1000,
         get_if_exists=True,
-    ).remote(uri)
+    ).remote(export, kept_for_actor, keep_for_actor)
     least, most = replicas
     scaling: dict[str, Any] = {"num_replicas": least}
     if least != most:
@@ -176,6 +237,16 @@ def deploy(
     serve.start(proxy_location=ProxyLocation.Disabled)
     bound = deployment.bind(coordinator_of(name), host, port, token, allow_code)
     serve.run(bound, name=name, route_prefix=None)
+
+
+def end(name: str) -> None:
+    """Ends a service, as far as it has been started."""
+    import ray
+    from ray import serve
+
+    serve.shutdown()
+    with suppress(ValueError):  # there is none
+        ray.kill(ray.get_actor(coordinator_of(name), NAMESPACE))
 
 
 def coordinator_of(name: str) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 from pyarrow import types
+from pydantic_core import to_json
 
 from raytrec.data.arrow import list_element
 from raytrec.scoring.scorer import Scorer
@@ -54,6 +55,17 @@ def example_rows(scorer: Scorer, count: int = 1) -> list[dict[str, Any]]:
     if len(scorer.golden):
         return scorer.golden.select(scorer.columns.names).slice(0, count).to_pylist()
     return [{field.name: _value(field.type) for field in scorer.columns}]
+
+
+def example_text(scorer: Scorer) -> str:
+    """A body of /predict to try, a column a line."""
+    (row,) = example_rows(scorer)
+    columns = (f"{_json(name)}: {_json(value)}" for name, value in row.items())
+    return '{"rows": [{\n  ' + ",\n  ".join(columns) + "\n}]}\n"
+
+
+def _json(value: Any) -> str:
+    return to_json(value, inf_nan_mode="null").decode()
 
 
 def _object(**properties: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -16,9 +17,13 @@ from hypothesis import strategies as st
 from test_models import Modelled
 
 import raytrec
+from raytrec.scoring.manifest import read_manifest
 from raytrec.serving.app import App, Service
 from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import ARROW, JSON, Limits
+from raytrec.serving.coordinator import Export, Order, Report
+from raytrec.serving.deployment import carry_out
+from raytrec.serving.figures import about_model
 from raytrec.serving.versions import Versions
 
 TOKEN = "a token"
@@ -171,15 +176,14 @@ def test_what_is_wrong_is_named(http, made, change, status, words):
     assert words in json.loads(content)["error"]
 
 
-def test_health_metrics_and_the_document(http, made):
+def test_health_and_the_document(http, made):
     assert http.ask("/ready", token="")[0] == http.ask("/health", token="")[0] == 200
-    http.scores({"rows": good(made)})
-    text = http.ask("/metrics")[1].decode()
-    assert 'raytrec_requests_total{path="/predict",status="200"}' in text and "raytrec_seconds_bucket" in text
-    assert http.ask("/metrics", token="")[0] == 401
+    assert http.ask("/openapi.json", token="")[0] == 401
     document = json.loads(http.ask("/openapi.json")[1])
     body = document["paths"]["/predict"]["post"]["requestBody"]["content"][JSON]
     assert http.scores(body["example"])["score_y"] and "/vectors" in document["paths"]
+    example = http.ask("/example")[1]
+    assert json.loads(example) == body["example"] and http.scores(example)["score_y"]
 
 
 JSONS = st.recursive(
@@ -241,6 +245,26 @@ def test_a_full_queue_turns_requests_away(made):
         assert http.service.batcher.waiting == 0
     finally:
         http.close()
+
+
+def test_a_replica_that_has_missed_a_promotion_answers_with_it_after_the_next_order(made):
+    versions, small = Versions(made[0]), made[0].replace("export", "small")
+    first, second = versions.current.version, read_manifest(small).version
+    order = Order(7, Export(small, second), prepare=str(Path(small) / "nothing"))
+    report = carry_out(versions, order, Report(-1, first))
+    assert (report.done, report.version, versions.current.version) == (7, second, second)
+    assert report.prepared is None and "there is no export here" in str(report.error)
+    report = carry_out(versions, Order(8, Export(small, second), prepare=made[0]), report)
+    assert (report.version, report.prepared, report.error) == (second, first, None)
+    assert carry_out(versions, Order(9, Export(made[0], first)), report).version == first
+
+
+def test_the_page_is_open_and_the_model_is_described(http):
+    status, content, headers = http.ask("/", token="")
+    assert (status, headers["Content-Security-Policy"][:19]) == (200, "default-src 'none';")
+    about = about_model(http.service.versions.current)
+    assert about["version"].encode() not in content
+    assert (about["run"], about["step"]) == ("small", 2) and 0 <= about["age_s"] < 600
 
 
 def test_another_version_answers_when_it_is_committed(made, tmp_path):

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from checkpoints import flip
 from exports import trained
+from prometheus_client.parser import text_string_to_metric_families
 from test_models import Modelled
 
 import raytrec
@@ -178,6 +179,81 @@ def test_a_killed_replica(service, exports):
             time.sleep(0.2)
     assert not load.failed, load.failed[:3]
     assert set(ask(url, "/versions").values()) == {exports[0]["whole"][1]}
+
+
+def coordinator_of(process):
+    family = psutil.Process(process.pid).children(recursive=True)
+    (found,) = [p for p in family if "ray::Coordinator" in " ".join(p.cmdline())]
+    return found
+
+
+def wait_until(is_so, seconds=60):
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            if is_so():
+                return
+        except OSError:  # 503, while the coordinator is started again
+            pass
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
+def test_a_killed_coordinator_and_then_a_replica(service, exports, monkeypatch):
+    monkeypatch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
+    (process, url), (made, _) = service, exports
+    path, promoted, _ = made["half"]
+    promote(path, service=url, name=None)
+    with Load(url, exports, retries=20) as load:
+        coordinator_of(process).kill()
+        wait_until(lambda: len(ask(url, "/versions")) == 2)
+        before = set(ask(url, "/versions"))
+        replicas_of(process)[0].kill()
+        wait_until(lambda: len(set(ask(url, "/versions")) - before) == 1)
+        wait_until(lambda: len(ask(url, "/versions")) == 2)
+        assert set(ask(url, "/versions").values()) == {promoted}
+        time.sleep(1)
+    assert not load.failed and set(load.counts) == {promoted}, (load.failed[:3], load.counts)
+    assert promote(None, service=url, name=None, rollback=True) == made["whole"][1]
+    assert set(ask(url, "/versions").values()) == {made["whole"][1]}
+
+
+def metrics(url):
+    """(name, replica) → a counter's value, over its other labels."""
+    request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+    found = Counter()
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        for family in text_string_to_metric_families(answer.read().decode()):
+            for sample in family.samples:
+                found[sample.name, sample.labels.get("replica")] += sample.value
+    return found
+
+
+def test_every_scrape_has_all_replicas_and_no_counter_falls(service, exports):
+    _, url = service
+    replicas = set(ask(url, "/versions"))
+    with Load(url, exports) as load:
+        seen, until = metrics(url), time.monotonic() + 12
+        first = seen
+        while time.monotonic() < until:
+            now = metrics(url)
+            assert {replica for _, replica in now} == replicas | {None}
+            fallen = [key for key in seen if "waiting" not in key[0] and now[key] < seen[key]]
+            assert not fallen
+            seen = now
+            time.sleep(0.1)
+    for replica in replicas:
+        for name in ("raytrec_requests_total", "raytrec_seconds_count", "raytrec_batch_rows_count"):
+            assert seen[name, replica] > first[name, replica]
+    assert seen["raytrec_replicas", None] == 2
+    wait_until(lambda: sum(shown(url)["course"]["requests_per_s"]["200"]) * 5 >= sum(load.counts.values()))
+    found = shown(url)
+    assert set(found["replicas"]) == replicas and found["model"]["version"] == exports[0]["whole"][1]
+    assert 0 < [p for p in found["course"]["p50_s"] if p][-1] < 10
+
+
+def shown(url):
+    return ask(url, "/figures?minutes=15")
 
 
 def test_it_listens_on_loopback_alone_and_ends_with_all_it_has_started(service):

@@ -1,0 +1,126 @@
+"""What the coordinator agrees on with replicas, which here say that they have done it. No Ray."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from raytrec.common.errors import RunError
+from raytrec.serving.coordinator import Coordinator, Export, Report
+from raytrec.serving.figures import Figures
+
+FIRST, SECOND = Export("a", "films-1"), Export("b", "films-2")
+
+
+class Kept:
+    """What an actor keeps."""
+
+    value = None
+
+    def read(self):
+        return self.value
+
+    def write(self, value):
+        self.value = value
+
+
+def coordinator(kept=None):
+    kept = kept or Kept()
+    return Coordinator(FIRST, kept.read, kept.write)
+
+
+async def replica(of, name, loads=(FIRST, SECOND), failing=None, orders=None):
+    """Follows, and says that it has loaded what it was told to."""
+    versions, report, given = {each.uri: each.version for each in loads}, Report(-1, FIRST.version), -1
+    while True:
+        order = await of.follow(name, report, given)
+        (orders if orders is not None else []).append(order)
+        given = order.number
+        prepared = versions.get(order.prepare)
+        error = failing if order.prepare else None
+        report = Report(order.number, order.answer.version, None if error else prepared, error)
+
+
+def run(scenario, *replicas):
+    """A scenario, while replicas follow."""
+
+    async def whole():
+        following = [asyncio.create_task(each) for each in replicas]
+        try:
+            return await asyncio.wait_for(scenario, 20)
+        finally:
+            for task in following:
+                task.cancel()
+
+    return asyncio.run(whole())
+
+
+def test_all_replicas_change_and_go_back():
+    made = coordinator()
+
+    async def scenario():
+        await asyncio.sleep(0.1)
+        assert await made.promote("b") == "films-2"
+        assert await made.versions() == {"one": "films-2", "two": "films-2"}
+        assert await made.promote(None) == "films-1"
+        return await made.versions()
+
+    assert run(scenario(), replica(made, "one"), replica(made, "two")) == dict.fromkeys(
+        ("one", "two"), "films-1"
+    )
+
+
+def test_none_changes_where_one_cannot_load_it():
+    made, orders = coordinator(), []
+
+    async def scenario():
+        await asyncio.sleep(0.1)
+        with pytest.raises(RunError, match="no room"):
+            await made.promote("b")
+        await asyncio.sleep(0.1)
+        return await made.versions(), await made.current()
+
+    found = run(
+        scenario(), replica(made, "one", orders=orders), replica(made, "two", failing=RunError("no room"))
+    )
+    assert found == ({"one": "films-1", "two": "films-1"}, FIRST)
+    assert {order.answer for order in orders} == {FIRST}
+
+
+def test_one_that_is_started_again_knows_what_was_promoted():
+    kept = Kept()
+    first = coordinator(kept)
+
+    async def scenario():
+        await asyncio.sleep(0.1)
+        await first.promote("b")
+
+    run(scenario(), replica(first, "one"))
+    again = coordinator(kept)
+    assert asyncio.run(again.current()) == SECOND
+    assert asyncio.run(again.overview(900))["before"] == FIRST.version
+    done = Report(first._order.number, SECOND.version)
+    order = asyncio.run(again.follow("one", done, given=done.done))
+    assert order.number != done.done and order.answer == SECOND, "its orders are others than those of before"
+
+
+def test_it_sums_up_what_replicas_have_done(monkeypatch):
+    clock = iter(range(1000, 9000, 5))
+    monkeypatch.setattr("raytrec.serving.coordinator.monotonic", lambda: float(next(clock)))
+    made, counts = coordinator(), {name: Figures() for name in ("one", "two")}
+
+    async def scenario():
+        for _ in range(3):
+            for name, figures in counts.items():
+                report = Report(1, FIRST.version)
+                about = {"version": FIRST.version, "age_s": 1.0}
+                await made.hear(name, replace(report, figures=tuple(figures.collect(about, 0))))
+                figures.requests.labels("/predict", 200).inc(5)
+                figures.seconds.labels("/predict").observe(0.01)
+        for _ in range(3):
+            next(clock)
+        return await made.overview(900)
+
+    found = asyncio.run(scenario())["course"]
+    assert sum(found["requests_per_s"]["200"]) * found["step_s"] == pytest.approx(20)
+    assert any(found["p50_s"])
