@@ -14,11 +14,12 @@ from time import perf_counter
 from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from raytrec.common.errors import DataError, RaytrecError, RunError
-from raytrec.serving.app import App, Service
+from raytrec.serving.app import App, Endpoint, Service
 from raytrec.serving.bodies import JSON, Refused
 from raytrec.serving.coordinator import FOLLOW_S, LOAD_S, Coordinator, Export, Order, Report
 from raytrec.serving.figures import about_model
@@ -47,7 +48,7 @@ class Replica:
         versions = Versions(ray.get(self._coordinator.current.remote()).uri, allow_code)
         self.service = Service(versions, token)
         self._join()
-        more = {
+        more: dict[tuple[str, str], Endpoint] = {
             ("POST", "/promote"): self._promote,
             ("GET", "/versions"): self._versions,
             ("GET", "/metrics"): self._metrics,
@@ -84,7 +85,10 @@ class Replica:
 
     async def _promote(self, request: Request, now: Loaded) -> Response:
         """POST /promote {"uri": …}, or {} for the version before."""
-        values = await request.json()
+        try:
+            values = from_json(await request.body())
+        except ValueError:
+            values = None
         if not isinstance(values, dict) or not isinstance(values.get("uri", ""), str):
             raise Refused(400, DataError("no uri", where="the body", expected='{"uri": "URI"}, or {}'))
         version = await self._asking(lambda: self._coordinator.promote.remote(values.get("uri")))
@@ -178,8 +182,6 @@ def carry_out(versions: Versions, order: Order, before: Report) -> Report:
 
 
 def _json(values: Any) -> Response:
-    from pydantic_core import to_json
-
     return Response(to_json(values), media_type=JSON)
 
 
