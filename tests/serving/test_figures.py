@@ -65,7 +65,7 @@ def test_the_course_counts_each_request_once_wherever_steps_begin():
     assert sum(read["rows_per_s"]) * read["step_s"] == pytest.approx(120)
     assert read["requests_per_s"]["200"][0] == pytest.approx(4 / STEP_S)  # 2 of the first 5 s are in its step
     hour = course.read(at + 4 * STEP_S, 3600)
-    assert hour["step_s"] == 4 * STEP_S
+    assert hour["step_s"] == 4 * STEP_S and hour["ended"] % hour["step_s"] == 0
     assert sum(hour["requests_per_s"]["200"]) * hour["step_s"] == pytest.approx(60)
 
 

@@ -33,6 +33,7 @@ def test_what_comes_from_data_is_never_html():
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(", html)
 
 
-def test_the_token_goes_into_no_address():
+def test_the_token_goes_into_one_header_alone():
     html, _ = make_page()
-    assert "location" not in html and re.findall(r"\btoken\b.*(?:\?|&)\w+=", html) == []
+    (line,) = re.findall(r".*\$\{token\}.*", html)
+    assert "Authorization: `Bearer ${token}`" in line and "location" not in html
