@@ -158,7 +158,7 @@ class Replica:
 
 
 def carry_out(versions: Versions, order: Order, before: Report) -> Report:
-    """Does what an order says.
+    """Carries out an order.
 
     Args:
         before: the report of the order before it.

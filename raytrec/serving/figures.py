@@ -94,10 +94,10 @@ def write_metrics(of_replicas: Mapping[str, Collection[Metric]]) -> bytes:
 
 
 # ("requests", status), ("seconds", bound of a bucket) or ("rows", "") → how many.
-Counts = Mapping[tuple[str, str], float]
+Tally = Mapping[tuple[str, str], float]
 
 
-def counts_of(metrics: Iterable[Metric]) -> Counts:
+def counts_of(metrics: Iterable[Metric]) -> Tally:
     """What the course shows, of a replica's metrics since it began."""
     found: dict[tuple[str, str], float] = defaultdict(float)
     for sample in (each for metric in metrics for each in metric.samples):
@@ -117,7 +117,7 @@ class Course:
     def __init__(self) -> None:
         self._steps: dict[int, dict[tuple[str, str], float]] = {}
 
-    def add(self, began: float, ended: float, counts: Counts) -> None:
+    def add(self, began: float, ended: float, counts: Tally) -> None:
         """Spreads what a replica did between two reports over the steps in between."""
         began = max(began, ended - STEPS * STEP_S)
         for step in range(int(began // STEP_S), int(ended // STEP_S) + 1):
@@ -133,8 +133,8 @@ class Course:
         """Figures of points in time, evenly apart.
 
         Returns:
-            step_s: between points; requests_per_s: by status; rows_per_s; p50_s and p99_s: None where there
-            was no request. The last point ends at `ended`, at most `until`.
+            step_s: between points; requests_per_s: by status; rows_per_s; p50_s and p99_s: None where
+            none came. The last point ends at `ended`, at most `until`.
         """
         width = max(1, ceil(span_s / STEP_S / POINTS))  # steps in a point
         end = int(until // STEP_S) // width * width  # so that points stay what they are as time goes on
@@ -153,7 +153,7 @@ class Course:
             "p99_s": [percentile(point, 0.99) for point in points],
         }
 
-    def _sum(self, steps: Iterable[int]) -> Counts:
+    def _sum(self, steps: Iterable[int]) -> Tally:
         total: dict[tuple[str, str], float] = defaultdict(float)
         for step in steps:
             for key, count in self._steps.get(step, {}).items():
@@ -161,7 +161,7 @@ class Course:
         return total
 
 
-def percentile(counts: Counts, share: float) -> float | None:
+def percentile(counts: Tally, share: float) -> float | None:
     """Seconds within which this share of requests was answered, as Prometheus' histogram_quantile estimates
     it from buckets; None: there was none."""
     buckets = sorted((float(bound), count) for (kind, bound), count in counts.items() if kind == "seconds")

@@ -1,4 +1,4 @@
-"""What the coordinator agrees on with replicas, which here say that they have done it. No Ray."""
+"""What the coordinator agrees on with replicas, which here only report. No Ray."""
 
 import asyncio
 from dataclasses import replace
@@ -30,7 +30,7 @@ def coordinator(kept=None):
 
 
 async def replica(of, name, loads=(FIRST, SECOND), failing=None, orders=None):
-    """Follows, and says that it has loaded what it was told to."""
+    """Follows, and reports every order as carried out."""
     versions, report, given = {each.uri: each.version for each in loads}, Report(-1, FIRST.version), -1
     while True:
         order = await of.follow(name, report, given)
