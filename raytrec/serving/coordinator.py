@@ -21,7 +21,7 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 
 from raytrec.common.errors import RaytrecError, RunError
-from raytrec.serving.figures import Tally, Course, counts_of, write_metrics
+from raytrec.serving.figures import Course, Tally, counts_of, write_metrics
 
 FOLLOW_S = 5.0  # after which a replica that has nothing to do asks again
 GONE_S = 15.0  # after which a replica that has not asked is taken for ended

@@ -25,7 +25,7 @@ import raytrec
 from raytrec.common.errors import RunError
 from raytrec.serving.command import promote
 
-TOKEN, START_S = "a token", 120
+TOKEN, START_S = "a token", 200
 pytestmark = pytest.mark.survive
 
 
