@@ -22,6 +22,7 @@ from raytrec.scoring.manifest import ProgramName
 from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import JSON, Limits, Refused, read_body, write_body
 from raytrec.serving.openapi import describe
+from raytrec.serving.request_log import RequestLog
 from raytrec.serving.versions import Loaded, Versions
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ class Figures:
         by, of = ["path", "status"], self.registry
         self.requests = Counter("raytrec_requests", "Requests by path and status.", by, registry=of)
         self.rows = Counter("raytrec_rows", "Rows that were scored.", registry=of)
+        self.logged = Counter("raytrec_logged_rows", "Rows written to the request log.", registry=of)
+        self.not_logged = Counter("raytrec_log_dropped_rows", "Rows that the log lost.", registry=of)
         self.seconds = Histogram(
             "raytrec_seconds", "Time of a request.", ["path"], buckets=SECONDS, registry=of
         )
@@ -57,6 +60,7 @@ class Service:
         self.versions, self.limits = versions, limits or Limits()
         self.batcher, self.figures = Batcher(), Figures()
         self._token = token
+        self.request_log: RequestLog | None = None
 
     async def predict(self, request: Request, now: Loaded) -> Response:
         """POST /predict."""
@@ -70,7 +74,10 @@ class Service:
             count = len(rows)
             found = await self.batcher.score(scorer, "predict", rows)
         self.figures.rows.inc(count)
-        return _answer(request, now, names, found)
+        answer = _answer(request, now, names, found)
+        if self.request_log and (logged := self.request_log.offer(request.url.path, now, asked, found)):
+            answer.headers["X-Request-Id"] = logged
+        return answer
 
     async def vectors(self, request: Request, now: Loaded) -> Response:
         """POST /vectors?tower=query."""

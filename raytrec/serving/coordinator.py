@@ -62,7 +62,7 @@ class Coordinator:
     """
 
     def __init__(self, uri: str):
-        self._uri = uri
+        self._uri = self._declared = uri
         self._before: str | None = None
         self._order, self._changed = Order(), asyncio.Event()
         self._replicas: dict[str, Seen] = {}
@@ -71,6 +71,17 @@ class Coordinator:
     async def uri(self) -> str:
         """What a new replica loads."""
         return self._uri
+
+    async def declare(self, uri: str) -> None:
+        """What a deployment names: promoted, unless it is what the last deployment has named.
+
+        Raises:
+            RaytrecError: as `promote`.
+        """
+        if uri != self._declared:
+            if self._live():
+                await self.promote(uri)
+            self._uri = self._declared = uri
 
     async def follow(self, replica: str, report: Report) -> Order:
         """The order after the one that a replica has carried out; the same when there is none for a while."""

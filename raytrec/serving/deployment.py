@@ -6,17 +6,22 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from threading import Thread
 from typing import Any
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
+from raytrec.config.base import Section
 from raytrec.serving.app import Service, make_app
 from raytrec.serving.bodies import JSON, Refused
+from raytrec.serving.command import TOKEN
 from raytrec.serving.coordinator import FOLLOW_S, Coordinator, Order, Report
+from raytrec.serving.request_log import RequestLog
 from raytrec.serving.versions import Loaded, Versions
 
 log = logging.getLogger(__name__)
@@ -36,7 +41,9 @@ THROUGHPUT = {
 class Replica:
     """A replica: loads what the coordinator names, answers, and follows its orders in a thread."""
 
-    def __init__(self, name: str, token: str | None, allow_code: bool):
+    def __init__(
+        self, name: str, token: str | None, allow_code: bool, log_requests: str | None, log_sample: float
+    ):
         import ray
         import torch
         from ray import serve
@@ -49,7 +56,18 @@ class Replica:
         self._id = serve.get_replica_context().replica_id.unique_id
         versions = Versions(ray.get(self._coordinator.uri.remote()), allow_code)
         self.service = Service(versions, token)
+        if log_requests:
+            figures = self.service.figures
+            self.service.request_log = RequestLog(
+                log_requests, log_sample, self._id, figures.logged, figures.not_logged
+            )
         Thread(target=self._follow, name="follow", daemon=True).start()
+
+    def __del__(self):
+        """Serve calls it when the replica is to end."""
+        service = getattr(self, "service", None)
+        if service and service.request_log:
+            service.request_log.close()
 
     def __serve_build_asgi_app__(self):
         more = {("POST", "/promote"): self._promote, ("GET", "/versions"): self._versions}
@@ -116,40 +134,64 @@ def _json(values: Any) -> Response:
     return Response(to_json(values), media_type=JSON)
 
 
-def deploy(
-    uri: str,
-    *,
-    name: str,
-    host: str,
-    port: int,
-    replicas: tuple[int, int],
-    token: str | None,
-    allow_code: bool = False,
-) -> None:
-    """Starts a service on the Ray that this process uses, and returns when it answers.
+class Served(Section):
+    """What `app` makes a service of."""
+
+    uri: str
+    """Of the export; every node must reach it. Another one is promoted, on the replicas that there are."""
+    name: str
+    no_token: bool = False
+    """Answer without a token; else RAYTREC_SERVE_TOKEN is it."""
+    allow_code: bool = False
+    """Transforms of the export may name code."""
+    log_requests: str | None = None
+    """Folder of a sample of requests and their scores."""
+    log_sample: float = Field(default=0.01, gt=0, le=1)
+
+
+def app(args: dict[str, Any]) -> Any:
+    """The application of Ray Serve, for configuration files of Serve and KubeRay:
+    `import_path: raytrec.serving.deployment:app`, with the keys of `Served` as `args`.
+
+    Raises:
+        ConfigError: there is no token.
+    """
+    served, token = Served.model_validate(args), os.environ.get(TOKEN)
+    if not (token or served.no_token):
+        raise ConfigError(
+            f"{TOKEN} is not set",
+            where="the node that builds the application",
+            expected="the token that clients send",
+            do=f"set {TOKEN} on all nodes, from a Secret; or no_token: true, where others guard the service",
+        )
+    return build(served, None if served.no_token else token)
+
+
+def build(served: Served, token: str | None, **scaling: Any) -> Any:
+    """Starts the service's coordinator, and gives its application.
 
     Args:
-        replicas: the least and the most; between them, as many as requests need.
+        scaling: num_replicas or autoscaling_config.
+
+    Raises:
+        RunError: replicas that there are cannot load the export; they answer as before.
     """
     import ray
     from ray import serve
-    from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation
     from ray.serve.schema import LoggingConfig
 
-    refuse_haproxy(host)
-    actor = ray.remote(num_cpus=0, max_restarts=-1)(Coordinator)
-    actor.options(
-        name=coordinator_of(name),
-        namespace=NAMESPACE,
-        lifetime="detached",
-        max_concurrency=1000,
-        get_if_exists=True,
-    ).remote(uri)
-    least, most = replicas
-    scaling: dict[str, Any] = {"num_replicas": least}
-    if least != most:
-        config = AutoscalingConfig(min_replicas=least, max_replicas=most, target_ongoing_requests=8)
-        scaling = {"autoscaling_config": config}
+    actor = (
+        ray.remote(num_cpus=0, max_restarts=-1)(Coordinator)
+        .options(
+            name=coordinator_of(served.name),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            max_concurrency=1000,
+            get_if_exists=True,
+        )
+        .remote(served.uri)
+    )
+    ray.get(actor.declare.remote(served.uri))
     deployment = serve.deployment(
         serve.ingress()(Replica),
         name="raytrec",
@@ -158,12 +200,43 @@ def deploy(
         logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
         **scaling,
     )
+    return deployment.bind(
+        coordinator_of(served.name), token, served.allow_code, served.log_requests, served.log_sample
+    )
+
+
+def deploy(served: Served, *, host: str, port: int, replicas: tuple[int, int], token: str | None) -> None:
+    """Starts a service on the Ray that this process uses, and returns when it answers.
+
+    Args:
+        replicas: the least and the most; between them, as many as requests need.
+    """
+    from ray import serve
+    from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation
+    from ray.serve.schema import LoggingConfig
+
+    refuse_haproxy(host)
+    least, most = replicas
+    scaling: dict[str, Any] = {"num_replicas": least}
+    if least != most:
+        config = AutoscalingConfig(min_replicas=least, max_replicas=most, target_ongoing_requests=8)
+        scaling = {"autoscaling_config": config}
     serve.start(
         proxy_location=ProxyLocation.HeadOnly,
         http_options=HTTPOptions(host=host, port=port),
         logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
     )
-    serve.run(deployment.bind(coordinator_of(name), token, allow_code), name=name, route_prefix="/")
+    serve.run(build(served, token, **scaling), name=served.name, route_prefix="/")
+
+
+def end(name: str) -> None:
+    """Ends what `deploy` has started."""
+    import ray
+    from ray import serve
+
+    serve.shutdown()
+    with suppress(ValueError):  # it was not reached
+        ray.kill(ray.get_actor(coordinator_of(name), NAMESPACE))
 
 
 def coordinator_of(name: str) -> str:

@@ -1,0 +1,137 @@
+"""The log of requests: what a service writes of those it has answered, and that it never waits for it."""
+
+import json
+import threading
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+from test_app import ARROW, TOKEN, Http, good, made, stream  # noqa: F401
+
+import raytrec
+from raytrec.serving import request_log
+from raytrec.serving.app import Service
+from raytrec.serving.request_log import RequestLog
+from raytrec.serving.versions import Versions
+
+
+class Logging:
+    """A service that logs."""
+
+    def __init__(self, export, folder, sample=1.0, **options):
+        self.http = Http(Service(Versions(export), TOKEN))
+        service, self.folder = self.http.service, folder
+        self.figures = figures = service.figures
+        self.log = RequestLog(str(folder), sample, "writer", figures.logged, figures.not_logged, **options)
+        service.request_log = self.log
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.http.close()
+        self.log.close()
+
+    def counts(self):
+        return self.figures.logged._value.get(), self.figures.not_logged._value.get()
+
+
+def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_every_form_of_request_is_logged_with_its_rows_and_scores(made, tmp_path):  # noqa: F811
+    export, table = made
+    model = raytrec.load(export)
+    mine = model.reader_of("query").columns.names
+    user = {name: table[name][0].as_py() for name in mine}
+    candidates = table.drop_columns(mine).to_pylist()
+    with Logging(export, tmp_path / "log") as service:
+        bodies = [
+            service.http.ask("/predict", {"rows": table.to_pylist()}),
+            service.http.ask("/predict", {"columns": table.to_pydict()}),
+            service.http.ask("/predict", stream(table), kind=ARROW),
+            service.http.ask("/predict", {"user": user, "candidates": candidates}),
+        ]
+        assert service.http.ask("/predict", {"rows": []})[0] == 400
+    ids = [headers["X-Request-Id"] for _, _, headers in bodies]
+    assert len(set(ids)) == 4 and service.counts() == (4 * len(table), 0)
+    (file,) = files(tmp_path / "log")
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o700
+    logged = pq.read_table(file)
+    assert logged.select(model.reader.columns.names).schema.equals(model.reader.columns)
+    assert set(logged["_version"].to_pylist()) == {model.manifest.version}
+    assert set(logged["_path"].to_pylist()) == {"/predict"}
+    assert logged.schema.field("_time").type == pa.timestamp("us", "UTC")
+    assert TOKEN.encode() not in file.read_bytes()
+    for id, (_, content, _) in zip(ids, bodies, strict=True):
+        rows = logged.filter(pa.compute.equal(logged["_request"], id))
+        assert rows["score_y"].to_pylist() == pytest.approx(json.loads(content)["predictions"]["score_y"])
+        again = model.predict(rows)["score_y"]
+        np.testing.assert_allclose(rows["score_y"], again, rtol=1e-6, atol=1e-6)
+
+
+def test_it_is_a_sample_of_requests_and_files_are_closed_by_time_and_rows(made, tmp_path):  # noqa: F811
+    with Logging(made[0], tmp_path, sample=0.5, every_s=3600, most_rows=40) as service:
+        for _ in range(100):
+            service.http.ask("/predict", {"rows": good(made)})
+        until = time.monotonic() + 60
+        while not files(tmp_path):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    rows = [pq.read_metadata(file).num_rows for file in files(tmp_path)]
+    assert 40 < sum(rows) < 160 and len(rows) > 1 and set(rows[:-1]) == {40}
+    with Logging(made[0], tmp_path / "timed", every_s=0.05) as service:
+        service.http.ask("/predict", {"rows": good(made)})
+        while not files(tmp_path / "timed"):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert [file.suffix for file in files(tmp_path / "timed")] == [".parquet"]
+
+
+def test_another_version_is_another_file(made, tmp_path):  # noqa: F811
+    with Logging(made[0], tmp_path) as service:
+        versions = service.http.service.versions
+        service.http.ask("/predict", {"rows": good(made)})
+        versions.commit(versions.prepare(made[0].replace("export", "small")))
+        service.http.ask("/predict", {"rows": good(made)})
+    found = [pq.read_table(file)["_version"].unique().to_pylist() for file in files(tmp_path)]
+    assert sorted(map(len, found)) == [1, 1] and found[0] != found[1]
+
+
+def test_a_store_that_cannot_be_written_costs_no_request(made, tmp_path, caplog):  # noqa: F811
+    (tmp_path / "log").write_text("a file in the place of the folder")
+    with Logging(made[0], tmp_path / "log") as service:
+        assert service.http.ask("/predict", {"rows": good(made)})[0] == 200
+    assert service.counts() == (0, 2) and "cannot be written" in caplog.text
+
+
+def test_what_the_thread_cannot_keep_up_with_is_dropped(made, tmp_path, monkeypatch):  # noqa: F811
+    stuck, go_on = threading.Event(), threading.Event()
+    convert = request_log.as_table
+
+    def slowly(logged):
+        stuck.set()
+        assert go_on.wait(60)
+        return convert(logged)
+
+    monkeypatch.setattr(request_log, "as_table", slowly)
+    monkeypatch.setattr(request_log, "MOST_WAITING", 6)
+    with Logging(made[0], tmp_path) as service:
+        for _ in range(10):
+            status, _, headers = service.http.ask("/predict", {"rows": good(made)})
+            assert status == 200
+        assert stuck.is_set() and "X-Request-Id" not in headers
+        go_on.set()
+    assert service.counts() == (6, 14)
+
+
+def test_a_request_that_cannot_be_converted_ends_no_log(tmp_path):
+    counters = [Counter(name, "-", registry=CollectorRegistry()) for name in ("written", "dropped")]
+    log = RequestLog(str(tmp_path), 1.0, "writer", *counters)
+    log.offer("/predict", None, None, [np.zeros(3)])
+    log.close()
+    assert not log._thread.is_alive() and [each._value.get() for each in counters] == [0, 3]
