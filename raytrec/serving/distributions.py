@@ -56,7 +56,7 @@ def in_bins(values_N: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 def of_ids(found: Ids, expected: Ids) -> tuple[np.ndarray, np.ndarray]:
     """Counts of two samples of ids: the second's most frequent ones, then all others."""
     top = expected.ids[np.argsort(-expected.counts, kind="stable")[:TOP]]
-    return tuple(np.append(c := each.count(top), each.total - c.sum()) for each in (found, expected))
+    return found.of_each(top), expected.of_each(top)
 
 
 class Ids:
@@ -78,9 +78,7 @@ class Ids:
         """Counts more of them."""
         new, counts = np.unique(ids_N, return_counts=True)
         self.ids, places = np.unique(np.concatenate([self.ids, new]), return_inverse=True)
-        self.counts = np.bincount(places, np.concatenate([self.counts, counts]), len(self.ids)).astype(
-            np.int64
-        )
+        self.counts = np.bincount(places, np.concatenate([self.counts, counts])).astype(np.int64)
 
     def count(self, ids_N: np.ndarray) -> np.ndarray:
         """How often each of some ids was looked up: int64 [N]."""
@@ -89,7 +87,12 @@ class Ids:
         places = np.searchsorted(self.ids, ids_N).clip(max=len(self.ids) - 1)
         return np.where(self.ids[places] == ids_N, self.counts[places], 0)
 
+    def of_each(self, ids_N: np.ndarray) -> np.ndarray:
+        """How often each of some ids was looked up, and last all others together: int64 [N + 1]."""
+        counts_N = self.count(ids_N)
+        return np.append(counts_N, self.total - counts_N.sum())
+
     def unseen(self) -> float:
-        """The share of further lookups of the same distribution whose ids are not among these: that of the ids
+        """The share of further lookups of the same distribution whose ids are not among these: that of ids
         that are there once (I. J. Good, "The population frequencies of species", 1953)."""
         return float((self.counts == 1).sum()) / max(1, self.total)
