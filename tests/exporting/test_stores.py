@@ -25,7 +25,7 @@ from raytrec.serving.request_log import RequestLog
 from raytrec.serving.skew import skew
 from raytrec.serving.versions import Loaded
 
-pytestmark = pytest.mark.survive
+pytestmark = [pytest.mark.survive, pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")

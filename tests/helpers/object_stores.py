@@ -1,10 +1,20 @@
-"""Object stores on loopback, as far as pyarrow can tell: S3 by moto, Google's by gcp-storage-emulator."""
+"""Object stores on loopback: S3 by moto, Google's by gcp-storage-emulator.
+
+Each is another process: pyarrow closes a stream that broke, and waits for the store, with Python's lock held.
+"""
 
 import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
 from contextlib import contextmanager
 from unittest.mock import patch
 
-BUCKET = "bucket"
+from heads import free_ports
+
+BUCKET, START_S = "bucket", 120
 # Which credentials a client has, and that it looks for no others.
 KEYS = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -18,29 +28,45 @@ KEYS = {
 def s3():
     """Gives the URI of a bucket."""
     import boto3
-    from moto.server import ThreadedMotoServer
 
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        with patch.dict(os.environ, KEYS | {"AWS_ENDPOINT_URL": f"http://{host}:{port}"}):
-            boto3.client("s3").create_bucket(Bucket=BUCKET)
-            yield f"s3://{BUCKET}"
-    finally:
-        server.stop()
+    (port,) = free_ports(1)
+    keys = KEYS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+    with _serving(port, "moto.server", "-H", "127.0.0.1", "-p", port), patch.dict(os.environ, keys):
+        boto3.client("s3").create_bucket(Bucket=BUCKET)
+        yield f"s3://{BUCKET}"
 
 
 @contextmanager
 def gs():
     """Gives the URI of a bucket."""
-    from gcp_storage_emulator.server import create_server
-    from heads import free_ports
-
     (port,) = free_ports(1)
+    options = ["--host", "127.0.0.1", "--port", port, "--in-memory", "--default-bucket", BUCKET]
     address = {"CLOUD_STORAGE_EMULATOR_ENDPOINT": f"http://127.0.0.1:{port}"}
-    with (
-        create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET),
-        patch.dict(os.environ, address),
-    ):
+    with _serving(port, "gcp_storage_emulator", "start", *options), patch.dict(os.environ, address):
         yield f"gs://anonymous@{BUCKET}"
+
+
+@contextmanager
+def _serving(port, module, *arguments):
+    """Runs a module until the block ends, which begins when it answers."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    address, until = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    try:
+        while not _answers(address):
+            assert process.poll() is None and time.monotonic() < until, module
+            time.sleep(0.1)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(address):
+    try:
+        with urllib.request.urlopen(address, timeout=5):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
