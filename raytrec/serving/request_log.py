@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from raytrec.common.output_folder import OutputFolder
 from raytrec.common.redaction import hide
+from raytrec.common.storage import absolute
 from raytrec.data.arrow import pick_columns
 from raytrec.scoring.rows import to_table
 from raytrec.serving.bodies import Asked
@@ -74,7 +75,7 @@ class RequestLog:
         every_s: float = 60.0,
         most_rows: int = 10_000,
     ):
-        self._uri, self._sample, self._writer = uri, sample, writer
+        self._uri, self._sample, self._writer = absolute(uri), sample, writer
         self._written, self._dropped = written, dropped
         self._every_s, self._most_rows = every_s, most_rows
         self._queue: SimpleQueue[Logged | None] = SimpleQueue()  # None: the end
@@ -97,7 +98,7 @@ class RequestLog:
         return logged.id
 
     def close(self) -> None:
-        """Writes what there is, and ends."""
+        """Writes the requests that wait, and ends."""
         self._queue.put(None)
         self._thread.join(END_S)
 

@@ -61,8 +61,10 @@ def test_an_interrupted_export_goes_on_where_it_ended(bucket, made, monkeypatch)
 
     @contextmanager
     def breaking(self, name, partial):
+        left[0] -= 1
+        if left[0] < 0 and name.endswith(".json"):  # small files are sent at once
+            raise OSError("the connection broke")
         with stream(self, name, partial) as file:
-            left[0] -= 1
             if left[0] < 0:
                 file.write(b"the beginning")
                 raise OSError("the connection broke")
