@@ -81,12 +81,8 @@ def _tables(groups: Sequence[RowGroup], rows: int, columns: list[str]) -> Iterat
 
 def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: bool) -> Seen:
     """Rows of Parquet as the export reads and scores them."""
-    reader, seen = scorer.reader, Seen()
-    names, transforms, schema = (
-        [t.column for t in scorer.manifest.tasks],
-        reader.form.plan.transforms,
-        reader.form.schema,
-    )
+    reader, seen, names = scorer.reader, Seen(), [task.column for task in scorer.manifest.tasks]
+    schema, transforms = reader.form.schema, reader.form.plan.transforms
     made_of = {name: columns_before(transforms, [name]) for name in schema.dense}
     made_of |= {name: columns_before(transforms, [schema.column_of(name)]) for name in schema.sparse}
     columns = [*reader.columns.names, *([*names, REQUEST] if logged else [])]

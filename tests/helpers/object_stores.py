@@ -3,9 +3,11 @@
 Each is another process: pyarrow closes a stream that broke, and waits for the store, with Python's lock held.
 """
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -41,9 +43,33 @@ def gs():
     """Gives the URI of a bucket."""
     (port,) = free_ports(1)
     options = ["--host", "127.0.0.1", "--port", port, "--in-memory", "--default-bucket", BUCKET]
-    address = {"CLOUD_STORAGE_EMULATOR_ENDPOINT": f"http://127.0.0.1:{port}"}
-    with _serving(port, "gcp_storage_emulator", "start", *options), patch.dict(os.environ, address):
-        yield f"gs://anonymous@{BUCKET}"
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as account:
+        json.dump(_service_account(), account)
+        account.flush()
+        keys = {
+            "CLOUD_STORAGE_EMULATOR_ENDPOINT": f"http://127.0.0.1:{port}",
+            "GOOGLE_APPLICATION_CREDENTIALS": account.name,
+        }
+        with _serving(port, "gcp_storage_emulator", "start", *options), patch.dict(os.environ, keys):
+            yield f"gs://{BUCKET}"
+
+
+def _service_account():
+    """One whose client signs its tokens itself."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    key = rsa.generate_private_key(65537, 2048).private_bytes(encoding, form, serialization.NoEncryption())
+    return {
+        "type": "service_account",
+        "project_id": "test",
+        "private_key_id": "1",
+        "private_key": key.decode(),
+        "client_email": "test@test.iam.gserviceaccount.com",
+        "client_id": "1",
+        "token_uri": "http://127.0.0.1:9/token",
+    }
 
 
 @contextmanager
