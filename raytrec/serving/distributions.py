@@ -7,7 +7,7 @@ from math import sqrt
 import numpy as np
 
 MODERATE = 0.1  # psi, from which a change is worth a look (Siddiqi 2006); 0.25: it is large
-BINS = 10  # of numbers: the deciles of training
+DECILES = 10  # of training: the bins of numbers
 TOP = 20  # ids that are compared one by one, all others together
 LENGTHS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256])  # upper bounds of the bins of bags' lengths
 
@@ -43,7 +43,7 @@ def chance(bins: int, found: int, expected: int) -> float:
 
 def of_numbers(found_N: np.ndarray, expected_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Counts of two samples of numbers, between the quantiles of the second: [bins] each."""
-    bounds = np.unique(np.quantile(expected_M, np.linspace(0, 1, BINS + 1)))
+    bounds = np.unique(np.quantile(expected_M, np.linspace(0, 1, DECILES + 1)))
     return in_bins(found_N, bounds), in_bins(expected_M, bounds)
 
 

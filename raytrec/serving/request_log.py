@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MOST_WAITING = 20_000  # rows between requests and the thread
-END_S = 15.0  # that the last files may take: Serve kills a replica after 20 s
+CLOSE_S = 15.0  # that the last files may take: Serve kills a replica after 20 s
 VERSION = b"raytrec.version"  # of a file's rows, in its metadata
 REQUEST = "_request"
 
@@ -100,7 +100,7 @@ class RequestLog:
     def close(self) -> None:
         """Writes the requests that wait, and ends."""
         self._queue.put(None)
-        self._thread.join(END_S)
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         tables: dict[str, list[pa.Table]] = defaultdict(list)
@@ -125,7 +125,7 @@ class RequestLog:
 
     def _as_table(self, logged: Logged) -> pa.Table | None:
         try:
-            return as_table(logged)
+            return logged_rows(logged)
         except Exception as error:  # a request that was answered is none that the log may end with
             log.warning("a request cannot be logged: %s", error)
             self._dropped.inc(len(logged.scores[0]))
@@ -149,7 +149,7 @@ class RequestLog:
             self._dropped.inc(len(table))
 
 
-def as_table(logged: Logged) -> pa.Table:
+def logged_rows(logged: Logged) -> pa.Table:
     """The rows of a request, as RequestLog states.
 
     Raises:

@@ -16,9 +16,9 @@ from raytrec.common.terminal import bold, open_console, plain
 from raytrec.scoring.load import load
 from raytrec.scoring.scorer import TOLERANCE, Scorer
 from raytrec.serving.distributions import LENGTHS, MODERATE, TOP, chance, in_bins, of_ids, of_numbers, psi
-from raytrec.serving.seen import Seen, find_groups, read_rows
+from raytrec.serving.row_stats import RowStats, find_groups, read_rows
 
-ROWS = 50_000  # of the log and of the data that are looked at
+SAMPLE_ROWS = 50_000  # of the log and of the data that are looked at
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Skew:
 
 
 def skew(
-    log: str, export: str, *, data: str | None = None, rows: int = ROWS, allow_code: bool = False
+    log: str, export: str, *, data: str | None = None, rows: int = SAMPLE_ROWS, allow_code: bool = False
 ) -> Skew:
     """Compares a log of `raytrec serve --log-requests` with the export that answered, and with training data.
 
@@ -115,7 +115,7 @@ def skew(
             expected=f"rows of {version}; it has {', '.join(sorted(others))}",
             do="--export URI of a version that is in the log",
         )
-    served, measures, trained = read_rows(scorer, groups[version], rows, logged=True), [], Seen()
+    served, measures, trained = read_rows(scorer, groups[version], rows, logged=True), [], RowStats()
     if data:
         found = [group for each in find_groups(absolute(data), "--data").values() for group in each]
         trained = read_rows(scorer, found, rows, logged=False)
@@ -148,7 +148,7 @@ def _differences(off_N: np.ndarray) -> dict[str, float]:
 class _Comparison:
     """Measures of the log's rows against those of training."""
 
-    def __init__(self, served: Seen, trained: Seen):
+    def __init__(self, served: RowStats, trained: RowStats):
         self._served, self._trained = served, trained
 
     def measures(self, scorer: Scorer) -> Iterator[Measure]:

@@ -117,14 +117,14 @@ def test_a_store_that_cannot_be_written_costs_no_request(made, tmp_path, caplog)
 
 def test_what_the_thread_cannot_keep_up_with_is_dropped(made, tmp_path, monkeypatch):  # noqa: F811
     stuck, go_on = threading.Event(), threading.Event()
-    convert = request_log.as_table
+    convert = request_log.logged_rows
 
     def slowly(logged):
         stuck.set()
         assert go_on.wait(60)
         return convert(logged)
 
-    monkeypatch.setattr(request_log, "as_table", slowly)
+    monkeypatch.setattr(request_log, "logged_rows", slowly)
     monkeypatch.setattr(request_log, "MOST_WAITING", 6)
     with Logging(made[0], tmp_path) as service:
         for _ in range(10):

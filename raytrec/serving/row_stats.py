@@ -23,11 +23,11 @@ from raytrec.serving.distributions import Ids
 from raytrec.serving.request_log import REQUEST, VERSION
 
 MOST_GROUPS = 64  # row groups that are read, where each has enough
-AT_ONCE = 2048  # rows that are scored together
+SCORED_ROWS = 2048  # rows that are scored together
 
 
 @dataclass
-class Seen:
+class RowStats:
     """What rows have.
 
     Attributes:
@@ -67,7 +67,7 @@ def find_groups(place: str, key: str) -> dict[str, list[RowGroup]]:
 
 
 def _tables(groups: Sequence[RowGroup], rows: int, columns: list[str]) -> Iterator[tuple[str, pa.Table]]:
-    """(file, up to AT_ONCE rows): about `rows` in all, a piece of each of some row groups."""
+    """(file, up to SCORED_ROWS rows): about `rows` in all, a piece of each of some row groups."""
     draw = np.random.default_rng(0)
     each, left = -(-rows // min(MOST_GROUPS, len(groups))), rows
     for place in draw.permutation(len(groups)):
@@ -75,13 +75,13 @@ def _tables(groups: Sequence[RowGroup], rows: int, columns: list[str]) -> Iterat
         if count:
             first = int(draw.integers(0, group.rows - count + 1))
             table = decode(group.path, group.index, first, count, columns)
-            yield from ((group.path, table.slice(at, AT_ONCE)) for at in range(0, count, AT_ONCE))
+            yield from ((group.path, table.slice(at, SCORED_ROWS)) for at in range(0, count, SCORED_ROWS))
         left -= count
 
 
-def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: bool) -> Seen:
+def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: bool) -> RowStats:
     """Rows of Parquet as the export reads and scores them."""
-    reader, seen, names = scorer.reader, Seen(), [task.column for task in scorer.manifest.tasks]
+    reader, seen, names = scorer.reader, RowStats(), [task.column for task in scorer.manifest.tasks]
     schema, transforms = reader.form.schema, reader.form.plan.transforms
     made_of = {name: columns_before(transforms, [name]) for name in schema.dense}
     made_of |= {name: columns_before(transforms, [schema.column_of(name)]) for name in schema.sparse}
@@ -110,7 +110,7 @@ def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: 
     return seen
 
 
-def _add_columns(seen: Seen, scorer: Scorer, rows: Assembled) -> None:
+def _add_columns(seen: RowStats, scorer: Scorer, rows: Assembled) -> None:
     schema, bags = scorer.reader.form.schema, rows.bags
     seen.dense.append(rows.dense.numpy())
     lengths = bags.lengths.view(len(bags.keys), -1).numpy()
