@@ -30,7 +30,7 @@ from raytrec.serving.versions import Loaded
 if TYPE_CHECKING:
     from prometheus_client import Counter
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 MOST_WAITING = 20_000  # rows between requests and the thread
 CLOSE_S = 15.0  # that the last files may take: Serve kills a replica after 20 s
 VERSION = b"raytrec.version"  # of a file's rows, in its metadata
@@ -127,7 +127,7 @@ class RequestLog:
         try:
             return logged_rows(logged)
         except Exception as error:  # a request that was answered is none that the log may end with
-            log.warning("a request cannot be logged: %s", error)
+            _log.warning("a request cannot be logged: %s", error)
             self._dropped.inc(len(logged.scores[0]))
             return None
         finally:
@@ -145,7 +145,7 @@ class RequestLog:
                 pq.write_table(table.replace_schema_metadata({VERSION: version}), stream, compression="zstd")
             self._written.inc(len(table))
         except Exception as error:
-            log.warning("%s: %s rows of requests cannot be written: %s", hide(self._uri), len(table), error)
+            _log.warning("%s: %s rows of requests cannot be written: %s", hide(self._uri), len(table), error)
             self._dropped.inc(len(table))
 
 
