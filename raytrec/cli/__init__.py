@@ -36,7 +36,7 @@ OF_EXTRAS = (
 COMMANDS: list[Callable[..., None]] = [
     *(runs.train, runs.tune, runs.submit, runs.head, runs.follow_job, runs.stop_job),
     *(saved.evaluate, saved.predict, saved.index, saved.convert, runs.check, runs.plan),
-    *(saved.export, service.serve, service.promote),
+    *(saved.export, service.serve, service.promote, service.skew),
     *(saved.report, saved.track, saved.compare, saved.inspect, runs.config),
 ]
 for command in COMMANDS:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from raytrec.cli.options import AllowCode
+from raytrec.cli.options import AllowCode, Json, print_json
 
 
 def serve(
@@ -21,6 +21,13 @@ def serve(
     host: Annotated[str, typer.Option(help="That it listens on; 0.0.0.0: all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="That it listens on.")] = 8000,
     no_token: Annotated[bool, typer.Option("--no-token", help="Answer without a token.")] = False,
+    log_requests: Annotated[
+        str | None,
+        typer.Option(metavar="URI", help="Folder for a sample of requests and their scores."),
+    ] = None,
+    log_sample: Annotated[
+        float, typer.Option(min=1e-6, max=1, help="Share of requests that is logged.")
+    ] = 0.01,
     allow_code: AllowCode = False,
 ):
     """Serve an export over HTTP, on Ray Serve, until Ctrl-C."""
@@ -35,6 +42,8 @@ def serve(
         port=port,
         no_token=no_token,
         allow_code=allow_code,
+        log_requests=log_requests,
+        log_sample=log_sample,
     )
 
 
@@ -48,3 +57,20 @@ def promote(
     from raytrec.serving.command import promote as run
 
     print(f"version      {run(uri, service=service, name=name, rollback=rollback)}")
+
+
+def skew(
+    log: Annotated[str, typer.Argument(metavar="LOG", help="Folder of `raytrec serve --log-requests`.")],
+    export: Annotated[str, typer.Option(metavar="URI", help="Export that answered.")],
+    data: Annotated[
+        str | None, typer.Option(help="Parquet that it was trained with; default: scores alone are compared.")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Of the log and the data to look at.")] = 50_000,
+    allow_code: AllowCode = False,
+    json: Json = False,
+):
+    """Compare what a service has answered with its export, and what it was asked with training data."""
+    from raytrec.serving.skew import skew as compare
+
+    found = compare(log, export, data=data, rows=rows, allow_code=allow_code)
+    print_json(found.metrics) if json else found.show()

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.output_folder import OutputFolder
-from raytrec.common.reading import json_values
+from raytrec.common.reading import NotReadable, json_values
 from raytrec.scoring.manifest import EXPORT, FileEntry, Manifest, read_manifest
 
 UNFINISHED = "_export.json"  # what has been written, as long as not all has
@@ -42,7 +42,12 @@ class Target:
                     return manifest
                 raise self._other(f"another export, {manifest.version}")
             if UNFINISHED in names:
-                unfinished = json_values(self.folder.read(UNFINISHED))
+                try:
+                    unfinished = json_values(self.folder.read(UNFINISHED))
+                except NotReadable:
+                    raise self._other(
+                        f"an export that was interrupted, and its {UNFINISHED} is damaged"
+                    ) from None
                 if unfinished["binding"] != self.binding:
                     raise self._other("an export of something else that was interrupted")
                 there = {name: FileEntry(**entry) for name, entry in unfinished["files"].items()}

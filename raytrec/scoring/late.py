@@ -1,8 +1,8 @@
 """Programs rewritten for one user and many candidates: what follows from the user alone is computed once.
 
-A program of torch.export is a list of operators over tensors of B rows. Where some inputs have one row, that of
-the user, an operator of such inputs alone gives one row, too, and pointwise ones broadcast it. Two places mix
-user and candidates early, in the models of raytrec and in most others, and are divided:
+A program of torch.export is a list of operators over tensors of B rows. Where some inputs have one row, that
+of the user, an operator of such inputs alone gives one row, too, and pointwise ones broadcast it. Two places
+mix user and candidates early, in the models of raytrec and in most others, and are divided:
 
     linear(cat(user, candidate))    = linear(user) + linear(candidate), each with its columns of the weight
     products of all pairs of a stack: those of two of the user's vectors are the user's

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Collection
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
@@ -17,7 +18,9 @@ import torch
 from pyarrow import fs
 
 from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.formatting import bytes_text
 from raytrec.common.memory import expect_scattered
+from raytrec.common.processes import owner, remove_leftovers
 from raytrec.common.reading import json_values
 from raytrec.common.storage import absolute, open_filesystem
 from raytrec.config.transforms import Python
@@ -29,6 +32,7 @@ from raytrec.scoring.rows import wide
 from raytrec.scoring.scorer import Scorer
 
 HASHED_BYTES = 16 << 20  # bytes that are hashed together
+COPY = "raytrec-export-"  # begins the names of temporary folders
 
 
 def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = False) -> Scorer:
@@ -37,7 +41,8 @@ def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = Fals
     Tables are mapped into memory: what has been looked up stays there as long as there is room.
 
     Args:
-        uri: local, s3:// or gs://; from a store all files are copied into a temporary folder first.
+        uri: local, s3:// or gs://; from a store all files are copied into a temporary folder first. What
+            they take of the disk is free when the process ends, or the model is no longer used.
         check_tables: compare the checksums of tables, too, which reads all of them.
         allow_code: transforms of the export may name code (module:name), which is imported.
 
@@ -54,17 +59,14 @@ def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = Fals
     place = absolute(str(uri))
     manifest = read_manifest(place)
     refuse_code(manifest, place, allow_code)
-    folder, copied = _on_disk(place, manifest)
-    try:
+    with ExitStack() as copies:
+        folder, copied = _on_disk(place, manifest, copies)
         check_files(folder, manifest, check_tables, place)
         scorer = open_export(folder, manifest)
         scorer.check()
-    except BaseException:
-        if copied:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    if copied:
-        weakref.finalize(scorer, shutil.rmtree, folder, ignore_errors=True)
+        for name in _names_of_tables(manifest) if copied else ():
+            (folder / name).unlink()  # it is mapped: its room is free when the process ends, killed or not
+        weakref.finalize(scorer, copies.pop_all().close)
     return scorer
 
 
@@ -84,15 +86,44 @@ def refuse_code(manifest: Manifest, where: str, allow_code: bool) -> None:
         )
 
 
-def _on_disk(place: str, manifest: Manifest) -> tuple[Path, bool]:
-    """(a local folder with the export's files, whether it is a copy)."""
+def _names_of_tables(manifest: Manifest) -> set[str]:
+    return {name for table in manifest.tables.values() for name in table.files}
+
+
+def _on_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Path, bool]:
+    """(a local folder with the export's files, whether they are copies).
+
+    Args:
+        copies: gets what removes them.
+
+    Raises:
+        RunError: the store cannot be read, or there is no room.
+    """
     filesystem, path = open_filesystem(place)
     if filesystem.type_name == "local":
         return Path(path), False
-    folder = Path(tempfile.mkdtemp(prefix="raytrec-export-"))
+    remove_leftovers(tempfile.gettempdir(), f"{COPY}{{owner}}-*")
+    folder = Path(tempfile.mkdtemp(prefix=f"{COPY}{owner()}-"))
+    copies.callback(shutil.rmtree, folder, ignore_errors=True)
+    wanted, free = sum(entry.bytes for entry in manifest.files.values()), shutil.disk_usage(folder).free
+    if wanted > free:
+        raise RunError(
+            f"a copy of the export takes {bytes_text(wanted)}, and {bytes_text(free)} are free",
+            where=str(folder.parent),
+            expected="room for all of its files, as tables are mapped from disk",
+            do="make room, or set TMPDIR to a folder on a larger disk",
+        )
     for name in manifest.files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        fs.copy_files(f"{path}/{name}", str(folder / name), filesystem, fs.LocalFileSystem())
+        try:
+            fs.copy_files(f"{path}/{name}", str(folder / name), filesystem, fs.LocalFileSystem())
+        except OSError as error:
+            raise RunError(
+                f"{name} cannot be copied: {error}",
+                where=place,
+                expected="all files that its manifest names, and a store that answers",
+                do="try again; if the file is gone, export the run again",
+            ) from None
     return folder, True
 
 
@@ -105,7 +136,7 @@ def check_files(folder: Path, manifest: Manifest, tables: bool, where: str) -> N
     Raises:
         RunError: a file is missing, or another.
     """
-    big: Collection[str] = () if tables else {n for t in manifest.tables.values() for n in t.files}
+    big: Collection[str] = () if tables else _names_of_tables(manifest)
     for name, entry in manifest.files.items():
         try:
             size = (folder / name).stat().st_size

@@ -100,8 +100,7 @@ class Lookups:
             if feature not in wanted:
                 continue
             spec = self._features.schema.sparse[feature]
-            rows_N = self._ids[spec.table](ids_N) if spec.table in self._ids else ids_N
-            vectors_ND = self._tables[spec.table].vectors(rows_N)
+            vectors_ND = self._tables[spec.table].vectors(self.rows_of(spec.table, ids_N))
             given_N = weights_N if spec.weights else None
             if given_N is not None:
                 vectors_ND = vectors_ND * given_N.unsqueeze(1)
@@ -114,6 +113,10 @@ class Lookups:
                 mean = self._features.is_mean(feature)
                 found["bag", feature] = pooled(vectors_ND, lengths_B, given_N, mean)
         return found
+
+    def rows_of(self, table: str, ids_N: torch.Tensor) -> torch.Tensor:
+        """The rows in which a table has ids: int64 [N] → int64 [N]."""
+        return self._ids[table](ids_N) if table in self._ids else ids_N
 
     def _sequence(
         self, feature: str, vectors_ND: torch.Tensor, lengths_B: torch.Tensor, side: torch.Tensor | None

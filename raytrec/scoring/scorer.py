@@ -239,6 +239,10 @@ class Scorer:
             }
         )
 
+    def rows_of(self, table: str, ids_N: torch.Tensor) -> torch.Tensor:
+        """The rows in which a table has ids that a reader has read: int64 [N] → int64 [N]."""
+        return self._lookups.rows_of(table, ids_N)
+
     def check(self) -> float:
         """Scores the golden rows again.
 

@@ -19,10 +19,11 @@ from raytrec.serving.bodies import JSON, Asked, Limits, Refused, read_body, writ
 from raytrec.serving.figures import Figures
 from raytrec.serving.openapi import describe, example_text
 from raytrec.serving.page import make_page
+from raytrec.serving.request_log import RequestLog
 from raytrec.serving.versions import Loaded, Versions
 
 log = logging.getLogger(__name__)
-OPEN = {"/", "/health", "/ready"}  # answered without a token
+OPEN = {"/", "/health", "/ready", "/-/healthz"}  # answered without a token
 
 
 class Service:
@@ -37,6 +38,7 @@ class Service:
         self.figures = Figures()
         self.batcher = Batcher(observe=self.figures.batch_rows.observe)
         self._token = token
+        self.request_log: RequestLog | None = None
 
     async def predict(self, request: Request, now: Loaded) -> Response:
         """POST /predict."""
@@ -58,7 +60,11 @@ class Service:
         found = await self.batcher.score(now.scorer, program, asked)
         self.figures.rows.inc(len(found[0]))
         kind, body = write_body(request.headers.get("accept", ""), now.version, names, found)
-        return Response(body, media_type=kind, headers={"X-Model-Version": now.version})
+        headers = {"X-Model-Version": now.version}
+        if self.request_log and program == "predict":
+            logged = self.request_log.offer(request.url.path, now, asked, found)
+            headers |= {"X-Request-Id": logged} if logged else {}
+        return Response(body, media_type=kind, headers=headers)
 
     async def _asked(self, request: Request, now: Loaded) -> Asked:
         body, most = bytearray(), self.limits.body_bytes
@@ -75,6 +81,10 @@ class Service:
     async def health(self, request: Request, now: Loaded) -> Response:
         """GET /health and /ready: the golden rows were scored when the version was loaded."""
         return Response(to_json({"version": now.version}), media_type=JSON)
+
+    async def healthz(self, request: Request, now: Loaded) -> Response:
+        """GET /-/healthz: what KubeRay asks of Serve's proxies, in whose place a replica is."""
+        return Response("success", media_type="text/plain")
 
     async def page(self, request: Request, now: Loaded) -> Response:
         """GET /: a page that asks the other paths; it holds no data itself."""
@@ -122,6 +132,7 @@ class App:
             ("GET", "/"): service.page,
             ("GET", "/health"): service.health,
             ("GET", "/ready"): service.health,
+            ("GET", "/-/healthz"): service.healthz,
             ("GET", "/openapi.json"): service.openapi,
             ("GET", "/example"): service.example,
             **(more or {}),

@@ -15,7 +15,7 @@ from typing import Any
 
 from raytrec.cluster.head import check_ports
 from raytrec.common.errors import ConfigError, RunError
-from raytrec.common.storage import absolute
+from raytrec.common.storage import absolute, open_filesystem
 from raytrec.scoring.manifest import read_manifest
 
 TOKEN = "RAYTREC_SERVE_TOKEN"
@@ -32,6 +32,8 @@ def serve(
     port: int = 8000,
     no_token: bool = False,
     allow_code: bool = False,
+    log_requests: str | None = None,
+    log_sample: float = 0.01,
 ) -> None:
     """Serves an export until SIGINT or SIGTERM.
 
@@ -43,35 +45,39 @@ def serve(
         host: that replicas listen on.
         no_token: answer without a token.
         allow_code: transforms of the export may name code.
+        log_requests: folder of a sample of requests and their scores; all nodes must reach it.
+        log_sample: the share of requests that is written.
 
     Raises:
         RunError: there is no export, Ray Serve is not installed, or the port is taken. ConfigError: replicas.
+        DataError: the folder's address is none.
     """
     least, most = _numbers(replicas)
-    uri = absolute(uri)
-    manifest = read_manifest(uri)
-    name = name or manifest.source.run
+    uri, log_requests = absolute(uri), log_requests and absolute(log_requests)
+    if log_requests:
+        open_filesystem(log_requests)
+    name = name or read_manifest(uri).source.run
     check_ports({"--port": port})
     token = None if no_token else _token(name)
     _require_serve()
     from raytrec.cluster.session import ray_session
-    from raytrec.serving.coordinator import Export
-    from raytrec.serving.deployment import deploy, end
+    from raytrec.serving.deployment import Served, deploy, end
 
+    served = Served(
+        uri=uri,
+        name=name,
+        host=host,
+        port=port,
+        allow_code=allow_code,
+        log_requests=log_requests,
+        log_sample=log_sample,
+    )
     with ray_session(address, 1 + most):
         stop = Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         try:
-            deploy(
-                Export(uri, manifest.version),
-                name=name,
-                host=host,
-                port=port,
-                replicas=(least, most),
-                token=token,
-                allow_code=allow_code,
-            )
+            deploy(served, (least, most), token)
             _say(name, f"http://{host}:{port}", token is not None)
             stop.wait()
         finally:

@@ -87,11 +87,12 @@ class Coordinator:
 
     def __init__(self, export: Export, recall: Callable[[], bytes | None], keep: Callable[[bytes], None]):
         self._keep = keep
-        self._now, self._before, again = export, None, recall()
+        self._now, self._before, self._declared, again = export, None, export, recall()
         if again:
-            self._now, self._before = (each and Export(**each) for each in json.loads(again))
+            of_before = (each and Export(**each) for each in json.loads(again))
+            self._now, self._before, self._declared = of_before
         else:
-            self._remember(export, None)
+            self._remember()
         # When all replicas have reported, which may be there when this begins again.
         self._complete = monotonic() + 2 * FOLLOW_S if again else 0.0
         # Other numbers than before it was started again, which replicas may still report.
@@ -103,6 +104,22 @@ class Coordinator:
     async def current(self) -> Export:
         """What a new replica loads."""
         return self._now
+
+    async def declare(self, export: Export) -> None:
+        """What a deployment names: promoted, unless it is what the last deployment has named.
+
+        Raises:
+            RaytrecError: as `promote`.
+        """
+        if export == self._declared:
+            return
+        if self._live():
+            await self.promote(export.uri)
+        else:
+            self._now = export
+            self._tell()
+        self._declared = export
+        self._remember()
 
     async def follow(self, replica: str, report: Report, given: int) -> Order:
         """The order after the one that a replica was given; the same when there is none for a while."""
@@ -164,14 +181,15 @@ class Coordinator:
                 raise failed[0][1].error if failed else other
             export = Export(uri, versions.pop())
             if export != self._now:
-                self._remember(export, self._now)
                 self._now, self._before = export, self._now
+                self._remember()
             self._tell()
             await self._carried_out()
             return export.version
 
-    def _remember(self, now: Export, before: Export | None) -> None:
-        self._keep(json.dumps([asdict(now), before and asdict(before)]).encode())
+    def _remember(self) -> None:
+        exports = (self._now, self._before, self._declared)
+        self._keep(json.dumps([each and asdict(each) for each in exports]).encode())
 
     def _tell(self, prepare: str | None = None) -> None:
         self._order = Order(self._order.number + 1, self._now, prepare)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,16 +15,21 @@ from time import perf_counter
 from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic import Field
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from raytrec.common.errors import DataError, RaytrecError, RunError
+from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
+from raytrec.config.base import Section
+from raytrec.scoring.manifest import read_manifest
 from raytrec.serving.app import App, Endpoint, Service
 from raytrec.serving.bodies import JSON, Refused
+from raytrec.serving.command import TOKEN
 from raytrec.serving.coordinator import FOLLOW_S, LOAD_S, Coordinator, Export, Order, Report
 from raytrec.serving.figures import about_model
 from raytrec.serving.listener import Listener
+from raytrec.serving.request_log import RequestLog
 from raytrec.serving.versions import Loaded, Versions
 
 log = logging.getLogger(__name__)
@@ -34,7 +40,7 @@ BUSY = 0.6  # share of the time that replicas score, which their number is kept 
 class Replica:
     """A replica: loads what the coordinator names, answers, and follows its orders in a thread."""
 
-    def __init__(self, name: str, host: str, port: int, token: str | None, allow_code: bool):
+    def __init__(self, served: Served, token: str | None):
         import ray
         import torch
         from ray import serve
@@ -43,10 +49,15 @@ class Replica:
 
         keep_replica_on_loopback()
         torch.set_num_threads(1)
-        self._coordinator = ray.get_actor(name, NAMESPACE)
+        self._coordinator = ray.get_actor(coordinator_of(served.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
-        versions = Versions(ray.get(self._coordinator.current.remote()).uri, allow_code)
+        versions = Versions(ray.get(self._coordinator.current.remote()).uri, served.allow_code)
         self.service = Service(versions, token)
+        if served.log_requests:
+            figures = self.service.figures
+            self.service.request_log = RequestLog(
+                served.log_requests, served.log_sample, self._id, figures.logged, figures.not_logged
+            )
         self._join()
         more: dict[tuple[str, str], Endpoint] = {
             ("POST", "/promote"): self._promote,
@@ -57,7 +68,7 @@ class Replica:
         self._busy = perf_counter(), 0.0
         gc.collect()
         gc.freeze()  # what a model is made of is not looked through again
-        self._listener = Listener(App(self.service, more), host, port)
+        self._listener = Listener(App(self.service, more), served.host, served.port)
 
     def _join(self) -> None:
         """Follows the coordinator from now on: promotions wait for this replica, too. Returns when it has the
@@ -81,7 +92,11 @@ class Replica:
         return {"busy": (now[1] - before) / max(now[0] - then, 1e-3)}
 
     def __del__(self) -> None:
-        self._listener.close()  # Serve calls it before it ends the process
+        """Serve calls it before it ends the process."""
+        if listener := getattr(self, "_listener", None):
+            listener.close()
+            if self.service.request_log:
+                self.service.request_log.close()
 
     async def _promote(self, request: Request, now: Loaded) -> Response:
         """POST /promote {"uri": …}, or {} for the version before."""
@@ -191,44 +206,66 @@ def replicas_for(context: Any) -> tuple[float, dict]:
     return (sum(busy.values()) / BUSY if busy else context.current_num_replicas), {}
 
 
-def deploy(
-    export: Export,
-    *,
-    name: str,
-    host: str,
-    port: int,
-    replicas: tuple[int, int],
-    token: str | None,
-    allow_code: bool = False,
-) -> None:
-    """Starts a service on the Ray that this process uses, and returns when it answers.
+class Served(Section):
+    """What a service is made of."""
+
+    uri: str
+    """Of the export; every node must reach it. Another one is promoted, on the replicas that there are."""
+    name: str
+    host: str = "127.0.0.1"
+    """That replicas listen on, on each node that has one."""
+    port: int = 8000
+    no_token: bool = False
+    """Answer without a token; else RAYTREC_SERVE_TOKEN is it."""
+    allow_code: bool = False
+    """Transforms of the export may name code."""
+    log_requests: str | None = None
+    """Folder of a sample of requests and their scores."""
+    log_sample: float = Field(default=0.01, gt=0, le=1)
+
+
+def app(args: dict[str, Any]) -> Any:
+    """The application of Ray Serve, for configuration files of Serve and KubeRay:
+    `import_path: raytrec.serving.deployment:app`, with the keys of `Served` as `args`.
+
+    Raises:
+        ConfigError: there is no token.
+    """
+    served, token = Served.model_validate(args), os.environ.get(TOKEN)
+    if not (token or served.no_token):
+        raise ConfigError(
+            f"{TOKEN} is not set",
+            where="the node that builds the application",
+            expected="the token that clients send",
+            do=f"set {TOKEN} on all nodes, from a Secret; or no_token: true, where others guard the service",
+        )
+    return build(served, None if served.no_token else token)
+
+
+def build(served: Served, token: str | None, **scaling: Any) -> Any:
+    """Starts the service's coordinator, and gives its application.
 
     Args:
-        host, port: on each node that has a replica.
-        replicas: the least and the most; between them, as many as requests need.
+        scaling: num_replicas or autoscaling_config.
+
+    Raises:
+        RunError: replicas that there are cannot load the export; they answer as before.
     """
     import ray
     from ray import serve
-    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation
     from ray.serve.schema import LoggingConfig
 
     from raytrec.compat.ray_core import keep_for_actor, kept_for_actor
 
-    actor = ray.remote(num_cpus=0, max_restarts=-1)(Coordinator)
-    actor.options(
-        name=coordinator_of(name),
+    export = Export(served.uri, read_manifest(served.uri).version)
+    actor = ray.remote(num_cpus=0, max_restarts=-1)(Coordinator).options(
+        name=coordinator_of(served.name),
         namespace=NAMESPACE,
         lifetime="detached",
         max_concurrency=1000,
         get_if_exists=True,
-    ).remote(export, kept_for_actor, keep_for_actor)
-    least, most = replicas
-    scaling: dict[str, Any] = {"num_replicas": least}
-    if least != most:
-        policy = AutoscalingPolicy(policy_function=f"{__name__}:{replicas_for.__name__}")
-        scaling = {
-            "autoscaling_config": AutoscalingConfig(min_replicas=least, max_replicas=most, policy=policy)
-        }
+    )
+    ray.get(actor.remote(export, kept_for_actor, keep_for_actor).declare.remote(export))
     deployment = serve.deployment(
         Replica,
         name="raytrec",
@@ -236,9 +273,26 @@ def deploy(
         logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
         **scaling,
     )
+    return deployment.bind(served, token)
+
+
+def deploy(served: Served, replicas: tuple[int, int], token: str | None) -> None:
+    """Starts a service on the Ray that this process uses, and returns when it answers.
+
+    Args:
+        replicas: the least and the most; between them, as many as requests need.
+    """
+    from ray import serve
+    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation
+
+    least, most = replicas
+    scaling: dict[str, Any] = {"num_replicas": least}
+    if least != most:
+        policy = AutoscalingPolicy(policy_function=f"{__name__}:{replicas_for.__name__}")
+        config = AutoscalingConfig(min_replicas=least, max_replicas=most, policy=policy)
+        scaling = {"autoscaling_config": config}
     serve.start(proxy_location=ProxyLocation.Disabled)
-    bound = deployment.bind(coordinator_of(name), host, port, token, allow_code)
-    serve.run(bound, name=name, route_prefix=None)
+    serve.run(build(served, token, **scaling), name=served.name, route_prefix=None)
 
 
 def end(name: str) -> None:

@@ -30,6 +30,8 @@ class Figures:
             "raytrec_requests", "Requests by path and status.", ["path", "status"], registry=of
         )
         self.rows = Counter("raytrec_rows", "Rows that were scored.", registry=of)
+        self.logged = Counter("raytrec_logged_rows", "Rows written to the request log.", registry=of)
+        self.not_logged = Counter("raytrec_log_dropped_rows", "Rows that the log lost.", registry=of)
         self.seconds = Histogram(
             "raytrec_seconds", "Time of a request.", ["path"], buckets=SECONDS, registry=of
         )

@@ -18,6 +18,8 @@ from launching import ROOT, Planner
 from pydantic import BaseModel, ConfigDict, Field
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
+from raytrec.serving.deployment import THROUGHPUT
+
 FOLDER, KUBERNETES = ROOT / "deploy" / "kuberay", "1.33"
 WORKER, READER = {"CPU": 1, "GPU": 1}, {"CPU": 1}
 Whole = pydantic.NonNegativeInt
@@ -71,6 +73,12 @@ class Job(Part):
     rayClusterSpec: Cluster
 
 
+class Service(Part):
+    excludeHeadPodFromServeSvc: bool
+    serveConfigV2: str
+    rayClusterConfig: Cluster
+
+
 def documents(name):
     return list(yaml.safe_load_all((FOLDER / name).read_text()))
 
@@ -86,11 +94,18 @@ def job():
 
 
 @pytest.fixture(scope="module")
-def pods(cluster, job):
+def service():
+    return documents("rayservice.yaml")[0]
+
+
+@pytest.fixture(scope="module")
+def pods(cluster, job, service):
     """Name → pod template of all pods that are made."""
-    spec = cluster["spec"]
+    spec, of_service = cluster["spec"], service["spec"]["rayClusterConfig"]
     found = {group["groupName"]: group["template"] for group in spec["workerGroupSpecs"]}
     found["head"] = spec["headGroupSpec"]["template"]
+    found |= {f"service-{g['groupName']}": g["template"] for g in of_service["workerGroupSpecs"]}
+    found["service-head"] = of_service["headGroupSpec"]["template"]
     return found | {"submitter": job["spec"]["submitterPodTemplate"]}
 
 
@@ -101,11 +116,13 @@ def autoscaling(cluster):
     return _derive_autoscaling_config_from_ray_cr(document)
 
 
-def test_kuberay_knows_every_field(cluster, job):
+def test_kuberay_knows_every_field(cluster, job, service):
     assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     Cluster.model_validate(cluster["spec"])
+    assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
     Job.model_validate(job["spec"])
+    Service.model_validate(service["spec"])
     with pytest.raises(pydantic.ValidationError, match="idleTimeout"):
         wrong = cluster["spec"]["autoscalerOptions"] | {"idleTimeout": 5}
         Cluster.model_validate(cluster["spec"] | {"autoscalerOptions": wrong})
@@ -127,6 +144,27 @@ def test_a_job_has_the_same_cluster_of_the_pinned_ray(cluster, job):
     assert f"\nray=={cluster['spec']['rayVersion']}\n" in pinned
 
 
+def test_a_service_has_the_head_of_the_others_and_what_serve_needs(cluster, service, pods):
+    ours, others = service["spec"]["rayClusterConfig"], cluster["spec"]
+    same = ("rayVersion", "authOptions", "autoscalerOptions", "enableInTreeAutoscaling")
+    assert all(ours[name] == others[name] for name in same)
+    assert ours["headGroupSpec"]["rayStartParams"] == others["headGroupSpec"]["rayStartParams"]
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    port = config["http_options"]["port"]
+    for name in ("service-head", "service-cpu"):
+        (container,) = pods[name]["spec"]["containers"]
+        env = {each["name"]: each for each in container["env"]}
+        token = env.pop("RAYTREC_SERVE_TOKEN")["valueFrom"]["secretKeyRef"]
+        assert token == {"name": "raytrec-serve", "key": "token"}
+        assert {key: each["value"] for key, each in env.items() if key.startswith("RAY_SERVE")} == THROUGHPUT
+        assert {"name": "serve", "containerPort": port} in container["ports"]
+    assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "serve"}
+    (scaling,) = (each["autoscaling_config"] for each in config["applications"][0]["deployments"])
+    (group,) = ours["workerGroupSpecs"]
+    cpus = int(container["resources"]["limits"]["cpu"]) * group["maxReplicas"]
+    assert scaling["max_replicas"] <= cpus, "more replicas than there are CPUs for"
+
+
 def test_a_job_goes_on_where_the_last_one_stopped(job):
     spec = job["spec"]
     script = spec["entrypoint"].split()[1]
@@ -146,14 +184,14 @@ def test_pods_may_nothing_that_they_do_not_need(pods, cluster):
             assert "privileged" not in container["securityContext"]
             assert set(container["resources"]) == {"requests", "limits"}
         # The autoscaler next to the head starts pods; nothing else talks to Kubernetes.
-        assert (spec.get("automountServiceAccountToken") is False) == (name != "head")
+        assert (spec.get("automountServiceAccountToken") is False) == (name not in ("head", "service-head"))
         assert not spec.get("hostNetwork")
     text = yaml.safe_dump([cluster, *documents("base.yaml")])
     assert "hostPath" not in text and "LoadBalancer" not in text and "NodePort" not in text
 
 
-def test_no_token_is_in_a_file(cluster, job):
-    text = yaml.safe_dump([cluster, job])
+def test_no_token_is_in_a_file(cluster, job, service):
+    text = yaml.safe_dump([cluster, job, service])
     assert "RAY_AUTH_TOKEN" not in text and "stringData" not in text
     assert cluster["spec"]["authOptions"] == {"mode": "token"}
 
@@ -163,7 +201,8 @@ def test_only_pods_of_raytrec_and_the_operator_reach_a_pod(pods):
     selected = policy["spec"]["podSelector"]["matchLabels"]
     for template in pods.values():
         assert selected.items() <= template["metadata"]["labels"].items()
-    ours, operator = policy["spec"]["ingress"]
+    ours, operator, clients = policy["spec"]["ingress"]
+    assert [port["port"] for port in clients["ports"]] == [8000]
     assert ours == {"from": [{"podSelector": {"matchLabels": selected}}]}
     assert [port["port"] for port in operator["ports"]] == [8265]
     assert policy["spec"]["policyTypes"] == ["Ingress"]
@@ -172,7 +211,8 @@ def test_only_pods_of_raytrec_and_the_operator_reach_a_pod(pods):
 def test_all_nodes_share_the_folder(pods, cluster):
     claim, _ = documents("base.yaml")
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
-    for name in ("head", *(group["groupName"] for group in cluster["spec"]["workerGroupSpecs"])):
+    groups = (group["groupName"] for group in cluster["spec"]["workerGroupSpecs"])
+    for name in ("head", "service-head", "service-cpu", *groups):
         spec = pods[name]["spec"]
         (container,) = spec["containers"]
         root = next(e["value"] for e in container["env"] if e["name"] == "RAYTREC_ROOT")
@@ -184,7 +224,7 @@ def test_all_nodes_share_the_folder(pods, cluster):
 def test_a_pod_has_time_to_leave(pods):
     for name, template in pods.items():
         (container,) = template["spec"]["containers"]
-        if name in ("head", "submitter"):
+        if name in ("head", "submitter") or name.startswith("service"):
             continue
         command = container["lifecycle"]["preStop"]["exec"]["command"]
         assert command[:5] == ["python", "-m", "raytrec.cluster.preemption", "now", "--seconds"]

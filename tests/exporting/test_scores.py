@@ -137,6 +137,46 @@ def test_rows_in_every_form_score_as_the_run_predicts(folder, made, model):
     assert model.check() <= 1e-6 and len(model.golden) == 64
 
 
+@pytest.mark.survive
+def test_a_request_log_has_the_models_types_and_is_compared_column_by_column(folder, made, model, tmp_path):
+    from prometheus_client import CollectorRegistry, Counter
+
+    from raytrec.serving.bodies import Asked
+    from raytrec.serving.request_log import RequestLog
+    from raytrec.serving.skew import skew
+    from raytrec.serving.versions import Loaded
+
+    counters = [Counter(name, "-", registry=CollectorRegistry()) for name in ("written", "dropped")]
+    log = RequestLog(str(tmp_path), 1.0, "writer", *counters)
+    table, loaded = pq.read_table(folder / "data/train"), Loaded(str(made[2]), model)
+    scores = model.score([model.reader.read(table)])
+    rows = as_rows(table)
+    user = {name: rows[0][name] for name in ("user", "history")}
+    others = [{k: v for k, v in row.items() if k not in user} for row in rows[:9]]
+    log.offer("/predict", loaded, Asked(user=user, candidates=others), model.rank(user, others))
+    for at in range(len(table)):
+        each = [values[at : at + 1] for values in scores]
+        log.offer("/predict", loaded, Asked(rows=table.slice(at, 1) if at % 2 else rows[at : at + 1]), each)
+    log.close()
+    assert [each._value.get() for each in counters] == [len(table) + 9, 0]
+    logged = pq.read_table(tmp_path)
+    assert logged.select(model.columns.names).schema.equals(model.columns)
+    found = skew(str(tmp_path), str(made[2]), data=str(folder / "data/train")).metrics
+    assert found["rows"] == len(table) + 9 and not found["differs"]
+    assert {"score_kind[2]", "score_watched", "price", "film"} <= {
+        each["column"] for each in found["columns"]
+    }
+    found = skew(str(tmp_path), str(made[2]), data=str(folder / "data/test")).metrics
+    shares = {
+        (each["column"], each["measure"]): each["log"]["share"]
+        for each in found["columns"]
+        if "share" in each["log"]
+    }
+    assert shares["price", "nulls"] == pytest.approx(34 / 300, abs=0.02)
+    assert shares["film", "ids out of range"] == pytest.approx(0.09, abs=0.05)
+    assert 0 < shares["user", "ids without a row"] < 1
+
+
 def test_a_users_columns_come_once(folder, model):
     rows = as_rows(pq.read_table(folder / "data/test"))[:40]
     for mine in (

@@ -1,0 +1,173 @@
+"""A sample of requests and their scores as Parquet, written by a thread that no request waits for."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from queue import Empty, SimpleQueue
+from random import random
+from threading import Lock, Thread
+from time import monotonic
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raytrec.common.output_folder import OutputFolder
+from raytrec.common.redaction import hide
+from raytrec.common.storage import absolute
+from raytrec.data.arrow import pick_columns
+from raytrec.scoring.rows import to_table
+from raytrec.serving.bodies import Asked
+from raytrec.serving.versions import Loaded
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
+
+_log = logging.getLogger(__name__)
+MOST_WAITING = 20_000  # rows between requests and the thread
+CLOSE_S = 15.0  # that the last files may take: Serve kills a replica after 20 s
+VERSION = b"raytrec.version"  # of a file's rows, in its metadata
+REQUEST = "_request"
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A request that was answered."""
+
+    path: str
+    now: Loaded
+    asked: Asked
+    scores: Sequence[np.ndarray]
+    id: str = field(default_factory=lambda: uuid4().hex)
+    time: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+
+class RequestLog:
+    """Writes requests to a folder: the rows in the model's columns and types, their scores, and
+    `_request`, `_time` (UTC), `_path` and `_version`. A file has rows of one version.
+
+    What the thread cannot keep up with is dropped and counted. Rows that cannot be written are, too, with a
+    warning.
+
+    Args:
+        uri: the folder; local, s3:// or gs://.
+        sample: the share of requests that is written.
+        writer: is part of the files' names; no other process may have it.
+        written, dropped: count rows.
+        every_s, most_rows: after which a file is closed.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        sample: float,
+        writer: str,
+        written: Counter,
+        dropped: Counter,
+        *,
+        every_s: float = 60.0,
+        most_rows: int = 10_000,
+    ):
+        self._uri, self._sample, self._writer = absolute(uri), sample, writer
+        self._written, self._dropped = written, dropped
+        self._every_s, self._most_rows = every_s, most_rows
+        self._queue: SimpleQueue[Logged | None] = SimpleQueue()  # None: the end
+        self._waiting, self._lock, self._files = 0, Lock(), 0
+        self._thread = Thread(target=self._run, name="request-log", daemon=True)
+        self._thread.start()
+
+    def offer(self, path: str, now: Loaded, asked: Asked, scores: Sequence[np.ndarray]) -> str | None:
+        """Takes a request that was answered, if it is of the sample; its id in the log, or None."""
+        if random() >= self._sample:
+            return None
+        rows = len(scores[0])
+        with self._lock:
+            fits = self._waiting + rows <= MOST_WAITING
+            self._waiting += rows if fits else 0
+        if not fits:
+            self._dropped.inc(rows)
+            return None
+        self._queue.put(logged := Logged(path, now, asked, scores))
+        return logged.id
+
+    def close(self) -> None:
+        """Writes the requests that wait, and ends."""
+        self._queue.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        tables: dict[str, list[pa.Table]] = defaultdict(list)
+        rows, due = 0, monotonic() + self._every_s
+        while True:
+            logged, ended = None, False
+            try:
+                logged = self._queue.get(timeout=max(0.0, due - monotonic()))
+                ended = logged is None
+            except Empty:
+                pass
+            if logged is not None and (table := self._as_table(logged)) is not None:
+                tables[logged.now.version].append(table)
+                rows += len(table)
+            if ended or rows >= self._most_rows or monotonic() >= due:
+                for version, parts in tables.items():
+                    self._write(version, pa.concat_tables(parts))
+                tables.clear()
+                rows, due = 0, monotonic() + self._every_s
+            if ended:
+                return
+
+    def _as_table(self, logged: Logged) -> pa.Table | None:
+        try:
+            return logged_rows(logged)
+        except Exception as error:  # a request that was answered is none that the log may end with
+            _log.warning("a request cannot be logged: %s", error)
+            self._dropped.inc(len(logged.scores[0]))
+            return None
+        finally:
+            with self._lock:
+                self._waiting -= len(logged.scores[0])
+
+    def _write(self, version: str, table: pa.Table) -> None:
+        name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self._writer}-{self._files}.parquet"
+        self._files += 1
+        try:
+            folder = OutputFolder(self._uri)
+            if folder.is_local:
+                os.makedirs(folder.uri, 0o700, exist_ok=True)  # rows of real users
+            with folder.stream(name, f"{folder.partial}/{name}") as stream:
+                pq.write_table(table.replace_schema_metadata({VERSION: version}), stream, compression="zstd")
+            self._written.inc(len(table))
+        except Exception as error:
+            _log.warning("%s: %s rows of requests cannot be written: %s", hide(self._uri), len(table), error)
+            self._dropped.inc(len(table))
+
+
+def logged_rows(logged: Logged) -> pa.Table:
+    """The rows of a request, as RequestLog states.
+
+    Raises:
+        ArrowException, RaytrecError: a value has no place in the type of its column.
+    """
+    scorer, asked = logged.now.scorer, logged.asked
+    columns = scorer.reader.columns
+    rows = asked.rows if asked.user is None else [each | asked.user for each in asked.candidates]
+    table = pick_columns(to_table(rows, columns), columns.names).cast(columns)
+    scores = scorer.as_table(logged.scores)
+    for name in scores.column_names:
+        table = table.append_column(name, scores[name])
+    about = {
+        REQUEST: (logged.id, pa.string()),
+        "_time": (logged.time, pa.timestamp("us", "UTC")),
+        "_path": (logged.path, pa.string()),
+        "_version": (logged.now.version, pa.string()),
+    }
+    for name, (value, kind) in about.items():
+        table = table.append_column(name, pa.repeat(pa.scalar(value, kind), len(table)))
+    return table

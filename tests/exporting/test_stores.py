@@ -1,0 +1,157 @@
+"""Exports and request logs on object stores: s3:// and gs://, over HTTP on loopback."""
+
+import gc
+import shutil
+import tempfile
+from collections import namedtuple
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import object_stores
+import pyarrow.parquet as pq
+import pytest
+from exports import trained
+from prometheus_client import CollectorRegistry, Counter
+from test_models import Modelled
+
+import raytrec
+from raytrec.common.errors import RunError
+from raytrec.common.output_folder import OutputFolder
+from raytrec.common.processes import owner
+from raytrec.common.storage import open_filesystem
+from raytrec.serving.bodies import Asked
+from raytrec.serving.request_log import RequestLog
+from raytrec.serving.skew import skew
+from raytrec.serving.versions import Loaded
+
+pytestmark = [pytest.mark.survive, pytest.mark.processes]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(checkpoint, its export on disk, rows)."""
+    root = tmp_path_factory.mktemp("stores")
+    folder, table, _, _ = trained(Modelled("two_tower", (1, 1)), root)
+    return folder, Path(raytrec.export(folder, str(root / "export")).path), table
+
+
+@pytest.fixture(scope="module", params=["s3", "gs"])
+def bucket(request):
+    with getattr(object_stores, request.param)() as uri:
+        yield uri
+
+
+@pytest.fixture
+def copies(tmp_path, monkeypatch):
+    """The folder where copies are put."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def content(uri):
+    """Name → bytes of all files there."""
+    filesystem, path = open_filesystem(uri)
+    return {name: filesystem.open_input_stream(f"{path}/{name}").read() for name in OutputFolder(uri).names()}
+
+
+def test_an_interrupted_export_goes_on_where_it_ended(bucket, made, monkeypatch):
+    folder, local, _ = made
+    left, stream, out = [0], OutputFolder.stream, f"{bucket}/interrupted"
+
+    @contextmanager
+    def breaking(self, name, partial):
+        left[0] -= 1
+        if left[0] < 0 and name.endswith(".json"):  # small files are sent at once
+            raise OSError("the connection broke")
+        with stream(self, name, partial) as file:
+            if left[0] < 0:
+                file.write(b"the beginning")
+                raise OSError("the connection broke")
+            yield file
+
+    monkeypatch.setattr(OutputFolder, "stream", breaking)
+    tries = 0
+    while "manifest.json" not in OutputFolder(out).names():
+        left[0], tries = 5, tries + 1
+        try:
+            raytrec.export(folder, out)
+        except RunError as error:
+            assert "the connection broke" in error.what
+            with pytest.raises(RunError, match="no export here"):
+                raytrec.load(out)
+    assert tries > 3
+    gc.collect()  # a stream that broke is closed with its object
+    found, expected = content(out), content(str(local))
+    assert found.keys() == expected.keys()
+    tables = [name for name in found if name.startswith("tables/")]
+    assert tables and all(found[name] == expected[name] for name in tables)
+
+
+def test_an_export_in_a_store_scores_as_on_disk_and_leaves_no_copy(bucket, made, copies):
+    folder, local, table = made
+    uri = raytrec.export(folder, f"{bucket}/whole").path
+    model, expected = raytrec.load(uri, check_tables=True), raytrec.load(local).predict(table)
+    (copy,) = copies.iterdir()
+    left = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+    assert "predict.pt2" in left and not any(name.startswith("tables") for name in left)
+    for name in expected.column_names:
+        np.testing.assert_allclose(model.predict(table)[name], expected[name], rtol=1e-6, atol=1e-6)
+    del model
+    gc.collect()
+    assert not list(copies.iterdir())
+    assert content(uri).keys() == content(str(local)).keys()  # the store's own files stay
+
+
+def test_a_copy_that_fails_says_why_and_leaves_nothing(bucket, made, copies, monkeypatch):
+    uri = raytrec.export(made[0], f"{bucket}/damaged").path
+    OutputFolder(uri).delete("predict.pt2")
+    with pytest.raises(RunError, match=r"predict.pt2 cannot be copied"):
+        raytrec.load(uri)
+    usage = namedtuple("usage", ["total", "used", "free"])
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage(10_000, 0, 10_000))
+        with pytest.raises(RunError, match=r"takes .* and 9.77 KiB are free") as caught:
+            raytrec.load(uri)
+    assert caught.value.where == str(copies) and "TMPDIR" in caught.value.do
+    assert not list(copies.iterdir())
+    with pytest.raises(RunError, match="no export here"):
+        raytrec.load(f"{bucket}/nowhere")
+
+
+def test_what_a_killed_process_has_copied_is_removed(bucket, made, copies):
+    uri = raytrec.export(made[0], f"{bucket}/again").path
+    host = owner().rpartition("-")[0]
+    for name in (
+        f"raytrec-export-{host}-999999999-abc",
+        f"raytrec-export-{owner()}-abc",
+        "raytrec-export-other",
+    ):
+        (copies / name).mkdir()
+    model = raytrec.load(uri)
+    names = {path.name for path in copies.iterdir()}
+    assert f"raytrec-export-{owner()}-abc" in names and "raytrec-export-other" in names
+    assert len(names) == 3 and model
+
+
+def test_a_log_of_requests_goes_to_a_store_and_is_read_there(bucket, made):
+    _, local, table = made
+    loaded = Loaded(str(local), raytrec.load(local))
+    counters = [Counter(name, "-", registry=CollectorRegistry()) for name in ("written", "dropped")]
+    log = RequestLog(f"{bucket}/log", 1.0, "writer", *counters)
+    log.offer("/predict", loaded, Asked(rows=table), loaded.scorer.score([loaded.scorer.reader.read(table)]))
+    log.close()
+    assert [each._value.get() for each in counters] == [len(table), 0]
+    filesystem, path = open_filesystem(f"{bucket}/data")
+    pq.write_table(table, f"{path}/rows.parquet", filesystem=filesystem)
+    found = skew(f"{bucket}/log", str(local), data=f"{bucket}/data").metrics
+    assert found["rows"] == found["data_rows"] == len(table) and not found["differs"]
+
+
+def test_a_store_that_does_not_answer(made, monkeypatch):
+    for name, value in (object_stores.KEYS | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunError, match=r"manifest.json cannot be read: .*onnect"):
+        raytrec.load("s3://bucket/export")
+    with pytest.raises(RunError, match=r"the export cannot be written: .*onnect"):
+        raytrec.export(made[0], "s3://bucket/export")

@@ -1,0 +1,88 @@
+"""deploy/kuberay/rayservice.yaml: its configuration of Serve on a Ray cluster, given as KubeRay does it."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+from heads import Head, free_ports
+from test_service import TOKEN, Load, ask, exports  # noqa: F401
+from waiting import wait_for
+
+from raytrec.serving.skew import skew
+
+pytestmark = [pytest.mark.survive, pytest.mark.timeout(900)]
+SPEC = yaml.safe_load((Path(__file__).parents[2] / "deploy/kuberay/rayservice.yaml").read_text())["spec"]
+START_S = 240
+
+
+class Deployed:
+    """The configuration with changes, on a head."""
+
+    def __init__(self, head):
+        (self.port,), self._head = free_ports(1), head
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def apply(self, **args):
+        config = yaml.safe_load(SPEC["serveConfigV2"])
+        config["http_options"] = {"host": "127.0.0.1", "port": self.port}
+        config["applications"][0]["args"] |= args
+        self._ask("PUT", json.dumps(config).encode())
+
+    def status(self):
+        """(status, message) of the application."""
+        found = json.loads(self._ask("GET"))["applications"]["raytrec"]
+        return found["status"], found["message"]
+
+    def _ask(self, method, body=None):
+        headers = {
+            "Authorization": f"Bearer {self._head.token.read_text()}",
+            "Content-Type": "application/json",
+        }
+        address = f"{self._head.url}/api/serve/applications/"
+        with urllib.request.urlopen(urllib.request.Request(address, body, headers, method=method)) as answer:
+            return answer.read()
+
+    def answers_with(self, version):
+        try:
+            return set(ask(self.url, "/versions").values()) == {version}
+        except OSError:
+            assert self.status()[0] != "DEPLOY_FAILED", self.status()
+            return False
+
+
+@pytest.fixture
+def head(tmp_path):
+    """A cluster whose processes have the environment of the file's pods."""
+    (container,) = SPEC["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"]
+    environment = {each["name"]: each.get("value", TOKEN) for each in container["env"]}
+    del environment["RAYTREC_ROOT"]
+    with Head(tmp_path / "h", cpus=5, environment=environment) as head:
+        yield head
+
+
+def test_its_configuration_serves_promotes_and_logs(head, exports, tmp_path):  # noqa: F811
+    made, rows = exports
+    whole, small, deployed = made["whole"], made["small"], Deployed(head)
+    log = {"log_requests": str(tmp_path / "requests"), "log_sample": 1.0}
+    deployed.apply(uri=whole[0], **log)
+    wait_for(lambda: deployed.answers_with(whole[1]), "the service", START_S)
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        ask(deployed.url, "/predict", {"rows": rows}, token="another")
+    with Load(deployed.url, exports, retries=20, clients=1) as load:
+        deployed.apply(uri=small[0], **log)
+        wait_for(lambda: deployed.answers_with(small[1]), "the other version", START_S)
+        deployed.apply(uri=str(tmp_path / "nothing"), **log)
+        wait_for(lambda: deployed.status()[0] == "DEPLOY_FAILED", "the refusal", START_S)
+        assert "there is no export here" in deployed.status()[1]
+        time.sleep(1)
+    assert not load.failed and set(load.counts) == {whole[1], small[1]}, load.failed[:3]
+    assert ask(deployed.url, "/predict", {"rows": rows})["version"] == small[1]
+    deployed._ask("DELETE")
+    wait_for(lambda: not json.loads(deployed._ask("GET"))["applications"], "the end of the replicas", START_S)
+    for path, version, _ in (whole, small):
+        found = skew(str(tmp_path / "requests"), path).metrics
+        assert found["rows"] >= len(rows) and not found["differs"], version
