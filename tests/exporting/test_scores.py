@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from served import Http, assert_same
 
 import raytrec
 from raytrec.common.errors import ConfigError, DataError, RunError
@@ -135,6 +136,19 @@ def test_rows_in_every_form_score_as_the_run_predicts(folder, made, model):
     with pytest.raises(DataError, match="there are no rows"):
         model.predict([])
     assert model.check() <= 1e-6 and len(model.golden) == 64
+
+
+def test_a_service_scores_as_the_run_predicts(folder, made, model):
+    table = pq.read_table(folder / "data/test")
+    rows = as_rows(table)
+    with Http() as http:
+        http.serve(made[2])
+        for _, predictions in http.scores_of_forms(rows, table):
+            assert_same(predictions, made[1])
+        user = {name: rows[0][name] for name in ("user", "history", "tags", "tag_weights")}
+        others = [{k: v for k, v in row.items() if k not in user} for row in rows]
+        ranked = http.scores({"user": user, "candidates": others})
+        assert_same(ranked, model.predict([row | user for row in rows]))
 
 
 def test_a_users_columns_come_once(folder, model):
