@@ -1,4 +1,4 @@
-"""Every model: the scores of its export, loaded or served over HTTP, are those of the step that was trained."""
+"""Every model: its export, loaded or served over HTTP, scores as the step that was trained."""
 
 import json
 
@@ -44,7 +44,7 @@ def test_scores_are_those_of_training(name, http, tmp_path):
         assert_same(served, dict(zip(names, expected, strict=True)))
     for tower, values in vectors.items():
         np.testing.assert_allclose(model.vectors(table, tower=tower), values, rtol=CLOSE, atol=CLOSE)
-        status, content, _ = http.ask(f"/vectors?tower={tower}", {"rows": rows})
+        _, content, _ = http.ask(f"/vectors?tower={tower}", {"rows": rows})
         served = json.loads(content)["predictions"]["vector"]
         np.testing.assert_allclose(served, values, rtol=CLOSE, atol=CLOSE)
     for user in users_of(name, model, table):

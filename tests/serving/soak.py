@@ -1,0 +1,355 @@
+"""`make soak-serve`: a service that is asked without pause while versions are swapped and replicas killed.
+
+    python tests/serving/soak.py [--requests 200000] [--clients 8] [--smallest]
+
+`raytrec serve --replicas 2` on this machine; clients in a process of their own, with the retries of
+docs/serving.md. Between requests: promotions, rollbacks, an export with a damaged table, one with a wrong
+golden row, and SIGKILL of a replica three times, once while a version is promoted.
+
+Every answer is compared with the scores of its version by `raytrec.load`. Wrong is: another score, a version
+that is not served, and, for a request that began after a promotion had ended, another version than the
+promoted one. A request is in the hands of a killed replica if it is under way between the kill and the time
+at which all replicas answer again. Exit 1: a wrong answer, a request that fails in spite of its retries, one
+that is retried at another time, or a replica that keeps an export that is neither the last nor the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "helpers"), str(TESTS / "parity")]
+
+import numpy as np  # noqa: E402
+import typer  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from served import stream  # noqa: E402
+from services import (  # noqa: E402
+    TOKEN,
+    called,
+    change_a_score,
+    copied,
+    exports_of_a_model,
+    flip_a_table,
+    mapped_folders,
+    resident_mib,
+    running,
+)
+from urllib3 import PoolManager, Retry  # noqa: E402
+from urllib3.exceptions import HTTPError  # noqa: E402
+from waiting import wait_for  # noqa: E402
+
+from raytrec.common.errors import RunError  # noqa: E402
+from raytrec.serving.bodies import ARROW, JSON  # noqa: E402
+from raytrec.serving.command import promote  # noqa: E402
+from raytrec.serving.coordinator import GONE_S  # noqa: E402
+
+REPLICAS = 2
+CHANGING = -1
+KINDS = ("wrong", "failed", "retried")
+MOST_HELD = 2  # exports of a replica: the one that answers, and the one before
+# What happens, in this order: swaps, refused ones, kills. The first export is `whole`.
+EVENTS = ["small", "kill", "half", "damaged", "small", "rollback", "killed promotion", "wrong golden row"]
+EVENTS += ["small", "kill", "whole", "rollback"]
+SMALLEST = ["small", "killed promotion", "damaged"]
+
+
+def requests_of(made, table):
+    """[(body, content type, export → scores)]: small requests in every form."""
+    found, model = [], made["whole"].model
+    mine = model.reader_of("query").columns.names
+    for first in range(0, len(table) - 3, 3):
+        part = table.slice(first, 1 + first % 4)
+        rows, user = part.to_pylist(), part.select(mine).slice(0, 1).to_pylist()[0]
+        candidates = part.drop_columns(mine).to_pylist()
+        asked = {"user": user, "candidates": candidates}
+        for body, kind, scored in (
+            (json.dumps({"rows": rows}), JSON, {"rows": part}),
+            (json.dumps({"columns": part.to_pydict()}), JSON, {"rows": part}),
+            (stream(part), ARROW, {"rows": part}),
+            (json.dumps(asked), JSON, asked),
+        ):
+            scores = {each.version: each.model.predict(**scored).to_pydict() for each in made.values()}
+            found.append((body, kind, scores))
+    return found
+
+
+class Clients:
+    """Requests, one after the other in each thread, and what comes of them.
+
+    Args:
+        versions: of exports. state: see State.
+    """
+
+    def __init__(self, url, requests, versions, state):
+        # The retries of docs/serving.md.
+        self._retry = Retry(
+            10,
+            status_forcelist=[429, 500, 502, 503, 504],
+            allowed_methods=None,
+            backoff_factor=0.1,
+            backoff_max=5,
+        )
+        self._url, self._requests, self._versions, self._state = f"{url}/predict", requests, versions, state
+        self.counts, self.notes = Counter(), []
+
+    def run(self, clients):
+        """Until there have been enough, and all events."""
+        threads = [threading.Thread(target=self._run, args=[seed]) for seed in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _run(self, seed):
+        http, order = PoolManager(), np.random.default_rng(seed).permutation(len(self._requests))
+        while self._state.take():
+            body, kind, scores = self._requests[order[self._state.asked.value % len(order)]]
+            headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": kind}
+            stable, began = self._state.version(), time.time()
+            try:
+                answer = http.request("POST", self._url, body=body, headers=headers, retries=self._retry)
+            except HTTPError as error:
+                self._note("failed", began, repr(error))
+                continue
+            for tried in answer.retries.history:
+                self._note("retried", began, repr(tried.status or tried.error))
+            if answer.status != 200:
+                self._note("failed", began, answer.data[:300].decode(errors="replace"))
+                continue
+            self._compare(answer.json(), scores, stable, began)
+
+    def _compare(self, answer, scores, stable, began):
+        version = answer["version"]
+        self.counts[version] += 1
+        place, unchanged = stable[1], stable == self._state.version()
+        if unchanged and place != CHANGING and version != self._versions[place]:
+            self._note("wrong", began, f"{version} in the place of {self._versions[place]}")
+        expected = scores.get(version, {})
+        right = [np.allclose(answer["predictions"][k], v, rtol=1e-6, atol=1e-6) for k, v in expected.items()]
+        if not right or not all(right):
+            self._note("wrong", began, f"{answer} in the place of {expected}")
+
+    def _note(self, kind, began, what):
+        self.counts[kind] += 1
+        self.notes.append((kind, began, time.time(), what))
+
+
+class State:
+    """What the clients' process and the one that swaps have in common."""
+
+    def __init__(self, requests):
+        self._requests = requests
+        self.asked, self._going = multiprocessing.Value("q"), multiprocessing.Value("b", True)
+        self._version = multiprocessing.Array("q", [0, 0])
+
+    def take(self):
+        """Whether there is a further request to make."""
+        with self.asked.get_lock():
+            self.asked.value += 1
+            return self._going.value or self.asked.value <= self._requests
+
+    def end(self):
+        """All has happened that should."""
+        self._going.value = False
+
+    def version(self):
+        """(how often it has changed, the place of the one that has to answer; CHANGING: any)."""
+        with self._version.get_lock():
+            return tuple(self._version)
+
+    def change(self, place):
+        """The version that has to answer from now on."""
+        with self._version.get_lock():
+            self._version[:] = [self._version[0] + 1, place]
+
+
+def drive(*given, clients, results):
+    """All clients, in this process."""
+    asking = Clients(*given)
+    asking.run(clients)
+    results.put((asking.counts, asking.notes))
+
+
+class Swaps:
+    """What happens to the service, and what it should answer with then."""
+
+    def __init__(self, service, made, root, state):
+        self._service, self._made, self.root, self._state = service, made, root, state
+        self.now, self._before, self._copies = "whole", "whole", 0
+        self.kills, self.table = [], []  # wall-clock seconds; (event, seconds)
+
+    def happen(self, event):
+        """One of EVENTS, to its end."""
+        began = time.monotonic()
+        if event == "kill":
+            self._kill()
+        elif event == "killed promotion":
+            self._promote("half", kill=True)
+        elif event in ("damaged", "wrong golden row"):
+            self._refuse(flip_a_table if event == "damaged" else change_a_score)
+        else:
+            self._promote(event)
+        self.table.append((event, time.monotonic() - began))
+        wait_for(
+            lambda: self._service.versions() == [self._version(self.now)] * REPLICAS,
+            f"{event}: replicas of {self.now}",
+            3 * GONE_S,
+        )
+
+    def _version(self, name):
+        return self._made[name].version
+
+    def _copy(self, name, change=lambda copy: None):
+        self._copies += 1
+        return copied(self._made[name].path, self.root / str(self._copies), change)
+
+    def _promote(self, name, kill=False):
+        """To a fresh copy of an export, or back to the one before."""
+        back = name == "rollback"
+        target, uri = (self._before, None) if back else (name, self._copy(name))
+        self._state.change(CHANGING)
+        outcome = []
+
+        def ask():
+            try:
+                outcome.append(promote(uri, service=self._service.url, name=None, rollback=back))
+            except RunError as error:
+                outcome.append(error)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        if kill:
+            self._kill()
+        asking.join(4 * GONE_S)
+        if kill and isinstance(outcome[0], RunError):  # it was asked of the replica that was killed
+            ask()
+        assert outcome and outcome[-1] == self._version(target), f"{name}: {outcome}"
+        self.now, self._before = target, self.now
+        self._state.change(list(self._made).index(self.now))
+
+    def _refuse(self, change):
+        try:
+            promote(self._copy("whole", change), service=self._service.url, name=None)
+        except RunError as error:
+            assert "not the file that was" in error.what or "scores differ" in error.what, error
+        else:
+            raise AssertionError(f"{change.__name__}: it was promoted")
+
+    def _kill(self):
+        """A replica; until there are as many as before."""
+        self._service.replicas()[0].kill()
+        self.kills.append(time.time())
+        time.sleep(GONE_S + 1)  # for so long it is counted as one
+        wait_for(
+            lambda: len(self._service.versions()) == REPLICAS, "a replica in the place of a killed one", 90
+        )
+
+
+def _swap(service, swaps, events, requests, state):
+    """Lets all events happen, spread over the requests; what the service has in memory before and after."""
+    found = {}
+    for number, event in enumerate(events, 1):
+        until = number * requests // (len(events) + 1)
+        wait_for(lambda until=until: state.asked.value >= until, f"{until:,} requests", 3600)
+        found.setdefault("before", _held(service, swaps))
+        swaps.happen(event)
+    state.end()
+    wait_for(lambda: state.asked.value > requests, f"{requests:,} requests", 3600)
+    return found | {"after": _held(service, swaps), "events": swaps.table, "kills": swaps.kills}
+
+
+def _held(service, swaps):
+    """[(process, MiB of its own, exports whose files it has mapped)] of the replicas and the proxy."""
+    processes = [*service.replicas(), *service.family("ProxyActor")]
+    return [
+        (f"{called(p).split(':')[2]} {p.pid}", resident_mib(p), mapped_folders(p, swaps.root))
+        for p in processes
+    ]
+
+
+def _show(report, counts, notes):
+    """Prints all figures; whether the promise was kept."""
+    kills, by = report["kills"], {kind: [note for note in notes if note[0] == kind] for kind in KINDS}
+    others = [note for note in by["retried"] if not _in_hands(note, kills)]
+    held = {name: exports for name, _, exports in report["after"] if len(exports) > MOST_HELD}
+    answers = {name: count for name, count in counts.items() if name not in KINDS}
+    rows = {
+        "answers": sum(answers.values()),
+        **answers,
+        "wrong": len(by["wrong"]),
+        "failed": len(by["failed"]),
+    }
+    rows["tries that failed in a killed replica's hands"] = len(by["retried"]) - len(others)
+    rows["tries that failed otherwise"] = len(others)
+    seconds = report["seconds"]
+    rows |= {"seconds": f"{seconds:.0f}", "answers/s": f"{rows['answers'] / seconds:.0f}"}
+    _print("make soak-serve", rows.items())
+    _print("events", [(name, f"{took:.1f} s") for name, took in report["events"]])
+    for moment in ("before", "after"):
+        lines = [(name, f"{mib} MiB; {len(exports)} exports") for name, mib, exports in report[moment]]
+        _print(f"{moment} the events", lines)
+    for note in [*by["wrong"], *by["failed"], *others][:20]:
+        print(*note)
+    print("\n".join(f"{name} still has {', '.join(exports)}" for name, exports in held.items()))
+    return not (by["wrong"] or by["failed"] or others or held)
+
+
+def _in_hands(note, kills):
+    """Whether a request was under way when, or came before it was known that, a replica was killed."""
+    _, began, ended, _ = note
+    return any(began < kill + GONE_S and ended > kill for kill in kills)
+
+
+def _print(title, lines):
+    table = Table(title=title, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in lines:
+        table.add_row(str(name), f"{value:,}" if isinstance(value, int) else value)
+    Console().print(table)
+
+
+def main(
+    requests: Annotated[int, typer.Option(help="At least.")] = 200_000,
+    clients: Annotated[int, typer.Option(help="That ask at the same time.")] = 8,
+    smallest: Annotated[bool, typer.Option(help="Whether it runs at all.")] = False,
+) -> None:
+    """Prints the table."""
+    requests, events = (600, SMALLEST) if smallest else (requests, EVENTS)
+    os.environ["RAYTREC_SERVE_TOKEN"] = TOKEN
+    with tempfile.TemporaryDirectory(prefix="raytrec-soak-") as scratch:
+        root = Path(scratch)
+        made, rows = exports_of_a_model(root)
+        asked, versions = requests_of(made, rows), [each.version for each in made.values()]
+        with running(made["whole"].path, REPLICAS, root) as service:
+            state, results = State(requests), multiprocessing.Queue()
+            asking = multiprocessing.Process(
+                target=drive,
+                args=(service.url, asked, versions, state),
+                kwargs={"clients": clients, "results": results},
+            )
+            began = time.monotonic()
+            asking.start()
+            try:
+                report = _swap(service, Swaps(service, made, root, state), events, requests, state)
+                found = results.get()
+            finally:
+                state.end()
+                asking.terminate()
+            report |= {"seconds": time.monotonic() - began}
+    raise typer.Exit(not _show(report, *found))
+
+
+if __name__ == "__main__":
+    typer.run(main)
