@@ -25,8 +25,10 @@ class Order:
 
     number: int = 0
     kind: Literal["stay", "prepare", "commit", "forget"] = "stay"
-    target: str = ""
-    """prepare: a URI; commit: a version."""
+    uri: str = ""
+    """prepare, commit: of the export."""
+    version: str = ""
+    """commit: its version."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Coordinator:
 
     async def follow(self, replica: str, report: Report) -> Order:
         """The order after the one that a replica has carried out; the same when there is none for a while."""
+        if report.done > self._order.number:  # another process was the coordinator when this was promoted
+            self._uri = report.uri
         self._replicas[replica] = Seen(report)
         if report.done == self._order.number:
             changed = self._changed
@@ -112,12 +116,12 @@ class Coordinator:
             (version,) = versions
             if uri != self._uri:
                 self._uri, self._before = uri, self._uri
-            self._tell("commit", version)
+            self._tell("commit", uri, version)
             await self._carried_out()
             return version
 
-    def _tell(self, kind: Literal["prepare", "commit", "forget"], target: str = "") -> None:
-        self._order = Order(self._order.number + 1, kind, target)
+    def _tell(self, kind: Literal["prepare", "commit", "forget"], *of: str) -> None:
+        self._order = Order(self._order.number + 1, kind, *of)
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -139,11 +143,9 @@ class Coordinator:
         raise RunError("replicas do not answer", where="the service", do="see its log")
 
     def _live(self) -> dict[str, Seen]:
-        """Replicas that still ask, or are about to load."""
+        """Replicas that still ask."""
         now = monotonic()
-        busy = self._order.kind == "prepare"
         for name, seen in list(self._replicas.items()):
-            silent = now - seen.at
-            if silent > (LOAD_S if busy and seen.report.done != self._order.number else GONE_S):
+            if now - seen.at > GONE_S:
                 del self._replicas[name]
         return dict(self._replicas)

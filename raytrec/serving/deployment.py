@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Thread
 from typing import Any
 
@@ -45,11 +46,18 @@ class Replica:
 
         keep_replica_on_loopback()
         torch.set_num_threads(1)
+        gc.freeze()  # what is imported stays; Versions collects what exports leave
         self._coordinator = ray.get_actor(name, NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
         versions = Versions(ray.get(self._coordinator.uri.remote()), allow_code)
         self.service = Service(versions, token)
-        Thread(target=self._follow, name="follow", daemon=True).start()
+        # Another version may have been promoted while this one was loaded: it has that one before it answers.
+        report = Report(-1, versions.current.uri, versions.current.version)
+        order = ray.get(self._coordinator.follow.remote(self._id, report))
+        report = self._carry_out(order, report)
+        if report.error and order.kind == "commit":
+            raise report.error
+        Thread(target=self._follow, args=[report], name="follow", daemon=True).start()
 
     def __serve_build_asgi_app__(self):
         more = {("POST", "/promote"): self._promote, ("GET", "/versions"): self._versions}
@@ -77,37 +85,42 @@ class Replica:
                 raise Refused(409, cause) from None
             raise
 
-    def _follow(self) -> None:
-        """Carries out the coordinator's orders, until the process ends."""
+    def _follow(self, done: Report) -> None:
+        """Carries out the coordinator's orders, until the process ends. It asks on while it carries one out,
+        because a replica that does not is taken for ended."""
         import ray
 
-        versions, done = self.service.versions, Report(-1, "", "")
+        worker, work = ThreadPoolExecutor(1, thread_name_prefix="order"), None
         while True:
-            now = versions.current
-            done = replace(done, uri=now.uri, version=now.version)
+            if work and work.done():
+                done, work = work.result(), None
             try:
                 order = ray.get(self._coordinator.follow.remote(self._id, done), timeout=4 * FOLLOW_S)
             except Exception:  # the coordinator is being started again, or this process ends
                 time.sleep(1)
                 continue
             if order.number != done.done:
-                done = self._carry_out(order, done)
+                work = work or worker.submit(self._carry_out, order, done)
+                wait([work], FOLLOW_S)
 
     def _carry_out(self, order: Order, before: Report) -> Report:
         versions, prepared, error = self.service.versions, before.prepared, None
         try:
             if order.kind == "prepare":
-                prepared = versions.prepare(order.target)
-            elif order.kind == "commit" and versions.current.version != order.target:
-                versions.commit(order.target)
+                prepared = versions.prepare(order.uri)
+            elif order.kind == "commit":
+                if order.version not in (prepared, versions.current.version):
+                    versions.prepare(order.uri)  # it was not there when the others did
+                versions.commit(order.version)
             elif order.kind == "forget":
                 versions.forget()
         except RaytrecError as failed:
             prepared, error = None, failed
         except Exception as failed:
             log.exception("an order could not be carried out")
-            prepared, error = None, RunError(f"{type(failed).__name__}: {failed}", where=order.target)
-        return replace(before, done=order.number, prepared=prepared, error=error)
+            prepared, error = None, RunError(f"{type(failed).__name__}: {failed}", where=order.uri)
+        now = versions.current
+        return Report(order.number, now.uri, now.version, prepared, error)
 
 
 def _json(values: Any) -> Response:

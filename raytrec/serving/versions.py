@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from threading import Lock
 
@@ -63,12 +64,15 @@ class Versions:
         """
         with self._lock:
             if self.current.version == version:
+                self._prepared = None
                 return
             if self._prepared is None or self._prepared.version != version:
                 raise RunError(f"{version} is not prepared", where="the service", expected="prepare first")
             self.current, self.previous, self._prepared = self._prepared, self.current, None
+            gc.collect()  # programs are cycles, and until they are collected their files stay mapped
 
     def forget(self) -> None:
         """Lets go of what was prepared."""
         with self._lock:
             self._prepared = None
+            gc.collect()
