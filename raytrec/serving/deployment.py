@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from copy import copy
 from threading import Thread
 from typing import Any
 
@@ -31,6 +32,7 @@ THROUGHPUT = {
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+    "RAY_SERVE_FREEZE_GC_ON_STARTUP": "0",  # it would keep a replica's first export for good
 }
 
 
@@ -40,13 +42,14 @@ class Replica:
     def __init__(self, name: str, token: str | None, allow_code: bool):
         import ray
         import torch
+        import torch.export.pt2_archive  # with what exports are read by
         from ray import serve
 
         from raytrec.compat.ray_serve import keep_replica_on_loopback
 
         keep_replica_on_loopback()
         torch.set_num_threads(1)
-        gc.freeze()  # what is imported stays; Versions collects what exports leave
+        gc.freeze()  # what is imported stays: Versions collects what exports leave, in tens of milliseconds
         self._coordinator = ray.get_actor(name, NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
         versions = Versions(ray.get(self._coordinator.uri.remote()), allow_code)
@@ -115,7 +118,7 @@ class Replica:
             elif order.kind == "forget":
                 versions.forget()
         except RaytrecError as failed:
-            prepared, error = None, failed
+            prepared, error = None, copy(failed)  # its traceback would keep the exports of its frames
         except Exception as failed:
             log.exception("an order could not be carried out")
             prepared, error = None, RunError(f"{type(failed).__name__}: {failed}", where=order.uri)
