@@ -28,6 +28,7 @@
 # make quality DATA=DIR  every model on public data in DIR, with 5 seeds each (docs/quality.md)
 # make quality-smoke  every row of it for three steps, on made-up data
 # make bench-export  what the export of a table of 30 GiB takes, and how fast its rows are looked up
+# make soak-serve  200,000 requests to a service through swaps, damaged exports and killed replicas
 # make bench-start  how long a run takes to start, and to train again when a worker has been killed
 # make gpu-check, make bench-gpu  whether a machine's GPU does what raytrec promises, and how fast (docs/gpu.md)
 # The newest of these that runs and has venv; PYTHON=… is another one. Looked for only where one is needed.
@@ -51,7 +52,7 @@ DATA ?= .
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-sequences bench-ids bench-precision quality quality-smoke gpu-check bench-gpu lint format install lock clean bench-tiers bench-export bench-ids-resume bench-ids-quality weight map
+.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-sequences bench-ids bench-precision quality quality-smoke gpu-check bench-gpu lint format install lock clean bench-tiers bench-export soak-serve bench-ids-resume bench-ids-quality weight map
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -108,6 +109,9 @@ bench-tiers: install
 
 bench-export: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/export.py
+
+soak-serve: install
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/serving/soak.py
 
 bench-start: install
 	$(BIN)/python -W ignore benchmarks/start.py

@@ -63,12 +63,11 @@ class Versions:
             RunError: it is not that one.
         """
         with self._lock:
-            if self.current.version == version:
-                self._prepared = None
-                return
-            if self._prepared is None or self._prepared.version != version:
-                raise RunError(f"{version} is not prepared", where="the service", expected="prepare first")
-            self.current, self.previous, self._prepared = self._prepared, self.current, None
+            if self.current.version != version:
+                if self._prepared is None or self._prepared.version != version:
+                    raise RunError(f"{version} is not prepared", where="the service", expected="prepare first")
+                self.current, self.previous = self._prepared, self.current
+            self._prepared = None
             gc.collect()  # programs are cycles, and until they are collected their files stay mapped
 
     def forget(self) -> None:

@@ -23,7 +23,7 @@ from waiting import wait_for
 
 import raytrec
 
-TOKEN, START_S = "a token", 120
+TOKEN, START_S = "a token", 300
 PRECISIONS = {"whole": None, "small": "int8", "half": "fp16"}
 
 

@@ -9,8 +9,8 @@ golden row, and SIGKILL of a replica three times, once while a version is promot
 Every answer is compared with the scores of its version by `raytrec.load`. Wrong is: another score, a version
 that is not served, and, for a request that began after a promotion had ended, another version than the
 promoted one. A request is in the hands of a killed replica if it is under way between the kill and the time
-at which all replicas answer again. Exit 1: a wrong answer, a request that fails in spite of its retries, one
-that is retried at another time, or a replica that keeps an export that is neither the last nor the one before.
+after which it is taken for ended. Exit 1: a wrong answer, a request that fails in spite of its retries, one that
+is retried at another time, or a replica that keeps an export that is neither the last nor the one before.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ KINDS = ("wrong", "failed", "retried")
 MOST_HELD = 2  # exports of a replica: the one that answers, and the one before
 # What happens, in this order: swaps, refused ones, kills. The first export is `whole`.
 EVENTS = ["small", "kill", "half", "damaged", "small", "rollback", "killed promotion", "wrong golden row"]
-EVENTS += ["small", "kill", "whole", "rollback"]
+EVENTS += ["small", "kill", "half", "rollback"]
 SMALLEST = ["small", "killed promotion", "damaged"]
 
 
@@ -195,7 +195,7 @@ class Swaps:
         if event == "kill":
             self._kill()
         elif event == "killed promotion":
-            self._promote("half", kill=True)
+            self._promote("whole", kill=True)
         elif event in ("damaged", "wrong golden row"):
             self._refuse(flip_a_table if event == "damaged" else change_a_score)
         else:

@@ -1,7 +1,10 @@
 """The service over HTTP, in this process: what it answers, and what it refuses. No Ray."""
 
 import json
+import re
+import textwrap
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -181,6 +184,20 @@ def test_a_full_queue_turns_requests_away(made):
         assert http.service.batcher.waiting == 0
     finally:
         http.close()
+
+
+def test_the_documents_client_repeats_what_is_turned_away(http, model, made, monkeypatch):
+    """429 to its first request here; in the soak, what a killed replica had in its hands."""
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    (block,) = re.findall(r"(?m)^    import urllib3\n(?:(?:    .*)?\n)+", page)
+    monkeypatch.setattr("raytrec.serving.batching.RETRY_S", 0)
+    monkeypatch.setattr(http.service, "batcher", Batcher(most_waiting=3))
+    http.service.batcher.waiting = 2
+    threading.Timer(0.15, lambda: setattr(http.service.batcher, "waiting", 0)).start()
+    names = {"token": TOKEN, "rows": good(made)}
+    exec(textwrap.dedent(block).replace("http://127.0.0.1:8000", http.url), names)
+    assert_same(names["answer"]["predictions"], model.predict(good(made)))
+    assert 'path="/predict",status="429"' in http.ask("/metrics")[1].decode()
 
 
 def test_another_version_answers_when_it_is_committed(made, tmp_path):
