@@ -65,7 +65,7 @@ class Versions:
         with self._lock:
             if self.current.version != version:
                 if self._prepared is None or self._prepared.version != version:
-                    raise RunError(f"{version} is not prepared", where="the service", expected="prepare first")
+                    raise RunError(f"{version} is not prepared", where="the service", do="prepare it first")
                 self.current, self.previous = self._prepared, self.current
             self._prepared = None
             gc.collect()  # programs are cycles, and until they are collected their files stay mapped

@@ -1,4 +1,4 @@
-"""Requests that no service should be able to fail at: bodies of JSON and Arrow, and bytes in the place of HTTP."""
+"""Requests that no service may fail at: bodies of JSON and Arrow, and bytes in the place of HTTP."""
 
 import json
 import socket
@@ -16,7 +16,7 @@ DEEP = 100_000
 def json_bodies(rows):
     """[(name, body)] made by hand, of good rows."""
     good = json.dumps({"rows": rows})
-    first = {column: value for column, value in rows[0].items()}
+    first = rows[0]
     dense = next(column for column, value in first.items() if isinstance(value, float))
     ids = next(column for column, value in first.items() if isinstance(value, list))
 
@@ -193,8 +193,11 @@ def raw(url, data, wait_s=5.0, close=False):
 
 def raw_requests(body):
     """[(name, bytes)] in the place of HTTP, or around a good body."""
-    head = f"POST /predict HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Type: {JSON}\r\n".encode()
+    head = f"POST /predict HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
+    head += f"Content-Type: {JSON}\r\n".encode()
     size = b"Content-Length: %d\r\n"
+    upgrade = b"GET /predict HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    key = b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
     return [
         ("noise", b"\x16\x03\x01\x02\x00" + bytes(range(256))),
         ("half a head", head[:40]),
@@ -220,9 +223,6 @@ def raw_requests(body):
             head.replace(TOKEN.encode(), b"\xff\xfe") + size % len(body) + b"\r\n" + body,
         ),
         ("Expect", head + b"Expect: 100-continue\r\n" + size % len(body) + b"\r\n" + body),
-        ("Upgrade", b"GET /predict HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n"),
-        (
-            "a websocket",
-            b"GET /predict HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n",
-        ),
+        ("an upgrade", upgrade + b"\r\n"),
+        ("a websocket", upgrade + key + b"\r\n"),
     ]

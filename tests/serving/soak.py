@@ -9,8 +9,9 @@ golden row, and SIGKILL of a replica three times, once while a version is promot
 Every answer is compared with the scores of its version by `raytrec.load`. Wrong is: another score, a version
 that is not served, and, for a request that began after a promotion had ended, another version than the
 promoted one. A request is in the hands of a killed replica if it is under way between the kill and the time
-after which it is taken for ended. Exit 1: a wrong answer, a request that fails in spite of its retries, one that
-is retried at another time, or a replica that keeps an export that is neither the last nor the one before.
+after which the replica is taken for ended. Exit 1: a wrong answer, a request that fails in spite of its
+retries, one that is retried at another time, or a replica that has files mapped of an export other than the
+last and the one before.
 """
 
 from __future__ import annotations

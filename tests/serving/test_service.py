@@ -140,6 +140,20 @@ def promoted(service, uri):
             time.sleep(1)
 
 
+def test_a_killed_coordinator_forgets_no_promotion(service, exports, monkeypatch):
+    monkeypatch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
+    made, _ = exports
+    promote(made["small"].path, service=service.url, name=None)
+    with Load(service, exports, retries=20) as load:
+        service.family("ray::Coordinator")[0].kill()
+        wait_for(lambda: len(service.versions()) == 2, "the coordinator")
+        service.replicas()[0].kill()
+        time.sleep(GONE_S + 1)
+        wait_for(lambda: service.versions() == [made["small"].version] * 2, "two replicas", 60)
+    assert not load.failed and list(load.counts) == [made["small"].version], load.counts
+    assert promote(made["whole"].path, service=service.url, name=None) == made["whole"].version
+
+
 def test_a_killed_replica(service, exports):
     with Load(service, exports, retries=20) as load:
         found = service.replicas()
