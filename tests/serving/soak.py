@@ -119,7 +119,9 @@ class Clients:
             headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": kind}
             stable, began = self._state.version(), time.time()
             try:
-                answer = http.request("POST", self._url, body=body, headers=headers, retries=self._retry)
+                answer = http.request(
+                    "POST", self._url, body=body, headers=headers, retries=self._retry, timeout=60
+                )
             except HTTPError as error:
                 self._note("failed", began, repr(error))
                 continue
@@ -231,6 +233,7 @@ class Swaps:
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         if kill:
+            time.sleep(0.2)
             self._kill()
         asking.join(4 * GONE_S)
         if kill and isinstance(outcome[0], RunError):  # it was asked of the replica that was killed

@@ -122,6 +122,7 @@ def test_a_replica_killed_while_a_version_is_promoted(service, exports, monkeypa
         done = []
         asking = threading.Thread(target=lambda: done.append(promoted(service, made["small"].path)))
         asking.start()
+        time.sleep(0.2)
         service.replicas()[0].kill()
         asking.join(60)
         assert done == [made["small"].version]
