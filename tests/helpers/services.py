@@ -67,7 +67,7 @@ class Running:
             return json.loads(answer.read())
 
     def versions(self):
-        """Those that replicas answer with; empty while it cannot say."""
+        """Those that replicas answer with; empty while the service does not answer."""
         try:
             return list(self.ask("/versions").values())
         except OSError:
@@ -136,7 +136,7 @@ def flip_a_table(copy):
 
 
 def change_a_score(copy):
-    """The golden rows' scores are others, and the manifest says so."""
+    """The golden rows' scores are others, and the manifest has their checksum."""
     table = pa.ipc.open_file(copy / "golden.arrow").read_all()
     place = table.column_names.index("score_y")
     table = table.set_column(place, "score_y", pa.array(np.array(table["score_y"]) + np.float32(0.01)))
