@@ -29,6 +29,7 @@
 # make quality-smoke  every row of it for three steps, on made-up data
 # make bench-export  what the export of a table of 30 GiB takes, and how fast its rows are looked up
 # make bench-serve  how fast raytrec serves, next to two other services of the same model
+# make soak-serve  200,000 requests to a service through swaps, damaged exports and killed replicas
 # make bench-start  how long a run takes to start, and to train again when a worker has been killed
 # make gpu-check, make bench-gpu  whether a machine's GPU does what raytrec promises, and how fast (docs/gpu.md)
 # The newest of these that runs and has venv; PYTHON=… is another one. Looked for only where one is needed.
@@ -52,7 +53,7 @@ DATA ?= .
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-serve bench-start bench-metrics bench-sequences bench-ids bench-precision quality quality-smoke gpu-check bench-gpu lint format install lock clean bench-tiers bench-export bench-ids-resume bench-ids-quality weight map
+.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-serve bench-start bench-metrics bench-sequences bench-ids bench-precision quality quality-smoke gpu-check bench-gpu lint format install lock clean bench-tiers bench-export soak-serve bench-ids-resume bench-ids-quality weight map
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -112,6 +113,9 @@ bench-export: install
 
 bench-serve: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/serve.py
+
+soak-serve: install
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/serving/soak.py
 
 bench-start: install
 	$(BIN)/python -W ignore benchmarks/start.py

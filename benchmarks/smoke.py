@@ -64,6 +64,7 @@ TARGETS = {
     "quality": "-W ignore benchmarks/quality.py --smallest --only ml100k_dlrm",
     "bench-export": "-W ignore benchmarks/export.py --smallest",
     "bench-serve": "-W ignore benchmarks/serve.py --smallest",
+    "soak-serve": "-W ignore tests/serving/soak.py --smallest",
     "bench-start": "-W ignore benchmarks/start.py --smallest",
     "bench-scale": "-W ignore benchmarks/scale.py --smallest",
     "gpu-check": "-W ignore tests/gpu/check.py --smallest --only environment --out {folder}/gpu-check.json",

@@ -14,6 +14,12 @@ def keep_replica_on_loopback() -> None:
     replica.add_port_to_grpc_server = _on_loopback
 
 
+def leave_models_to_the_collector() -> None:
+    """For a replica's constructor: Serve would freeze what the collector knows after it, and so keep a first
+    model for good."""
+    replica.RAY_SERVE_FREEZE_GC_ON_STARTUP = False
+
+
 _add_port = replica.add_port_to_grpc_server
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from threading import Event, Lock, Thread
 from time import perf_counter
@@ -43,12 +44,15 @@ class Replica:
     def __init__(self, served: Served, token: str | None):
         import ray
         import torch
+        import torch.export.pt2_archive  # with what exports are read by
         from ray import serve
 
-        from raytrec.compat.ray_serve import keep_replica_on_loopback
+        from raytrec.compat.ray_serve import keep_replica_on_loopback, leave_models_to_the_collector
 
         keep_replica_on_loopback()
+        leave_models_to_the_collector()
         torch.set_num_threads(1)
+        gc.freeze()  # what is imported stays: Versions collects what exports leave, in tens of milliseconds
         self._coordinator = ray.get_actor(coordinator_of(served.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
         versions = Versions(ray.get(self._coordinator.current.remote()).uri, served.allow_code)
@@ -66,8 +70,6 @@ class Replica:
             ("GET", "/figures"): self._figures,
         }
         self._busy = perf_counter(), 0.0
-        gc.collect()
-        gc.freeze()  # what a model is made of is not looked through again
         self._listener = Listener(App(self.service, more), served.host, served.port)
 
     def _join(self) -> None:
@@ -189,7 +191,7 @@ def carry_out(versions: Versions, order: Order, before: Report) -> Report:
         else:
             versions.forget()
     except RaytrecError as failed:
-        error = failed
+        error = copy(failed)  # its traceback would keep the exports of its frames
     except Exception as failed:
         log.exception("an order could not be carried out")
         error = RunError(f"{type(failed).__name__}: {failed}", where=order.prepare or answer.uri)

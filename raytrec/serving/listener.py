@@ -9,6 +9,7 @@ from typing import Any
 from raytrec.common.errors import RunError
 
 KEEP_ALIVE_S, DRAIN_S = 90, 30  # how long an idle connection stays; how long requests may take at the end
+BACKLOG = 2048  # connections that wait to be accepted
 
 
 class Listener:
@@ -39,6 +40,7 @@ class Listener:
                 where=f"{host}:{port}",
                 expected="an address of this machine, and a port that is free",
             ) from None
+        self._socket.listen(BACKLOG)  # connections wait from now on
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from threading import Lock
 
@@ -62,13 +63,15 @@ class Versions:
             RunError: it is not that one.
         """
         with self._lock:
-            if self.current.version == version:
-                return
-            if self._prepared is None or self._prepared.version != version:
-                raise RunError(f"{version} is not prepared", where="the service", expected="prepare first")
-            self.current, self.previous, self._prepared = self._prepared, self.current, None
+            if self.current.version != version:
+                if self._prepared is None or self._prepared.version != version:
+                    raise RunError(f"{version} is not prepared", where="the service", do="prepare it first")
+                self.current, self.previous = self._prepared, self.current
+            self._prepared = None
+            gc.collect()  # programs are cycles, and until they are collected their files stay mapped
 
     def forget(self) -> None:
         """Lets go of what was prepared."""
         with self._lock:
             self._prepared = None
+            gc.collect()

@@ -18,7 +18,7 @@ from launching import ROOT, Planner
 from pydantic import BaseModel, ConfigDict, Field
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-from raytrec.serving.deployment import THROUGHPUT
+from raytrec.serving.deployment import Served, replicas_for
 
 FOLDER, KUBERNETES = ROOT / "deploy" / "kuberay", "1.33"
 WORKER, READER = {"CPU": 1, "GPU": 1}, {"CPU": 1}
@@ -150,16 +150,23 @@ def test_a_service_has_the_head_of_the_others_and_what_serve_needs(cluster, serv
     assert all(ours[name] == others[name] for name in same)
     assert ours["headGroupSpec"]["rayStartParams"] == others["headGroupSpec"]["rayStartParams"]
     config = yaml.safe_load(service["spec"]["serveConfigV2"])
-    port = config["http_options"]["port"]
+    (application,) = config["applications"]
+    served = Served(**application["args"])
+    assert (config["proxy_location"], application["route_prefix"], served.host) == (
+        "Disabled",
+        None,
+        "0.0.0.0",
+    )
     for name in ("service-head", "service-cpu"):
         (container,) = pods[name]["spec"]["containers"]
         env = {each["name"]: each for each in container["env"]}
         token = env.pop("RAYTREC_SERVE_TOKEN")["valueFrom"]["secretKeyRef"]
         assert token == {"name": "raytrec-serve", "key": "token"}
-        assert {key: each["value"] for key, each in env.items() if key.startswith("RAY_SERVE")} == THROUGHPUT
-        assert {"name": "serve", "containerPort": port} in container["ports"]
+        assert not [name for name in env if name.startswith("RAY_SERVE")]
+        assert {"name": "serve", "containerPort": served.port} in container["ports"]
     assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "serve"}
-    (scaling,) = (each["autoscaling_config"] for each in config["applications"][0]["deployments"])
+    (scaling,) = (each["autoscaling_config"] for each in application["deployments"])
+    assert scaling["policy"]["policy_function"] == f"{replicas_for.__module__}:{replicas_for.__name__}"
     (group,) = ours["workerGroupSpecs"]
     cpus = int(container["resources"]["limits"]["cpu"]) * group["maxReplicas"]
     assert scaling["max_replicas"] <= cpus, "more replicas than there are CPUs for"

@@ -57,6 +57,7 @@ NAMES += [METRICS + name for name in PROGRESS]
 SOURCES = {
     # ray_serve.py
     "ray.serve._private.replica:Replica._on_initialized": ['add_port_to_grpc_server(self._server, "[::]:0")'],
+    "ray.serve._private.replica:Replica.initialize": ["is_first_init and RAY_SERVE_FREEZE_GC_ON_STARTUP"],
     # ray_train.py
     TRAINER + "fit": [
         "self._initialize_and_run_controller(",

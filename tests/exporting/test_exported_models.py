@@ -1,10 +1,11 @@
-"""Every model: the scores of its export are those of the step that was trained."""
+"""Every model: its export, loaded or served over HTTP, scores as the step that was trained."""
 
 import json
 
 import numpy as np
 import pytest
 from exports import OWN_MODELS, Small, trained
+from served import Http, assert_same
 from test_models import CASES, Modelled
 
 import raytrec
@@ -20,34 +21,49 @@ def assert_close(found, expected, names):
         np.testing.assert_allclose(got, values, rtol=CLOSE, atol=CLOSE)
 
 
+@pytest.fixture(scope="module")
+def http():
+    with Http() as http:
+        yield http
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_scores_are_those_of_training(name, tmp_path):
+def test_scores_are_those_of_training(name, http, tmp_path):
     folder, table, predictions, vectors = trained(Modelled(name, (1, 1)), tmp_path)
     export = raytrec.export(folder, str(tmp_path / "export"), golden_rows=5)
-    model = raytrec.load(export.path)
+    model = http.serve(export.path)
     names = [task.column for task in model.manifest.tasks]
     assert names == ["score"] if len(predictions) == 1 else [f"score_{task}" for task in predictions]
     expected = [values.numpy() for values in predictions.values()]
     assert all(values.std() > 0 for values in expected)
+    rows = json.loads(json.dumps(table.to_pylist()))
     assert_close(model.predict(table), expected, names)
     assert_close(model.predict(table.to_pandas()), expected, names)
-    assert_close(model.predict(json.loads(json.dumps(table.to_pylist()))), expected, names)
+    assert_close(model.predict(rows), expected, names)
+    for _, served in http.scores_of_forms(rows, table):
+        assert_same(served, dict(zip(names, expected, strict=True)))
     for tower, values in vectors.items():
         np.testing.assert_allclose(model.vectors(table, tower=tower), values, rtol=CLOSE, atol=CLOSE)
+        _, content, _ = http.ask(f"/vectors?tower={tower}", {"rows": rows})
+        served = json.loads(content)["predictions"]["vector"]
+        np.testing.assert_allclose(served, values, rtol=CLOSE, atol=CLOSE)
+    for user in users_of(name, model, table):
+        whole = model.predict([row | user for row in rows])
+        others = [{k: v for k, v in row.items() if k not in user} for row in rows]
+        ranked = model.predict(user=user, candidates=others)
+        assert_close(ranked, [np.array(whole[n].to_pylist(), np.float32) for n in names], names)
+        assert_same(http.scores({"user": user, "candidates": others}), whole)
 
+
+def users_of(name, model, table):
+    """Columns of a row, as those of a user: of a query tower or of sequences; of some features."""
     schema, section = model.manifest.data_schema, MODELS.parts[name]
     own = model.manifest.towers["query"] if section.retrieves else list(model.manifest.sequences)
     for features in (own, list(schema.sparse)[:1], list(schema.sparse)[1:]):
         mine = [c for c in schema.part(features).inputs if c in model.columns.names]
         mine = [c for c in mine if c not in schema.part(set(schema.sparse) - set(features)).inputs]
-        user = {column: table[column][3].as_py() for column in mine}
-        if not user:
-            continue
-        rows = [row | user for row in table.to_pylist()]
-        whole = model.predict(rows)
-        others = [{k: v for k, v in row.items() if k not in user} for row in rows]
-        ranked = model.predict(user=user, candidates=others)
-        assert_close(ranked, [np.array(whole[n].to_pylist(), np.float32) for n in names], names)
+        if mine:
+            yield {column: table[column][3].as_py() for column in mine}
 
 
 @pytest.fixture

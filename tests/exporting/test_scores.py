@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from served import Http, assert_same
 
 import raytrec
 from raytrec.common.errors import ConfigError, DataError, RunError
@@ -177,6 +178,19 @@ def test_a_request_log_has_the_models_types_and_is_compared_column_by_column(fol
     assert 0 < shares["user", "ids without a row"] < 1
 
 
+def test_a_service_scores_as_the_run_predicts(folder, made, model):
+    table = pq.read_table(folder / "data/test")
+    rows = as_rows(table)
+    with Http() as http:
+        http.serve(made[2])
+        for _, predictions in http.scores_of_forms(rows, table):
+            assert_same(predictions, made[1])
+        user = {name: rows[0][name] for name in ("user", "history", "tags", "tag_weights")}
+        others = [{k: v for k, v in row.items() if k not in user} for row in rows]
+        ranked = http.scores({"user": user, "candidates": others})
+        assert_same(ranked, model.predict([row | user for row in rows]))
+
+
 def test_a_users_columns_come_once(folder, model):
     rows = as_rows(pq.read_table(folder / "data/test"))[:40]
     for mine in (
@@ -208,6 +222,9 @@ def test_a_users_columns_come_once(folder, model):
         ("shown.id", 3.5, "column 'shown.id' is 3.5"),
         ("user", 3, "column 'user' is 3"),
         ("seen_at", "yesterday", "column 'seen_at' is 'yesterday'"),
+        pytest.param(
+            "seen_at", 5, "column 'seen_at' is 5", marks=pytest.mark.xfail(raises=StopIteration, strict=True)
+        ),
         ("price", "high", "column 'price' is 'high'"),
         ("history", ..., "column 'history' is missing"),
     ],

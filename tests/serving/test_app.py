@@ -1,24 +1,22 @@
 """The service over HTTP, in this process: what it answers, and what it refuses. No Ray."""
 
 import json
+import re
+import textwrap
 import threading
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
-import uvicorn
 from exports import trained
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from served import TOKEN, Http, assert_same, stream
 from test_models import Modelled
 
 import raytrec
 from raytrec.scoring.manifest import read_manifest
-from raytrec.serving.app import App, Service
+from raytrec.serving.app import Service
 from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import ARROW, JSON, Limits
 from raytrec.serving.coordinator import Export, Order, Report
@@ -26,46 +24,7 @@ from raytrec.serving.deployment import carry_out
 from raytrec.serving.figures import about_model
 from raytrec.serving.versions import Versions
 
-TOKEN = "a token"
 LIMITS = Limits(body_bytes=200_000, rows=100, ids=50)
-
-
-class Http:
-    """A served app, and requests to it."""
-
-    def __init__(self, service):
-        self.service = service
-        config = uvicorn.Config(App(service), port=0, log_level="warning", lifespan="off")
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
-        (socket,) = self._server.servers[0].sockets
-        self.url = f"http://127.0.0.1:{socket.getsockname()[1]}"
-
-    def close(self):
-        self._server.should_exit = True
-        self._thread.join(10)
-
-    def ask(self, path, body=None, kind=JSON, accept=JSON, token=TOKEN, method=None):
-        """(status, body, headers)."""
-        if body is not None and not isinstance(body, bytes):
-            body = json.dumps(body).encode()
-        headers = {"Content-Type": kind, "Accept": accept, "Authorization": f"Bearer {token}"}
-        request = urllib.request.Request(self.url + path, body, headers, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                return answer.status, answer.read(), answer.headers
-        except urllib.error.HTTPError as error:
-            return error.code, error.read(), error.headers
-
-    def scores(self, body, **options):
-        status, content, headers = self.ask("/predict", body, **options)
-        assert status == 200, content
-        answer = json.loads(content)
-        assert answer["version"] == headers["X-Model-Version"]
-        return answer["predictions"]
 
 
 @pytest.fixture(scope="module")
@@ -89,28 +48,11 @@ def model(made):
     return raytrec.load(made[0])
 
 
-def stream(table):
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue().to_pybytes()
-
-
-def assert_same(predictions, expected):
-    for name in expected.column_names:
-        np.testing.assert_allclose(predictions[name], expected[name].to_pylist(), rtol=1e-6, atol=1e-6)
-
-
 def test_every_form_of_rows_gets_the_scores_of_load(http, model, made):
     _, table = made
     expected = model.predict(table)
-    assert_same(http.scores({"rows": table.to_pylist()}), expected)
-    assert_same(http.scores({"columns": table.to_pydict()}), expected)
-    assert_same(http.scores(stream(table), kind=ARROW), expected)
-    _, content, headers = http.ask("/predict", stream(table), kind=ARROW, accept=ARROW)
-    answer = pa.ipc.open_stream(content).read_all()
-    assert_same(answer.to_pydict(), expected)
-    assert answer.schema.metadata[b"version"].decode() == headers["X-Model-Version"]
+    for _, predictions in http.scores_of_forms(table.to_pylist(), table):
+        assert_same(predictions, expected)
 
 
 def test_one_user_and_candidates(http, model, made):
@@ -265,6 +207,20 @@ def test_the_page_is_open_and_the_model_is_described(http):
     about = about_model(http.service.versions.current)
     assert about["version"].encode() not in content
     assert (about["run"], about["step"]) == ("small", 2) and 0 <= about["age_s"] < 600
+
+
+def test_the_documents_client_repeats_what_is_turned_away(http, model, made, monkeypatch):
+    """429 to its first request here; in the soak, what a killed replica had in its hands."""
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    (block,) = re.findall(r"(?m)^    import urllib3\n(?:(?:    .*)?\n)+", page)
+    monkeypatch.setattr("raytrec.serving.batching.RETRY_S", 0)
+    monkeypatch.setattr(http.service, "batcher", Batcher(most_waiting=3))
+    http.service.batcher.waiting = 2
+    threading.Timer(0.15, lambda: setattr(http.service.batcher, "waiting", 0)).start()
+    names = {"token": TOKEN, "rows": good(made)}
+    exec(textwrap.dedent(block).replace("http://127.0.0.1:8000", http.url), names)
+    assert_same(names["answer"]["predictions"], model.predict(good(made)))
+    assert 'path="/predict",status="429"' in http.ask("/metrics")[1].decode()
 
 
 def test_another_version_answers_when_it_is_committed(made, tmp_path):

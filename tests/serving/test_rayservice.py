@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 from heads import Head, free_ports
-from test_service import TOKEN, Load, ask, exports  # noqa: F401
+from services import TOKEN, Running
+from test_service import Load, exports  # noqa: F401
 from waiting import wait_for
 
 from raytrec.serving.skew import skew
@@ -24,12 +25,11 @@ class Deployed:
 
     def __init__(self, head):
         (self.port,), self._head = free_ports(1), head
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.service = Running(None, f"http://127.0.0.1:{self.port}")
 
     def apply(self, **args):
         config = yaml.safe_load(SPEC["serveConfigV2"])
-        config["http_options"] = {"host": "127.0.0.1", "port": self.port}
-        config["applications"][0]["args"] |= args
+        config["applications"][0]["args"] |= {"host": "127.0.0.1", "port": self.port} | args
         self._ask("PUT", json.dumps(config).encode())
 
     def status(self):
@@ -47,11 +47,9 @@ class Deployed:
             return answer.read()
 
     def answers_with(self, version):
-        try:
-            return set(ask(self.url, "/versions").values()) == {version}
-        except OSError:
-            assert self.status()[0] != "DEPLOY_FAILED", self.status()
-            return False
+        found = set(self.service.versions())
+        assert found or self.status()[0] != "DEPLOY_FAILED", self.status()
+        return found == {version}
 
 
 @pytest.fixture
@@ -68,21 +66,21 @@ def test_its_configuration_serves_promotes_and_logs(head, exports, tmp_path):  #
     made, rows = exports
     whole, small, deployed = made["whole"], made["small"], Deployed(head)
     log = {"log_requests": str(tmp_path / "requests"), "log_sample": 1.0}
-    deployed.apply(uri=whole[0], **log)
-    wait_for(lambda: deployed.answers_with(whole[1]), "the service", START_S)
+    deployed.apply(uri=whole.path, **log)
+    wait_for(lambda: deployed.answers_with(whole.version), "the service", START_S)
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        ask(deployed.url, "/predict", {"rows": rows}, token="another")
-    with Load(deployed.url, exports, retries=20, clients=1) as load:
-        deployed.apply(uri=small[0], **log)
-        wait_for(lambda: deployed.answers_with(small[1]), "the other version", START_S)
+        deployed.service.ask("/predict", {"rows": rows}, token="another")
+    with Load(deployed.service, exports, retries=20, clients=1) as load:
+        deployed.apply(uri=small.path, **log)
+        wait_for(lambda: deployed.answers_with(small.version), "the other version", START_S)
         deployed.apply(uri=str(tmp_path / "nothing"), **log)
         wait_for(lambda: deployed.status()[0] == "DEPLOY_FAILED", "the refusal", START_S)
         assert "there is no export here" in deployed.status()[1]
         time.sleep(1)
-    assert not load.failed and set(load.counts) == {whole[1], small[1]}, load.failed[:3]
-    assert ask(deployed.url, "/predict", {"rows": rows})["version"] == small[1]
+    assert not load.failed and set(load.counts) == {whole.version, small.version}, load.failed[:3]
+    assert deployed.service.ask("/predict", {"rows": rows})["version"] == small.version
     deployed._ask("DELETE")
     wait_for(lambda: not json.loads(deployed._ask("GET"))["applications"], "the end of the replicas", START_S)
-    for path, version, _ in (whole, small):
-        found = skew(str(tmp_path / "requests"), path).metrics
-        assert found["rows"] >= len(rows) and not found["differs"], version
+    for export in (whole, small):
+        found = skew(str(tmp_path / "requests"), export.path).metrics
+        assert found["rows"] >= len(rows) and not found["differs"], export.version

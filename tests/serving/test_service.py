@@ -1,84 +1,53 @@
 """`raytrec serve` for real: replicas on Ray Serve, promotions under load, killed replicas, its end."""
 
-import json
-import os
-import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import psutil
 import pytest
-from checkpoints import flip
-from exports import trained
 from prometheus_client.parser import text_string_to_metric_families
-from test_models import Modelled
+from services import (
+    TOKEN,
+    change_a_score,
+    copied,
+    exports_of_a_model,
+    flip_a_table,
+    mapped_folders,
+    running,
+)
+from waiting import wait_for
 
-import raytrec
 from raytrec.common.errors import RunError
 from raytrec.serving.command import promote
+from raytrec.serving.coordinator import GONE_S
 
-TOKEN, START_S = "a token", 200
 pytestmark = pytest.mark.survive
-
-
-def ask(url, path, body=None, token=TOKEN):
-    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url + path, data, headers), timeout=30) as answer:
-        return json.loads(answer.read())
 
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
-    """({name: (folder, version, scores of the rows)}, rows)."""
-    root, made = tmp_path_factory.mktemp("service"), {}
-    folder, table, _, _ = trained(Modelled("two_tower", (1, 1)), root)
-    for name, precision in (("whole", None), ("small", "int8"), ("half", "fp16")):
-        path = raytrec.export(folder, str(root / name), quantize=precision).path
-        model = raytrec.load(path)
-        made[name] = path, model.manifest.version, model.predict(table).to_pydict()
+    """({name: Export}, rows)."""
+    made, table = exports_of_a_model(tmp_path_factory.mktemp("service"))
     return made, table.to_pylist()
 
 
 @pytest.fixture(scope="module")
 def service(exports, tmp_path_factory):
-    """(the process, its address)."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "raytrec", "serve", exports[0]["whole"][0], "--replicas", "2"]
-    log = (tmp_path_factory.mktemp("log") / "log").open("w+")
-    environment = os.environ | {"RAYTREC_SERVE_TOKEN": TOKEN}
-    process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, env=environment)
-    url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_S
-    while time.monotonic() < until:
-        try:
-            if len(ask(url, "/versions")) == 2:
-                break
-        except OSError:
-            assert process.poll() is None, Path(log.name).read_text()
-        time.sleep(0.2)
-    else:
-        pytest.fail(Path(log.name).read_text())
-    yield process, url
-    process.kill()
+    with running(exports[0]["whole"].path, 2, tmp_path_factory.mktemp("log")) as service:
+        yield service
 
 
 class Load:
     """Clients that ask all the time, and check every answer against its version's scores."""
 
-    def __init__(self, url, exports, clients=4, retries=0):
-        self.url, (self._made, self._rows), self._retries = url, exports, retries
+    def __init__(self, service, exports, clients=4, retries=0):
+        self._service, (self._made, self._rows), self._retries = service, exports, retries
         self.counts, self.failed, self._stop = Counter(), [], threading.Event()
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(clients)]
 
@@ -93,7 +62,7 @@ class Load:
             thread.join(60)
 
     def _run(self):
-        scores = {version: values for _, version, values in self._made.values()}
+        scores = {e.version: e.model.predict(self._rows).to_pydict() for e in self._made.values()}
         while not self._stop.is_set():
             try:
                 answer = self._ask()
@@ -108,119 +77,101 @@ class Load:
     def _ask(self):
         for left in range(self._retries, -1, -1):
             try:
-                return ask(self.url, "/predict", {"rows": self._rows})
+                return self._service.ask("/predict", {"rows": self._rows})
             except OSError:
                 if not left:
                     raise
                 time.sleep(0.2)
 
 
-def damaged(export, tmp_path, change):
-    copy = Path(shutil.copytree(export, tmp_path / "copy"))
-    change(copy)
-    return str(copy)
-
-
-def flip_a_table(copy):
-    flip(sorted((copy / "tables").iterdir())[0], -10)
-
-
-def change_a_score(copy):
-    import hashlib
-
-    import pyarrow as pa
-
-    table = pa.ipc.open_file(copy / "golden.arrow").read_all()
-    place = table.column_names.index("score_y")
-    table = table.set_column(place, "score_y", pa.array(np.array(table["score_y"]) + np.float32(0.01)))
-    with pa.ipc.new_file(str(copy / "golden.arrow"), table.schema) as writer:
-        writer.write_table(table)
-    content, manifest = (copy / "golden.arrow").read_bytes(), json.loads((copy / "manifest.json").read_text())
-    about = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest["files"]["golden.arrow"] = about
-    (copy / "manifest.json").write_text(json.dumps(manifest))
-
-
 def test_promotions_under_load(service, exports, tmp_path, monkeypatch):
     monkeypatch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
-    (_, url), (made, _) = service, exports
-    with Load(url, exports) as load:
+    made, _ = exports
+    with Load(service, exports) as load:
         for name in ("small", "half", "whole", "small"):
-            path, version, _ = made[name]
-            assert promote(path, service=url, name=None) == version
+            version = made[name].version
+            assert promote(made[name].path, service=service.url, name=None) == version
             before = Counter(load.counts)
             time.sleep(0.5)
             gained = {v for v, count in load.counts.items() if count > before[v] + 4}
             assert gained == {version}, "another version answered after the promotion"
         for number, change in enumerate((flip_a_table, change_a_score)):
-            bad = damaged(made["whole"][0], tmp_path / str(number), change)
+            bad = copied(made["whole"].path, tmp_path / str(number), change)
             with pytest.raises(RunError, match=r"not the file that was|scores differ"):
-                promote(bad, service=url, name=None)
-            assert set(ask(url, "/versions").values()) == {made["small"][1]}
-        assert promote(None, service=url, name=None, rollback=True) == made["whole"][1]
+                promote(bad, service=service.url, name=None)
+            assert set(service.versions()) == {made["small"].version}
+        assert promote(None, service=service.url, name=None, rollback=True) == made["whole"].version
     assert not load.failed and len(load.counts) == 3, load.failed[:3]
 
 
-def replicas_of(process):
-    family = psutil.Process(process.pid).children(recursive=True)
-    return [p for p in family if "ServeReplica" in " ".join(p.cmdline())]
+def test_exports_that_answer_no_more_are_unmapped(service, exports, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
+    made, _ = exports
+    for number, name in enumerate(("small", "half", "half", "whole")):
+        copy = copied(made[name].path, tmp_path / str(number))
+        promote(copy, service=service.url, name=None)
+    with pytest.raises(RunError, match="not the file that was"):
+        promote(copied(copy, tmp_path / "bad", flip_a_table), service=service.url, name=None)
+    for replica in service.replicas():
+        wait_for(lambda r=replica: mapped_folders(r, tmp_path) == ["1", "3"], "two exports", 10)
+        assert not mapped_folders(replica, made["whole"].path)
+
+
+def test_a_replica_killed_while_a_version_is_promoted(service, exports, monkeypatch):
+    """The others go on without it, and the one in its place answers with the new version."""
+    monkeypatch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
+    made, _ = exports
+    with Load(service, exports, retries=20) as load:
+        done = []
+        asking = threading.Thread(target=lambda: done.append(promoted(service, made["small"].path)))
+        asking.start()
+        time.sleep(0.2)
+        service.replicas()[0].kill()
+        asking.join(60)
+        assert done == [made["small"].version]
+        time.sleep(GONE_S + 1)
+        wait_for(lambda: service.versions() == [made["small"].version] * 2, "two replicas", 60)
+        assert promote(made["whole"].path, service=service.url, name=None) == made["whole"].version
+    assert not load.failed, load.failed[:3]
+
+
+def promoted(service, uri):
+    """Its version; asked for again when the replica that was asked is killed."""
+    while True:
+        try:
+            return promote(uri, service=service.url, name=None)
+        except RunError:
+            time.sleep(1)
+
+
+def test_a_killed_coordinator_forgets_no_promotion(service, exports, monkeypatch):
+    monkeypatch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
+    made, _ = exports
+    promote(made["small"].path, service=service.url, name=None)
+    with Load(service, exports, retries=20) as load:
+        service.family("ray::Coordinator")[0].kill()
+        wait_for(lambda: len(service.versions()) == 2, "the coordinator")
+        service.replicas()[0].kill()
+        time.sleep(GONE_S + 1)
+        wait_for(lambda: service.versions() == [made["small"].version] * 2, "two replicas", 60)
+    assert not load.failed and list(load.counts) == [made["small"].version], load.counts
+    assert promote(made["whole"].path, service=service.url, name=None) == made["whole"].version
 
 
 def test_a_killed_replica(service, exports):
-    process, url = service
-    with Load(url, exports, retries=20) as load:
-        found = replicas_of(process)
-        assert len(found) == 2, [p.cmdline() for p in found]
+    with Load(service, exports, retries=20) as load:
+        found = service.replicas()
+        assert len(found) == 2, found
         found[0].kill()
         time.sleep(1)
-        until = time.monotonic() + 60
-        while found[0].is_running() or len(replicas_of(process)) < 2:
-            assert time.monotonic() < until
-            time.sleep(0.2)
+        wait_for(lambda: not found[0].is_running() and len(service.replicas()) == 2, "another replica")
     assert not load.failed, load.failed[:3]
-    assert set(ask(url, "/versions").values()) == {exports[0]["whole"][1]}
+    assert set(service.versions()) == {exports[0]["whole"].version}
 
 
-def coordinator_of(process):
-    family = psutil.Process(process.pid).children(recursive=True)
-    (found,) = [p for p in family if "ray::Coordinator" in " ".join(p.cmdline())]
-    return found
-
-
-def wait_until(is_so, seconds=60):
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            if is_so():
-                return
-        except OSError:  # 503, while the coordinator is started again
-            pass
-        assert time.monotonic() < until
-        time.sleep(0.2)
-
-
-def test_a_killed_coordinator_and_then_a_replica(service, exports, monkeypatch):
-    monkeypatch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
-    (process, url), (made, _) = service, exports
-    path, promoted, _ = made["half"]
-    promote(path, service=url, name=None)
-    with Load(url, exports, retries=20) as load:
-        coordinator_of(process).kill()
-        wait_until(lambda: len(ask(url, "/versions")) == 2)
-        before = set(ask(url, "/versions"))
-        replicas_of(process)[0].kill()
-        wait_until(lambda: len(set(ask(url, "/versions")) - before) == 1)
-        wait_until(lambda: len(ask(url, "/versions")) == 2)
-        assert set(ask(url, "/versions").values()) == {promoted}
-        time.sleep(1)
-    assert not load.failed and set(load.counts) == {promoted}, (load.failed[:3], load.counts)
-    assert promote(None, service=url, name=None, rollback=True) == made["whole"][1]
-    assert set(ask(url, "/versions").values()) == {made["whole"][1]}
-
-
-def metrics(url):
+def metrics(service):
     """(name, replica) → a counter's value, over its other labels."""
-    request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+    request = urllib.request.Request(f"{service.url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
     found = Counter()
     with urllib.request.urlopen(request, timeout=30) as answer:
         for family in text_string_to_metric_families(answer.read().decode()):
@@ -230,13 +181,12 @@ def metrics(url):
 
 
 def test_every_scrape_has_all_replicas_and_no_counter_falls(service, exports):
-    _, url = service
-    replicas = set(ask(url, "/versions"))
-    with Load(url, exports) as load:
-        seen, until = metrics(url), time.monotonic() + 12
+    replicas = set(service.ask("/versions"))
+    with Load(service, exports) as load:
+        seen, until = metrics(service), time.monotonic() + 12
         first = seen
         while time.monotonic() < until:
-            now = metrics(url)
+            now = metrics(service)
             assert {replica for _, replica in now} == replicas | {None}
             fallen = [key for key in seen if "waiting" not in key[0] and now[key] < seen[key]]
             assert not fallen
@@ -246,25 +196,23 @@ def test_every_scrape_has_all_replicas_and_no_counter_falls(service, exports):
         for name in ("raytrec_requests_total", "raytrec_seconds_count", "raytrec_batch_rows_count"):
             assert seen[name, replica] > first[name, replica]
     assert seen["raytrec_replicas", None] == 2
-    wait_until(lambda: sum(shown(url)["course"]["requests_per_s"]["200"]) * 5 >= sum(load.counts.values()))
-    found = shown(url)
-    assert set(found["replicas"]) == replicas and found["model"]["version"] == exports[0]["whole"][1]
+    shown = partial(service.ask, "/figures?minutes=15")
+    answered = sum(load.counts.values())
+    wait_for(lambda: sum(shown()["course"]["requests_per_s"]["200"]) * 5 >= answered, "the course")
+    found = shown()
+    assert set(found["replicas"]) == replicas
+    assert found["model"]["version"] == exports[0]["whole"].version
     assert 0 < [p for p in found["course"]["p50_s"] if p][-1] < 10
 
 
-def shown(url):
-    return ask(url, "/figures?minutes=15")
-
-
 def test_it_listens_on_loopback_alone_and_ends_with_all_it_has_started(service):
-    process, url = service
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        ask(url, "/versions", token="another")
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        service.ask("/versions", token="another")
+    family = [psutil.Process(service.process.pid), *service.family()]
     listening = [c.laddr for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     loopback = ("127.0.0.1", "::ffff:127.0.0.1", "::1")
     assert listening and all(address.ip in loopback for address in listening), listening
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
+    service.process.send_signal(signal.SIGTERM)
+    assert service.process.wait(60) == 0
     _, alive = psutil.wait_procs(family, 20)
     assert not alive

@@ -1,0 +1,96 @@
+"""A service over HTTP in this process, and rows in the forms in which it takes them. No Ray."""
+
+import json
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pyarrow as pa
+
+from raytrec.serving.app import App, Service
+from raytrec.serving.bodies import ARROW, JSON
+from raytrec.serving.listener import Listener
+from raytrec.serving.versions import Versions
+
+TOKEN = "a token"
+
+
+class Http:
+    """A served app, and requests to it.
+
+    Args:
+        service: default: one whose export `serve` names.
+    """
+
+    def __init__(self, service=None):
+        self.service = service = service or Service(None, TOKEN)
+        self._listener = Listener(App(service), "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._listener.port}"
+
+    def serve(self, export):
+        """Answers with an export from now on; its scorer, of `raytrec.load`."""
+        self.service.versions = Versions(str(export))
+        return self.service.versions.current.scorer
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def close(self):
+        self._listener.close()
+
+    def ask(self, path, body=None, kind=JSON, accept=JSON, token=TOKEN, method=None):
+        """(status, body, headers)."""
+        if body is not None and not isinstance(body, bytes):
+            body = json.dumps(body).encode()
+        headers = {"Content-Type": kind, "Accept": accept, "Authorization": f"Bearer {token}"}
+        request = urllib.request.Request(self.url + path, body, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, answer.read(), answer.headers
+        except urllib.error.HTTPError as error:
+            return error.code, error.read(), error.headers
+
+    def scores(self, body, **options):
+        status, content, headers = self.ask("/predict", body, **options)
+        assert status == 200, content
+        answer = json.loads(content)
+        assert answer["version"] == headers["X-Model-Version"]
+        return answer["predictions"]
+
+    def scores_of_forms(self, rows, table):
+        """(form, predictions) of the same rows.
+
+        Args:
+            rows: as JSON has them. table: as Arrow has them.
+        """
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        yield "rows", self.scores({"rows": rows})
+        yield "columns", self.scores({"columns": columns})
+        yield "Arrow", self.scores(stream(table), kind=ARROW)
+        _, content, headers = self.ask("/predict", stream(table), kind=ARROW, accept=ARROW)
+        answer = pa.ipc.open_stream(content).read_all()
+        assert answer.schema.metadata[b"version"].decode() == headers["X-Model-Version"]
+        yield "Arrow in Arrow", answer.to_pydict()
+
+
+def stream(table, **options):
+    """A table as a body of Arrow.
+
+    Args:
+        options: of pyarrow.ipc.IpcWriteOptions.
+    """
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def assert_same(predictions, expected):
+    """Predictions of an answer are those of a table, or a mapping."""
+    for name in getattr(expected, "column_names", expected):
+        values = expected[name]
+        values = values.to_pylist() if isinstance(values, pa.ChunkedArray) else values
+        np.testing.assert_allclose(predictions[name], values, rtol=1e-6, atol=1e-6, err_msg=name)

@@ -1,0 +1,232 @@
+"""`make soak-serve`: a service that is asked without pause while versions are swapped and replicas killed.
+
+    python tests/serving/soak.py [--requests 200000] [--clients 8] [--smallest]
+
+`raytrec serve --replicas 2` on this machine; clients in a separate process, with the retries of
+docs/serving.md. Between requests: promotions, rollbacks, an export with a damaged table, one with a wrong
+golden row, and SIGKILL of a replica three times, once while a version is promoted.
+
+Every answer is compared with the scores of its version by `raytrec.load`. Wrong is: another score, a version
+that is not served, and, for a request that began after a promotion had ended, another version than the
+promoted one. A request is in the hands of a killed replica if it is under way between the kill and the time
+after which the replica is taken for ended. Exit 1: a wrong answer, a request that fails in spite of its
+retries, one that is retried at another time, or a replica that has files mapped of an export other than the
+last and the one before.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Annotated
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "helpers"), str(TESTS / "parity")]
+
+import typer  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from services import (  # noqa: E402
+    TOKEN,
+    called,
+    change_a_score,
+    copied,
+    exports_of_a_model,
+    flip_a_table,
+    mapped_folders,
+    resident_mib,
+    running,
+)
+from soak_clients import CHANGING, KINDS, State, drive, requests_of  # noqa: E402
+from waiting import wait_for  # noqa: E402
+
+from raytrec.common.errors import RunError  # noqa: E402
+from raytrec.serving.command import promote  # noqa: E402
+from raytrec.serving.coordinator import GONE_S  # noqa: E402
+
+REPLICAS = 2
+MOST_HELD = 2  # exports of a replica: the one that answers, and the one before
+# What happens, in this order: swaps, refused ones, kills. The first export is `whole`.
+EVENTS = ["small", "kill", "half", "damaged", "small", "rollback", "killed promotion", "wrong golden row"]
+EVENTS += ["small", "kill", "half", "rollback"]
+SMALLEST = ["small", "killed promotion", "damaged"]
+
+
+class Swaps:
+    """What happens to the service, and what it should answer with then."""
+
+    def __init__(self, service, made, root, state):
+        self._service, self._made, self.root, self._state = service, made, root, state
+        self.now, self._before, self._copies = "whole", "whole", 0
+        self.kills, self.table = [], []  # wall-clock seconds; (event, seconds)
+
+    def happen(self, event):
+        """One of EVENTS, to its end."""
+        began = time.monotonic()
+        if event == "kill":
+            self._kill()
+        elif event == "killed promotion":
+            self._promote("whole", kill=True)
+        elif event in ("damaged", "wrong golden row"):
+            self._refuse(flip_a_table if event == "damaged" else change_a_score)
+        else:
+            self._promote(event)
+        self.table.append((event, time.monotonic() - began))
+        wait_for(
+            lambda: self._service.versions() == [self._version(self.now)] * REPLICAS,
+            f"{event}: replicas of {self.now}",
+            3 * GONE_S,
+        )
+
+    def _version(self, name):
+        return self._made[name].version
+
+    def _copy(self, name, change=lambda copy: None):
+        self._copies += 1
+        return copied(self._made[name].path, self.root / str(self._copies), change)
+
+    def _promote(self, name, kill=False):
+        """To a fresh copy of an export, or back to the one before."""
+        back = name == "rollback"
+        target, uri = (self._before, None) if back else (name, self._copy(name))
+        self._state.change(CHANGING)
+        outcome = []
+
+        def ask():
+            try:
+                outcome.append(promote(uri, service=self._service.url, name=None, rollback=back))
+            except RunError as error:
+                outcome.append(error)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        if kill:
+            time.sleep(0.2)
+            self._kill()
+        asking.join(4 * GONE_S)
+        if kill and isinstance(outcome[0], RunError):  # it was asked of the replica that was killed
+            ask()
+        assert outcome and outcome[-1] == self._version(target), f"{name}: {outcome}"
+        self.now, self._before = target, self.now
+        self._state.change(list(self._made).index(self.now))
+
+    def _refuse(self, change):
+        try:
+            promote(self._copy("whole", change), service=self._service.url, name=None)
+        except RunError as error:
+            assert "not the file that was" in error.what or "scores differ" in error.what, error
+        else:
+            raise AssertionError(f"{change.__name__}: it was promoted")
+
+    def _kill(self):
+        """A replica; until there are as many as before."""
+        self._service.replicas()[0].kill()
+        self.kills.append(time.time())
+        time.sleep(GONE_S + 1)  # for so long it is counted as one
+        wait_for(
+            lambda: len(self._service.versions()) == REPLICAS, "a replica in the place of a killed one", 90
+        )
+
+
+def _swap(service, swaps, events, requests, state):
+    """Lets all events happen, spread over the requests; what the service has in memory before and after."""
+    found = {}
+    for number, event in enumerate(events, 1):
+        until = number * requests // (len(events) + 1)
+        wait_for(lambda until=until: state.asked.value >= until, f"{until:,} requests", 3600)
+        found.setdefault("before", _held(service, swaps))
+        swaps.happen(event)
+    state.end()
+    wait_for(lambda: state.asked.value > requests, f"{requests:,} requests", 3600)
+    return found | {"after": _held(service, swaps), "events": swaps.table, "kills": swaps.kills}
+
+
+def _held(service, swaps):
+    """[(process, MiB that only it has, exports whose files it has mapped)] of the replicas and the proxy."""
+    processes = service.replicas()
+    return [
+        (f"{called(p).split(':')[2]} {p.pid}", resident_mib(p), mapped_folders(p, swaps.root))
+        for p in processes
+    ]
+
+
+def _show(report, counts, notes):
+    """Prints all figures; whether the promise was kept."""
+    kills, by = report["kills"], {kind: [note for note in notes if note[0] == kind] for kind in KINDS}
+    others = [note for note in by["retried"] if not _in_hands(note, kills)]
+    held = {name: exports for name, _, exports in report["after"] if len(exports) > MOST_HELD}
+    answers = {name: count for name, count in counts.items() if name not in KINDS}
+    rows = {
+        "answers": sum(answers.values()),
+        **answers,
+        "wrong": len(by["wrong"]),
+        "failed": len(by["failed"]),
+    }
+    rows["tries that failed in a killed replica's hands"] = len(by["retried"]) - len(others)
+    rows["tries that failed otherwise"] = len(others)
+    seconds = report["seconds"]
+    rows |= {"seconds": f"{seconds:.0f}", "answers/s": f"{rows['answers'] / seconds:.0f}"}
+    _print("make soak-serve", rows.items())
+    _print("events", [(name, f"{took:.1f} s") for name, took in report["events"]])
+    for moment in ("before", "after"):
+        lines = [(name, f"{mib} MiB; {len(exports)} exports") for name, mib, exports in report[moment]]
+        _print(f"{moment} the events", lines)
+    for note in [*by["wrong"], *by["failed"], *others][:20]:
+        print(*note)
+    print("\n".join(f"{name} still has {', '.join(exports)}" for name, exports in held.items()))
+    return not (by["wrong"] or by["failed"] or others or held)
+
+
+def _in_hands(note, kills):
+    """Whether a request was under way when, or came before it was known that, a replica was killed."""
+    _, began, ended, _ = note
+    return any(began < kill + GONE_S and ended > kill for kill in kills)
+
+
+def _print(title, lines):
+    table = Table(title=title, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in lines:
+        table.add_row(str(name), f"{value:,}" if isinstance(value, int) else value)
+    Console().print(table)
+
+
+def main(
+    requests: Annotated[int, typer.Option(help="At least.")] = 200_000,
+    clients: Annotated[int, typer.Option(help="That ask at the same time.")] = 8,
+    smallest: Annotated[bool, typer.Option(help="Whether it runs at all.")] = False,
+) -> None:
+    """Prints the table."""
+    requests, events = (600, SMALLEST) if smallest else (requests, EVENTS)
+    os.environ["RAYTREC_SERVE_TOKEN"] = TOKEN
+    with tempfile.TemporaryDirectory(prefix="raytrec-soak-") as scratch:
+        root = Path(scratch)
+        made, rows = exports_of_a_model(root)
+        asked, versions = requests_of(made, rows), [each.version for each in made.values()]
+        with running(made["whole"].path, REPLICAS, root) as service:
+            state, results = State(requests), multiprocessing.Queue()
+            asking = multiprocessing.Process(
+                target=drive,
+                args=(service.url, asked, versions, state),
+                kwargs={"clients": clients, "results": results},
+            )
+            began = time.monotonic()
+            asking.start()
+            try:
+                report = _swap(service, Swaps(service, made, root, state), events, requests, state)
+                found = results.get()
+            finally:
+                state.end()
+                asking.terminate()
+            report |= {"seconds": time.monotonic() - began}
+    raise typer.Exit(not _show(report, *found))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,137 @@
+"""Clients of the soak: requests in every form, each answer compared with the scores of its version."""
+
+import json
+import multiprocessing
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+from served import stream
+from services import TOKEN
+from urllib3 import PoolManager, Retry
+from urllib3.exceptions import HTTPError
+
+from raytrec.serving.bodies import ARROW, JSON
+
+CHANGING = -1
+KINDS = ("wrong", "failed", "retried")
+
+
+def requests_of(made, table):
+    """[(body, content type, export → scores)]: small requests in every form."""
+    found, model = [], made["whole"].model
+    mine = model.reader_of("query").columns.names
+    for first in range(0, len(table) - 3, 3):
+        part = table.slice(first, 1 + first % 4)
+        rows, user = part.to_pylist(), part.select(mine).slice(0, 1).to_pylist()[0]
+        candidates = part.drop_columns(mine).to_pylist()
+        asked = {"user": user, "candidates": candidates}
+        for body, kind, scored in (
+            (json.dumps({"rows": rows}), JSON, {"rows": part}),
+            (json.dumps({"columns": part.to_pydict()}), JSON, {"rows": part}),
+            (stream(part), ARROW, {"rows": part}),
+            (json.dumps(asked), JSON, asked),
+        ):
+            scores = {each.version: each.model.predict(**scored).to_pydict() for each in made.values()}
+            found.append((body, kind, scores))
+    return found
+
+
+class Clients:
+    """Requests, one after the other in each thread, and what comes of them.
+
+    Args:
+        versions: of exports. state: see State.
+    """
+
+    def __init__(self, url, requests, versions, state):
+        # The retries of docs/serving.md.
+        self._retry = Retry(
+            10,
+            status_forcelist=[429, 500, 502, 503, 504],
+            allowed_methods=None,
+            backoff_factor=0.1,
+            backoff_max=5,
+        )
+        self._url, self._requests, self._versions, self._state = f"{url}/predict", requests, versions, state
+        self.counts, self.notes = Counter(), []
+
+    def run(self, clients):
+        """Until there have been enough, and all events."""
+        threads = [threading.Thread(target=self._run, args=[seed]) for seed in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _run(self, seed):
+        http, order = PoolManager(), np.random.default_rng(seed).permutation(len(self._requests))
+        while self._state.take():
+            body, kind, scores = self._requests[order[self._state.asked.value % len(order)]]
+            headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": kind}
+            stable, began = self._state.version(), time.time()
+            try:
+                answer = http.request(
+                    "POST", self._url, body=body, headers=headers, retries=self._retry, timeout=60
+                )
+            except HTTPError as error:
+                self._note("failed", began, repr(error))
+                continue
+            for tried in answer.retries.history:
+                self._note("retried", began, repr(tried.status or tried.error))
+            if answer.status != 200:
+                self._note("failed", began, answer.data[:300].decode(errors="replace"))
+                continue
+            self._compare(answer.json(), scores, stable, began)
+
+    def _compare(self, answer, scores, stable, began):
+        version = answer["version"]
+        self.counts[version] += 1
+        place, unchanged = stable[1], stable == self._state.version()
+        if unchanged and place != CHANGING and version != self._versions[place]:
+            self._note("wrong", began, f"{version} in the place of {self._versions[place]}")
+        expected = scores.get(version, {})
+        right = [np.allclose(answer["predictions"][k], v, rtol=1e-6, atol=1e-6) for k, v in expected.items()]
+        if not right or not all(right):
+            self._note("wrong", began, f"{answer} in the place of {expected}")
+
+    def _note(self, kind, began, what):
+        self.counts[kind] += 1
+        self.notes.append((kind, began, time.time(), what))
+
+
+class State:
+    """What the clients' process and the one that swaps have in common."""
+
+    def __init__(self, requests):
+        self._requests = requests
+        self.asked, self._going = multiprocessing.Value("q"), multiprocessing.Value("b", True)
+        self._version = multiprocessing.Array("q", [0, 0])
+
+    def take(self):
+        """Whether there is a further request to make."""
+        with self.asked.get_lock():
+            self.asked.value += 1
+            return self._going.value or self.asked.value <= self._requests
+
+    def end(self):
+        """All has happened that should."""
+        self._going.value = False
+
+    def version(self):
+        """(how often it has changed, the place of the one that has to answer; CHANGING: any)."""
+        with self._version.get_lock():
+            return tuple(self._version)
+
+    def change(self, place):
+        """The version that has to answer from now on."""
+        with self._version.get_lock():
+            self._version[:] = [self._version[0] + 1, place]
+
+
+def drive(*given, clients, results):
+    """All clients, in this process."""
+    asking = Clients(*given)
+    asking.run(clients)
+    results.put((asking.counts, asking.notes))

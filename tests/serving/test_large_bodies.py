@@ -1,0 +1,51 @@
+"""Small bodies that stand for much: they are refused before they are taken apart."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from served import ARROW, stream
+
+from raytrec.serving.bodies import Limits, Refused, read_body
+
+COLUMNS = pa.schema([("ids", pa.list_(pa.int64())), ("text", pa.string())])
+LIMITS = Limits(body_bytes=1 << 20, rows=2_000, ids=1_000)
+ROWS, TEXT = 2_000, "x" * 500_000
+TWICE = np.zeros(ROWS, np.int32)  # every row has the first value
+IDS = pa.array(np.zeros(1_000, np.int64))
+
+
+def views_of(text):
+    """Text of which every row is a view of the same bytes."""
+    one = pa.array([text], pa.string_view())
+    _, view, *data = one.buffers()
+    return pa.Array.from_buffers(one.type, ROWS, [None, pa.py_buffer(view.to_pybytes() * ROWS), *data])
+
+
+REPEATED = {
+    "text of a dictionary": pa.DictionaryArray.from_arrays(TWICE, pa.array([TEXT])),
+    "views of one text": views_of(TEXT),
+    "a text that runs over all rows": pa.RunEndEncodedArray.from_arrays(pa.array([ROWS], pa.int32()), [TEXT]),
+    "lists of a dictionary": pa.DictionaryArray.from_arrays(TWICE, pa.ListArray.from_arrays([0, 1_000], IDS)),
+    "views of one list": pa.ListViewArray.from_arrays(TWICE, TWICE + 1_000, IDS),
+}
+
+
+@pytest.mark.xfail(strict=True, reason="a text may have any length, and a request as many ids as rows × ids")
+@pytest.mark.parametrize("array", REPEATED.values(), ids=REPEATED)
+def test_values_that_rows_share_count_for_each(array):
+    body = stream(pa.table({"ids" if "list" in str(array.type) else "text": array}))
+    assert len(body) < LIMITS.body_bytes
+    with pytest.raises(Refused) as refused:
+        read_body(ARROW, body, COLUMNS, LIMITS)
+    assert refused.value.status == 413
+
+
+@pytest.mark.xfail(strict=True, reason="Arrow takes as much memory as a compressed buffer claims")
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_compressed_buffers_are_refused(codec):
+    body = stream(pa.table({"text": ["x" * (64 << 20)]}), compression=codec)
+    assert len(body) < LIMITS.body_bytes
+    before = pa.total_allocated_bytes()
+    with pytest.raises(Refused):
+        read_body(ARROW, body, COLUMNS, LIMITS)
+    assert pa.total_allocated_bytes() - before < 1 << 20

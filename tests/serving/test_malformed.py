@@ -1,0 +1,139 @@
+"""10,000 wrong requests to `raytrec serve` with two replicas: each gets a 4xx, and memory stays flat."""
+
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+from itertools import islice
+
+import numpy as np
+import pytest
+from malformed import arrow_bodies, cut_and_changed, json_bodies, other_values, raw, raw_requests
+from served import ARROW, JSON, assert_same, stream
+from services import TOKEN, exports_of_a_model, resident_mib, running
+from urllib3 import PoolManager
+
+pytestmark = pytest.mark.survive
+REQUESTS, WARM_UP, CLIENTS, SLOW_CLIENTS = 10_000, 2_000, 4, 8
+LARGE = 1 << 20  # bytes; larger bodies belong to the warm-up: what they take, the allocator keeps in part
+GROWTH_MIB = 32  # of a process's memory, after the warm-up
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return exports_of_a_model(tmp_path_factory.mktemp("malformed"))
+
+
+@pytest.fixture(scope="module")
+def service(made, tmp_path_factory):
+    with running(made[0]["whole"].path, 2, tmp_path_factory.mktemp("log")) as service:
+        yield service
+
+
+class Sender:
+    """Sends bodies and keeps what no service should answer."""
+
+    def __init__(self, url):
+        self._http, self._url = PoolManager(maxsize=CLIENTS), f"{url}/predict"
+        self.counts, self.wrong = {}, []
+
+    def send(self, name, kind, body, token=TOKEN):
+        headers = {"Content-Type": kind, "Authorization": f"Bearer {token}"}
+        answer = self._http.request("POST", self._url, body=body, headers=headers, retries=False, timeout=60)
+        self.counts[answer.status] = self.counts.get(answer.status, 0) + 1
+        said = json.loads(answer.data)
+        told = "predictions" in said if answer.status == 200 else said.get("error")
+        if not told or not 200 <= answer.status < 500:
+            self.wrong.append((name, answer.status, answer.data[:300], body[:300]))
+
+    def send_all(self, bodies):
+        """Bodies, from several threads."""
+        lock, bodies = threading.Lock(), iter(bodies)
+
+        def run():
+            while True:
+                with lock:
+                    body = next(bodies, None)
+                if body is None:
+                    return
+                self.send(*body)
+
+        threads = [threading.Thread(target=run) for _ in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def drawn(rows, table, small, seed):
+    """Malformed bodies without end."""
+    draw = np.random.default_rng(seed)
+    good = [(JSON, json.dumps({"rows": rows[:2]}).encode()), (ARROW, stream(table.slice(0, 2)))]
+    while True:
+        for name, kind, body in small:
+            yield name, kind, body
+            yield "other values", JSON, other_values(draw, rows[:3])
+            for of, whole in good:
+                yield "cut or changed", of, cut_and_changed(draw, whole)
+            yield "of another type", *good[draw.integers(2)][:1], good[draw.integers(2)][1]
+        yield "another token", *good[0], "another"
+
+
+class SlowClients:
+    """Connections that send a byte of a head or of a body now and then."""
+
+    def __init__(self, url, data):
+        host, port = url.removeprefix("http://").split(":")
+        self._connections = [socket.create_connection((host, int(port))) for _ in range(SLOW_CLIENTS)]
+        self._data, self._stop = data, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self):
+        for place in range(len(self._data) - 1):
+            for connection in self._connections:
+                with suppress(OSError):  # the service has closed it
+                    connection.send(self._data[place : place + 1])
+            if self._stop.wait(0.2):
+                return
+
+    def __enter__(self):
+        self._thread.start()
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+        for connection in self._connections:
+            connection.close()
+
+
+def send_raw(url, requests):
+    """Each, once by a client that waits for an answer, once by one that leaves."""
+    for name, data in requests:
+        status = raw(url, data)
+        assert status is None or status < 500, (name, status)
+        raw(url, data, close=True)
+
+
+def test_each_gets_its_answer_and_memory_stays_flat(service, made):
+    exports, table = made
+    rows, model = table.to_pylist(), exports["whole"].model
+    bodies, sender = json_bodies(rows[:2]) + arrow_bodies(table), Sender(service.url)
+    small = [body for body in bodies if len(body[2]) < LARGE]
+    head = raw_requests(json.dumps({"rows": rows}).encode())
+    began = service.replicas()
+    sender.send_all(bodies * 3)
+    send_raw(service.url, head)
+    sender.send_all(islice(drawn(rows, table, small, 1), WARM_UP))
+    before = [resident_mib(process) for process in began]
+    with SlowClients(service.url, head[3][1]):
+        send_raw(service.url, head)
+        sender.send_all(islice(drawn(rows, table, small, 2), REQUESTS))
+    time.sleep(1)
+    after = [resident_mib(process) for process in began]
+    print(sender.counts, before, after)
+    assert not sender.wrong, sender.wrong[:5]
+    assert {200, 400, 401, 413} <= sender.counts.keys() and sum(sender.counts.values()) > REQUESTS
+    assert all(process.is_running() for process in began)
+    assert all(b < a + GROWTH_MIB for a, b in zip(before, after, strict=True)), (before, after)
+    assert_same(service.ask("/predict", {"rows": rows})["predictions"], model.predict(table))
