@@ -14,6 +14,7 @@ from pydantic_core import from_json, to_json
 from raytrec.common.errors import DataError, RaytrecError
 from raytrec.data.arrow import is_list
 from raytrec.scoring.rows import THE_ROWS, to_array
+from raytrec.serving.arrow_bodies import TooMuch, read_stream
 
 JSON, ARROW = "application/json", "application/vnd.apache.arrow.stream"
 FORMS = "rows, columns, or user and candidates"
@@ -70,7 +71,7 @@ def read_body(content_type: str, body: bytes, columns: pa.Schema, limits: Limits
     """
     kind = content_type.partition(";")[0].strip().lower()
     if kind == ARROW:
-        asked = Asked(rows=_arrow(body))
+        asked = Asked(rows=_arrow(body, columns, limits))
     elif kind == JSON:
         asked = _json(body, columns)
     else:
@@ -84,14 +85,15 @@ def read_body(content_type: str, body: bytes, columns: pa.Schema, limits: Limits
     return asked
 
 
-def _arrow(body: bytes) -> pa.Table:
+def _arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
     try:
-        table = pa.ipc.open_stream(body).read_all()
-        table.validate(full=True)  # offsets that lead outside of the body would end the process
-        return table
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise _bad(
-            f"not a stream of Arrow: {_line(error)}", "the body", "a schema and record batches"
+        return read_stream(body, columns.names, limits.body_bytes)
+    except ValueError as error:
+        raise _bad(f"not a stream of Arrow: {error}", "the body", "a schema and record batches") from None
+    except TooMuch:
+        what = "rows share values that would take more than a body may have"
+        raise Refused(
+            413, DataError(what, where="the body", expected=f"at most {limits.body_bytes:,} bytes")
         ) from None
 
 

@@ -220,7 +220,7 @@ def test_the_documents_client_repeats_what_is_turned_away(http, model, made, mon
     names = {"token": TOKEN, "rows": good(made)}
     exec(textwrap.dedent(block).replace("http://127.0.0.1:8000", http.url), names)
     assert_same(names["answer"]["predictions"], model.predict(good(made)))
-    assert 'path="/predict",status="429"' in http.ask("/metrics")[1].decode()
+    assert http.service.figures.requests.labels("/predict", 429)._value.get() == 1
 
 
 def test_another_version_answers_when_it_is_committed(made, tmp_path):

@@ -5,6 +5,7 @@ import pyarrow as pa
 import pytest
 from served import ARROW, stream
 
+from raytrec.common.errors import DataError
 from raytrec.serving.bodies import Limits, Refused, read_body
 
 COLUMNS = pa.schema([("ids", pa.list_(pa.int64())), ("text", pa.string())])
@@ -30,22 +31,21 @@ REPEATED = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="a text may have any length, and a request as many ids as rows × ids")
 @pytest.mark.parametrize("array", REPEATED.values(), ids=REPEATED)
 def test_values_that_rows_share_count_for_each(array):
     body = stream(pa.table({"ids" if "list" in str(array.type) else "text": array}))
     assert len(body) < LIMITS.body_bytes
-    with pytest.raises(Refused) as refused:
+    before = pa.total_allocated_bytes()
+    with pytest.raises((Refused, DataError), match=r"rows share values|is of type"):
         read_body(ARROW, body, COLUMNS, LIMITS)
-    assert refused.value.status == 413
+    assert pa.total_allocated_bytes() - before < 4 << 20
 
 
-@pytest.mark.xfail(strict=True, reason="Arrow takes as much memory as a compressed buffer claims")
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
 def test_compressed_buffers_are_refused(codec):
     body = stream(pa.table({"text": ["x" * (64 << 20)]}), compression=codec)
     assert len(body) < LIMITS.body_bytes
     before = pa.total_allocated_bytes()
-    with pytest.raises(Refused):
+    with pytest.raises(DataError, match="compressed"):
         read_body(ARROW, body, COLUMNS, LIMITS)
     assert pa.total_allocated_bytes() - before < 1 << 20

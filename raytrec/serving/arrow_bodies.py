@@ -1,0 +1,105 @@
+"""Bodies of Arrow from clients that may mean harm: small ones that stand for much are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from struct import error as StructError
+from struct import unpack_from
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+
+from raytrec.common.errors import DataError
+
+RECORD_BATCH, DICTIONARY_BATCH = 3, 2  # of Arrow's MessageHeader (format/Message.fbs)
+PLAIN = "columns as pyarrow writes them: no views, runs or unions, and lists or structs of no dictionary"
+
+
+class TooMuch(Exception):
+    """Its rows stand for more bytes than a body may have."""
+
+
+def read_stream(body: bytes, columns: Collection[str], most_bytes: int) -> pa.Table:
+    """The rows of a stream.
+
+    Args:
+        columns: that are used, as a schema names them; others are passed over.
+        most_bytes: that they may take when rows that share a value have one each.
+
+    Raises:
+        ValueError: it is no stream. DataError: a type, or compression, that is not taken. TooMuch.
+    """
+    try:
+        for message in pa.ipc.MessageReader.open_stream(body):
+            if _is_compressed(message.metadata):  # Arrow takes as much memory as a buffer claims
+                raise DataError(
+                    "buffers are compressed", where="the body", expected="a stream without compression"
+                )
+        table = pa.ipc.open_stream(body).read_all()
+        table.validate(full=True)  # offsets that lead outside of the body would end the process
+    except (pa.ArrowException, OSError, StructError) as error:
+        raise ValueError((str(error).splitlines() or [type(error).__name__])[0]) from None
+    used = {name.partition(".")[0] for name in columns} | set(columns)
+    if (
+        sum(_expanded(c, n) for n, c in zip(table.column_names, table.columns, strict=True) if n in used)
+        > most_bytes
+    ):
+        raise TooMuch
+    return table
+
+
+def _is_compressed(metadata: pa.Buffer) -> bool:
+    """Whether a message's buffers are compressed: RecordBatch.compression of Arrow's format."""
+    data = metadata.to_pybytes()
+    message = unpack_from("<I", data)[0]
+    kind = _field(data, message, 1)
+    kind = data[kind] if kind else 0
+    batch = _table(data, message, 2) if kind in (RECORD_BATCH, DICTIONARY_BATCH) else 0
+    if kind == DICTIONARY_BATCH:
+        batch = _table(data, batch, 1)
+    return bool(batch and _field(data, batch, 3))
+
+
+def _field(data: bytes, table: int, number: int) -> int:
+    """Where a field of a table of FlatBuffers is; 0: it is not there."""
+    vtable = table - unpack_from("<i", data, table)[0]
+    if vtable < 0 or 4 + 2 * number >= unpack_from("<H", data, vtable)[0]:
+        return 0
+    offset = unpack_from("<H", data, vtable + 4 + 2 * number)[0]
+    return table + offset if offset else 0
+
+
+def _table(data: bytes, table: int, number: int) -> int:
+    place = _field(data, table, number)
+    return place + unpack_from("<I", data, place)[0] if place else 0
+
+
+def _expanded(array: pa.Array | pa.ChunkedArray, name: str) -> int:
+    """Bytes of values that rows share, if each had its own; 0 where none can share one.
+
+    Raises:
+        DataError: a type in which they could share more than text.
+    """
+    if isinstance(array, pa.ChunkedArray):
+        return sum(_expanded(chunk, name) for chunk in array.chunks)
+    kind = array.type
+    if types.is_dictionary(kind):
+        if kind.value_type.num_fields or kind.value_type.has_variadic_buffers:
+            raise _odd(kind, name)
+        if not types.is_string(kind.value_type) and not types.is_large_string(kind.value_type):
+            return 0
+        return pc.sum(pc.binary_length(array.dictionary).take(array.indices)).as_py() or 0
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _expanded(array.flatten(), name)
+    if types.is_struct(kind):
+        return sum(_expanded(part, name) for part in array.flatten())
+    if types.is_map(kind):
+        return _expanded(array.keys, name) + _expanded(array.items, name)
+    if kind.num_fields or kind.has_variadic_buffers or types.is_list_view(kind):
+        raise _odd(kind, name)
+    return 0
+
+
+def _odd(kind: pa.DataType, name: str) -> DataError:
+    return DataError(f"column '{name}' is of type {kind}", where=f"the body, column {name}", expected=PLAIN)
