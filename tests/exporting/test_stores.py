@@ -74,6 +74,7 @@ def test_an_interrupted_export_goes_on_where_it_ended(bucket, made, monkeypatch)
     tries = 0
     while "manifest.json" not in OutputFolder(out).names():
         left[0], tries = 5, tries + 1
+        assert tries < 20, "complete files do not stay"
         try:
             raytrec.export(folder, out)
         except RunError as error:

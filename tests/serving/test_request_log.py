@@ -223,8 +223,8 @@ def with_empty_bags(rows):
     "change, error, first",
     [
         (scaled, 0, "a (values)"),
-        (with_new_users, 0, "user (unseen ids)"),
-        (with_empty_bags, 0, "scored (length)"),
+        pytest.param(with_new_users, 0, "user (unseen ids)", marks=pytest.mark.survive),
+        pytest.param(with_empty_bags, 0, "scored (length)", marks=pytest.mark.survive),
         (None, 1e-4, "score_y (scored again)"),
     ],
 )
@@ -236,6 +236,7 @@ def test_an_injected_skew_is_named_first(made, loaded, training, tmp_path, chang
     assert (found["rescored"]["score_y"]["share"] == 1) == bool(error)
 
 
+@pytest.mark.survive
 def test_rows_that_are_not_those_scored_show_in_the_scores(made, loaded, tmp_path):  # noqa: F811
     rows = rows_of(2, 200)
     found = skew(write_log(tmp_path, loaded, scaled(rows), rows), made[0]).metrics
