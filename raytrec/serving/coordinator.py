@@ -164,9 +164,9 @@ class Coordinator:
         Raises:
             RunError: it cannot be used, and all replicas answer as before.
         """
-        if uri is None and self._before:
+        if not uri and self._before:
             uri = self._before.uri
-        if uri is None:
+        if not uri:
             raise RunError("there is no version before this one", where="--rollback", expected="a promotion")
         if self._busy.locked():
             raise RunError("another promotion is under way", where=uri, do="wait for its end")
