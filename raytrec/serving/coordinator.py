@@ -92,7 +92,7 @@ class Coordinator:
             of_before = (each and Export(**each) for each in json.loads(again))
             self._now, self._before, self._declared = of_before
         else:
-            self._remember()
+            self._remember(export, None, export)
         # When all replicas have reported, which may be there when this begins again.
         self._complete = monotonic() + 2 * FOLLOW_S if again else 0.0
         # Other numbers than before it was started again, which replicas may still report.
@@ -118,8 +118,7 @@ class Coordinator:
         else:
             self._now = export
             self._tell()
-        self._declared = export
-        self._remember()
+        self._remember(self._now, self._before, export)
 
     async def follow(self, replica: str, report: Report, given: int) -> Order:
         """The order after the one that a replica was given; the same when there is none for a while."""
@@ -164,9 +163,9 @@ class Coordinator:
         Raises:
             RunError: it cannot be used, and all replicas answer as before.
         """
-        if uri is None and self._before:
+        if not uri and self._before:
             uri = self._before.uri
-        if uri is None:
+        if not uri:
             raise RunError("there is no version before this one", where="--rollback", expected="a promotion")
         if self._busy.locked():
             raise RunError("another promotion is under way", where=uri, do="wait for its end")
@@ -181,15 +180,15 @@ class Coordinator:
                 raise failed[0][1].error if failed else other
             export = Export(uri, versions.pop())
             if export != self._now:
-                self._now, self._before = export, self._now
-                self._remember()
+                self._remember(export, self._now, self._declared)
             self._tell()
             await self._carried_out()
             return export.version
 
-    def _remember(self) -> None:
-        exports = (self._now, self._before, self._declared)
-        self._keep(json.dumps([each and asdict(each) for each in exports]).encode())
+    def _remember(self, now: Export, before: Export | None, declared: Export) -> None:
+        """Keeps them first, so that where this fails nothing has changed."""
+        self._keep(json.dumps([each and asdict(each) for each in (now, before, declared)]).encode())
+        self._now, self._before, self._declared = now, before, declared
 
     def _tell(self, prepare: str | None = None) -> None:
         self._order = Order(self._order.number + 1, self._now, prepare)

@@ -106,7 +106,8 @@ class Replica:
             values = from_json(await request.body())
         except ValueError:
             values = None
-        if not isinstance(values, dict) or not isinstance(values.get("uri", ""), str):
+        given = values.get("uri", "before") if isinstance(values, dict) else None
+        if not given or not isinstance(given, str):
             raise Refused(400, DataError("no uri", where="the body", expected='{"uri": "URI"}, or {}'))
         version = await self._asking(lambda: self._coordinator.promote.remote(values.get("uri")))
         return _json({"version": version})

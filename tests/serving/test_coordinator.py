@@ -60,6 +60,9 @@ def test_all_replicas_change_and_go_back():
 
     async def scenario():
         await asyncio.sleep(0.1)
+        for nothing in (None, ""):
+            with pytest.raises(RunError, match="no version before"):
+                await made.promote(nothing)
         assert await made.promote("b") == "films-2"
         assert await made.versions() == {"one": "films-2", "two": "films-2"}
         assert await made.promote(None) == "films-1"
