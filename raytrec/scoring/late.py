@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -27,6 +27,8 @@ aten = torch.ops.aten
 BROADCASTING = {aten.einsum.default, aten.matmul.default}
 CLOSE, TRIED_ROWS = 1e-5, 5  # by which a rewritten program is compared with the whole one, on random inputs
 Program = Callable[..., tuple[torch.Tensor, ...]]
+Origin = Literal["user", "rows", "none"]
+Step = Literal["stack", "transposed", "products", "flat"]
 
 
 def compute_once(program: fx.GraphModule, inputs: Sequence[Input], once: Collection[int]) -> Program | None:
@@ -78,7 +80,7 @@ class _Value:
             rewritten one; None: it is made when it is asked for.
     """
 
-    of: Literal["user", "rows", "none"]
+    of: Origin
     old: fx.Node
     new: fx.Node | None = None
 
@@ -91,9 +93,9 @@ class _Columns(_Value):
         user: [1, …]. rows: [B, …]. places: which columns of the whole are the user's; those of the rows.
     """
 
-    user: fx.Node = None
-    rows: fx.Node = None
-    places: tuple[list[int], list[int]] = ((), ())
+    user: fx.Node | None = None
+    rows: fx.Node | None = None
+    places: tuple[list[int], list[int]] = ([], [])
 
 
 @dataclass
@@ -104,8 +106,8 @@ class _Stack(_Value):
         parts: the n vectors. step: stack, its transpose, the products of all pairs [B, n, n], and these flat.
     """
 
-    parts: list[_Value] = None
-    step: Literal["stack", "transposed", "products", "flat"] = "stack"
+    parts: list[_Value] = field(default_factory=list)
+    step: Step = "stack"
 
 
 @dataclass
@@ -125,11 +127,11 @@ class _Rewriting:
         self._tensors: dict[str, torch.Tensor] = {}
         placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
         for place, node in enumerate(placeholders):
-            of = "user" if place in once else "rows"
+            of: Origin = "user" if place in once else "rows"
             self._values[node] = _Value(of, node, self._graph.placeholder(f"input_{place}"))
         first = next(node for place, node in enumerate(placeholders) if place not in once)
         self._symbol = first.meta["val"].shape[0].node.expr
-        self._rows = self._call(aten.sym_size.int, self._values[first].new, 0)
+        self._rows = self._call(aten.sym_size.int, self._value(first).new, 0)
 
     def result(self) -> Program:
         """The rewritten program."""
@@ -139,13 +141,19 @@ class _Rewriting:
             elif node.op == "call_function":
                 self._values[node] = self._rewritten(node)
             elif node.op == "output":
-                self._graph.output(fx.map_arg(node.args[0], lambda a: self._of_rows(self._values[a])))
+                self._graph.output(fx.map_arg(node.args[0], lambda a: self._of_rows(self._value(a))))
             elif node.op != "placeholder":
                 raise _Cannot(node.op)
         self._graph.eliminate_dead_code()
         attributes = {node.target for node in self._program.graph.nodes if node.op == "get_attr"}
         root = {name: operator.attrgetter(name)(self._program) for name in attributes} | self._tensors
         return fx.GraphModule(root, self._graph).forward
+
+    def _value(self, node: fx.Node) -> _Value:
+        value = self._values[node]
+        if isinstance(value, _Size):
+            raise _Cannot("a size in the place of a tensor")
+        return value
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
         return self._graph.call_function(target, args)
@@ -167,7 +175,7 @@ class _Rewriting:
             return self._size(node, given)
         kinds = {value.of for value in given if isinstance(value, _Value)}
         if "rows" not in kinds:
-            of = "user" if "user" in kinds or any(isinstance(v, _Size) for v in given) else "none"
+            of: Origin = "user" if "user" in kinds or any(isinstance(v, _Size) for v in given) else "none"
             return _Value(of, node, self._copied(node, lambda v: v.user if isinstance(v, _Size) else v.new))
         divided = self._divided(node)
         return divided or _Value("rows", node, self._mixed(node, "user" in kinds))
@@ -227,6 +235,7 @@ class _Rewriting:
             joined = self._call(aten.cat.default, [repeated, value.rows], 1)
             order = torch.tensor([*value.places[0], *value.places[1]]).argsort()
             return self._call(aten.index_select.default, joined, 1, self._tensor(order))
+        assert isinstance(value, _Stack)
         stack = self._call(aten.stack.default, [self._of_rows(part) for part in value.parts], 1)
         if value.step == "stack":
             return stack
@@ -238,35 +247,41 @@ class _Rewriting:
 
     def _divided(self, node: fx.Node) -> _Value | None:
         """What user and rows have a part in, kept apart; None: it is not such an operator."""
-        target, args = node.target, [self._values[a] if isinstance(a, fx.Node) else a for a in node.args]
-        first = args[0]
+        target, args = node.target, node.args
         if target in (aten.cat.default, aten.stack.default):
-            parts = [self._values[each] for each in first]
-            if len(args) < 2 or args[1] not in (1, -1) or any(p.old.meta["val"].dim() != 2 for p in parts):
-                return None
-            if target is aten.stack.default:
-                same = {part.of for part in parts} == {"user", "rows"}
-                return _Stack("rows", node, parts=parts) if same and args[1] == 1 else None
-            return self._cat(node, parts)
+            return self._joined(node)
+        first = self._value(args[0]) if args and isinstance(args[0], fx.Node) else None
         if isinstance(first, _Columns) and target is aten.linear.default:
-            return self._linear(node, first, args[1], args[2] if len(args) > 2 else None)
+            return self._linear(node, first, *map(self._value, args[1:]))
         if not isinstance(first, _Stack):
             return None
-        follows = {
-            ("stack", aten.transpose.int, (1, 2)): "transposed",
-            ("products", aten.flatten.using_ints, (1,)): "flat",
-        }.get((first.step, target, tuple(args[1:])) if all(isinstance(a, int) for a in args[1:]) else None)
-        if target is aten.bmm.default and isinstance(args[1], _Stack) and args[1].parts is first.parts:
-            follows = "products" if (first.step, args[1].step) == ("stack", "transposed") else None
-        if follows:
-            return _Stack("rows", node, parts=first.parts, step=follows)
-        if first.step == "flat" and target is aten.index_select.default and args[1] == 1:
-            return self._pairs(node, first.parts, self._constant(args[2]).tolist())
-        return None
+        step: Step | None = None
+        if target is aten.bmm.default:
+            other = self._value(args[1])
+            if isinstance(other, _Stack) and other.parts is first.parts:
+                step = "products" if (first.step, other.step) == ("stack", "transposed") else None
+        elif (first.step, target, *args[1:]) == ("stack", aten.transpose.int, 1, 2):
+            step = "transposed"
+        elif (first.step, target, *args[1:]) == ("products", aten.flatten.using_ints, 1):
+            step = "flat"
+        elif (first.step, target, args[1]) == ("flat", aten.index_select.default, 1):
+            return self._pairs(node, first.parts, self._constant(self._value(args[2])).tolist())
+        return _Stack("rows", node, parts=first.parts, step=step) if step else None
+
+    def _joined(self, node: fx.Node) -> _Value | None:
+        """Vectors as columns of one, or as a stack."""
+        parts, dim = list(map(self._value, node.args[0])), (*node.args[1:], 0)[0]
+        if any(part.old.meta["val"].dim() != 2 for part in parts):
+            return None
+        if node.target is aten.cat.default:
+            return self._cat(node, parts) if dim in (1, -1) else None
+        divided = dim == 1 and {part.of for part in parts} == {"user", "rows"}
+        return _Stack("rows", node, parts=parts) if divided else None
 
     def _cat(self, node: fx.Node, parts: list[_Value]) -> _Value | None:
         """Columns of parts, one after the other."""
-        users, rows, places, start = [], [], ([], []), 0
+        users, rows, start = [], [], 0
+        places: tuple[list[int], list[int]] = ([], [])
         for part in parts:
             width = part.old.meta["val"].shape[1]
             if isinstance(part, _Columns):
@@ -285,7 +300,7 @@ class _Rewriting:
         user, of_rows = (self._call(aten.cat.default, each, 1) for each in (users, rows))
         return _Columns("rows", node, user=user, rows=of_rows, places=places)
 
-    def _linear(self, node: fx.Node, x: _Columns, weight: _Value, bias: _Value | None) -> _Value:
+    def _linear(self, node: fx.Node, x: _Columns, weight: _Value, bias: _Value | None = None) -> _Value:
         whole = self._constant(weight)
         of_user, of_rows = (self._tensor(whole[:, each].contiguous()) for each in x.places)
         user = self._call(aten.linear.default, x.user, of_user, bias and bias.new)

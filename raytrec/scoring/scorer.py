@@ -202,8 +202,8 @@ class Scorer:
         repeated = [name for name in rest.columns.names if name in names]
         inputs, whole = self.manifest.programs["predict"].inputs, self._programs["predict"]
         users = of_user if of_user >= set(schema.dense) else of_user - set(schema.dense)
-        names = ({each.feature} if each.feature else set(schema.dense) for each in inputs)
-        once = frozenset(place for place, name in enumerate(names) if name <= users)
+        read = [{each.feature} if each.feature else set(schema.dense) for each in inputs]
+        once = frozenset(place for place, features in enumerate(read) if features <= users)
         if len(once) == len(inputs) or not (program := compute_once(whole, inputs, once)):
             program, once = whole.forward, frozenset()
         return _Split(user, rest, repeated, program, once)

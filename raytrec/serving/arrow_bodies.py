@@ -28,7 +28,7 @@ def read_stream(body: bytes, columns: Collection[str], most_bytes: int) -> pa.Ta
         most_bytes: that they may take when rows that share a value have one each.
 
     Raises:
-        ValueError: it is no stream. DataError: a type, or compression, that is not taken. TooMuch.
+        ValueError: not a stream. DataError: a type, or compression, that is not taken. TooMuch.
     """
     try:
         for message in pa.ipc.MessageReader.open_stream(body):
