@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, field
-from time import monotonic
+from time import monotonic, time_ns
 from typing import Literal
 
 from raytrec.common.errors import RaytrecError, RunError
@@ -23,7 +23,7 @@ LOAD_S = 1800.0  # that loading may take
 class Order:
     """What replicas are to do; orders are numbered."""
 
-    number: int = 0
+    number: int
     kind: Literal["stay", "prepare", "commit", "forget"] = "stay"
     uri: str = ""
     """prepare, commit: of the export."""
@@ -36,7 +36,7 @@ class Report:
     """What a replica has done.
 
     Attributes:
-        done: the number of the last order that it has carried out.
+        done: the number of the last order that it has carried out; -1: none.
         uri, version: of what it answers with. prepared: version that it could answer with.
         error: why it could not carry out the order.
     """
@@ -66,7 +66,8 @@ class Coordinator:
     def __init__(self, uri: str):
         self._uri = uri
         self._before: str | None = None
-        self._order, self._changed = Order(), asyncio.Event()
+        # A process that is started in the place of another gives no number again.
+        self._order, self._changed = Order(time_ns()), asyncio.Event()
         self._replicas: dict[str, Seen] = {}
         self._busy = asyncio.Lock()
 
@@ -76,8 +77,8 @@ class Coordinator:
 
     async def follow(self, replica: str, report: Report) -> Order:
         """The order after the one that a replica has carried out; the same when there is none for a while."""
-        if report.done > self._order.number:  # another process was the coordinator when this was promoted
-            self._uri = report.uri
+        if self._order.kind == "stay" and report.done not in (-1, self._order.number):
+            self._uri = report.uri  # it was promoted while another process was the coordinator
         self._replicas[replica] = Seen(report)
         if report.done == self._order.number:
             changed = self._changed

@@ -8,10 +8,12 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from copy import copy
 from threading import Thread
 from typing import Any
 
+from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,6 +25,7 @@ from raytrec.serving.versions import Loaded, Versions
 
 log = logging.getLogger(__name__)
 NAMESPACE = "raytrec-serve"
+MOST_URI_BYTES = 1 << 16  # of the body of a promotion
 MOST_ONGOING = 256  # requests that a replica works on; the proxy keeps others
 # Serve's own switches for throughput, but that replicas do not listen themselves (direct ingress): that takes
 # HAProxy, which listens on all interfaces.
@@ -68,7 +71,14 @@ class Replica:
 
     async def _promote(self, request: Request, now: Loaded) -> Response:
         """POST /promote {"uri": …}, or {} for the version before."""
-        values = await request.json()
+        body, values = bytearray(), None
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_URI_BYTES:
+                break
+        else:
+            with suppress(ValueError):
+                values = from_json(bytes(body))
         if not isinstance(values, dict) or not isinstance(values.get("uri", ""), str):
             raise Refused(400, DataError("no uri", where="the body", expected='{"uri": "URI"}, or {}'))
         version = await self._asking(lambda: self._coordinator.promote.remote(values.get("uri")))
@@ -127,8 +137,6 @@ class Replica:
 
 
 def _json(values: Any) -> Response:
-    from pydantic_core import to_json
-
     return Response(to_json(values), media_type=JSON)
 
 
