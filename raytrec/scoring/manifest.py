@@ -136,9 +136,10 @@ class Manifest(Section):
 
     @property
     def version(self) -> str:
-        """Names the model in answers: run, step, and some digits of a hash of all files."""
-        sums = json.dumps({name: entry.sha256 for name, entry in self.files.items()}, sort_keys=True)
-        return f"{self.source.run}-{self.source.step}-{hashlib.sha256(sums.encode()).hexdigest()[:8]}"
+        """Names the model in answers: run, step, and some digits of a hash of all that it was made of."""
+        sums = {name: entry.sha256 for name, entry in self.files.items()}
+        whole = json.dumps([self.binding, sums], sort_keys=True)
+        return f"{self.source.run}-{self.source.step}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
 
     def to_json(self) -> str:
         """The text of the file."""

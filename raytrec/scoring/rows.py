@@ -115,12 +115,10 @@ def _column(rows: Sequence[Any], field: pa.Field) -> pa.Array:
     try:
         return to_array(values, field.type)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
-        kinds = {type(value) for value in values if value is not None}
-        wrong = (i for i, value in enumerate(values) if not _fits(value, field.type))
-        # Each may fit, and not next to the others: a time as text, and one as a number.
-        at = next(wrong, None)
-        if at is None:
-            at = next(i for i, value in enumerate(values) if type(value) in kinds - {str})
+        unfit = (i for i, value in enumerate(values) if not _fits(value, field.type))
+        # Where each fits alone, some are times as text and others as numbers.
+        other = (i for i, value in enumerate(values) if not isinstance(value, str | None))
+        at = next(chain(unfit, other))
         raise _odd(f"column '{name}' is {some(values[at])}", at, name, _words(field.type)) from None
 
 

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError, SchemaError
 from raytrec.scoring.manifest import ProgramName
-from raytrec.serving.batching import Batcher
+from raytrec.serving.batching import Batcher, too_busy
 from raytrec.serving.bodies import JSON, Asked, Limits, Refused, read_body, write_body
 from raytrec.serving.figures import Figures
 from raytrec.serving.openapi import describe, example_text
@@ -37,7 +37,7 @@ class Service:
         self.versions, self.limits = versions, limits or Limits()
         self.figures = Figures()
         self.batcher = Batcher(observe=self.figures.batch_rows.observe)
-        self._token = token
+        self._token, self._reading = token, 0
         self.request_log: RequestLog | None = None
 
     async def predict(self, request: Request, now: Loaded) -> Response:
@@ -67,16 +67,28 @@ class Service:
         return Response(body, media_type=kind, headers=headers)
 
     async def _asked(self, request: Request, now: Loaded) -> Asked:
-        body, most = bytearray(), self.limits.body_bytes
-        async for part in request.stream():
-            body += part
-            if len(body) > most:
-                raise Refused(
-                    413,
-                    DataError("the body is too large", where="the body", expected=f"at most {most:,} bytes"),
-                )
         kind = request.headers.get("content-type", "")
-        return read_body(kind, bytes(body), now.scorer.columns, self.limits)
+        return read_body(kind, await self.read(request), now.scorer.columns, self.limits)
+
+    async def read(self, request: Request) -> bytes:
+        """The body.
+
+        Raises:
+            Refused: it is too large, or others take all the room that bodies have together.
+        """
+        body, limits = bytearray(), self.limits
+        try:
+            async for part in request.stream():
+                body += part
+                self._reading += len(part)
+                if len(body) > limits.body_bytes:
+                    most = f"at most {limits.body_bytes:,} bytes"
+                    raise Refused(413, DataError("the body is too large", where="the body", expected=most))
+                if self._reading > limits.all_bodies_bytes:
+                    raise too_busy("too many large requests are coming in")
+            return bytes(body)
+        finally:
+            self._reading -= len(body)
 
     async def health(self, request: Request, now: Loaded) -> Response:
         """GET /health and /ready: the golden rows were scored when the version was loaded."""

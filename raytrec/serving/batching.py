@@ -108,16 +108,7 @@ class Batcher:
 
     def _admit(self, rows: int) -> None:
         if self.waiting and self.waiting + rows > self._most_waiting:
-            raise Refused(
-                429,
-                RunError(
-                    f"{self.waiting:,} rows are waiting",
-                    where="the service",
-                    expected=f"at most {self._most_waiting:,}",
-                    do=f"try again after {RETRY_S} s",
-                ),
-                **{"Retry-After": str(RETRY_S)},
-            )
+            raise too_busy(f"{self.waiting:,} rows are waiting", f"at most {self._most_waiting:,}")
         self.waiting += rows
 
     async def _run(self) -> None:
@@ -175,6 +166,12 @@ class Batcher:
             stop = start + len(work.rows)
             work.done.set_result([values[start:stop] for values in found])
             start = stop
+
+
+def too_busy(what: str, expected: str | None = None) -> Refused:
+    """The answer to a request that may come again later."""
+    error = RunError(what, where="the service", expected=expected, do=f"try again after {RETRY_S} s")
+    return Refused(429, error, **{"Retry-After": str(RETRY_S)})
 
 
 def _parts(rows: Any, most: int) -> list[Any]:

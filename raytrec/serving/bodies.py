@@ -25,10 +25,12 @@ class Limits:
     """What a request may have at most.
 
     Attributes:
-        body_bytes: of its body. rows: rows or candidates. ids: of one row's list.
+        body_bytes: of its body. all_bodies_bytes: of those that a process is receiving.
+        rows: rows or candidates. ids: of one row's list.
     """
 
     body_bytes: int = 16 << 20
+    all_bodies_bytes: int = 256 << 20
     rows: int = 10_000
     ids: int = 10_000
 
@@ -73,7 +75,7 @@ def read_body(content_type: str, body: bytes, columns: pa.Schema, limits: Limits
     if kind == ARROW:
         asked = Asked(rows=_arrow(body, columns, limits))
     elif kind == JSON:
-        asked = _json(body, columns)
+        asked = _json(body, columns, limits)
     else:
         raise Refused(
             415,
@@ -97,7 +99,9 @@ def _arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
         ) from None
 
 
-def _json(body: bytes, columns: pa.Schema) -> Asked:
+def _json(body: bytes, columns: pa.Schema, limits: Limits) -> Asked:
+    if body.count(b"{") > 10 * limits.rows:  # which would take seconds to read
+        raise Refused(413, DataError("too many objects", where="the body", expected=f"{limits.rows:,} rows"))
     try:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:

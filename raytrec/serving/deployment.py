@@ -103,7 +103,7 @@ class Replica:
     async def _promote(self, request: Request, now: Loaded) -> Response:
         """POST /promote {"uri": …}, or {} for the version before."""
         try:
-            values = from_json(await request.body())
+            values = from_json(await self.service.read(request))
         except ValueError:
             values = None
         given = values.get("uri", "before") if isinstance(values, dict) else None

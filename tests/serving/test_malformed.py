@@ -107,6 +107,17 @@ class SlowClients:
             connection.close()
 
 
+NO_URIS = [b"", b"[", b"[" * 50_000, b"[]", b'{"uri": 3}', b'{"uri": "\\u0000"}', b" " * (20 << 20)]
+
+
+@pytest.mark.parametrize("body", NO_URIS, ids=len)
+def test_a_promotion_of_nothing_is_refused(service, made, body):
+    headers, url = {"Authorization": f"Bearer {TOKEN}"}, f"{service.url}/promote"
+    answer = PoolManager().request("POST", url, body=body, headers=headers, retries=False)
+    assert 400 <= answer.status < 500 and json.loads(answer.data)["error"], answer.data
+    assert service.versions() == [made[0]["whole"].version] * 2
+
+
 def send_raw(url, requests):
     """Each, once by a client that waits for an answer, once by one that leaves."""
     for name, data in requests:
