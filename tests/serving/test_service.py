@@ -181,6 +181,8 @@ def metrics(service):
 
 
 def test_every_scrape_has_all_replicas_and_no_counter_falls(service, exports):
+    time.sleep(GONE_S + 1)  # killed ones are no longer counted
+    wait_for(lambda: len(service.versions()) == 2, "two replicas")
     replicas = set(service.ask("/versions"))
     with Load(service, exports) as load:
         seen, until = metrics(service), time.monotonic() + 12
