@@ -32,6 +32,7 @@ from raytrec.scoring.inputs import Input
 EXPORT_FORMAT: Literal[1] = 1
 EXPORT, GOLDEN, ONNX = "manifest.json", "golden.arrow", "model.onnx"
 Precision = Literal["fp32", "fp16", "int8", "int4"]
+Metrics = dict[str, dict[Precision, float | None]]
 ProgramName = Literal["predict", "ranking", "query", "item"]
 
 
@@ -107,6 +108,8 @@ class Manifest(Section):
     tables: dict[str, TableEntry]
     ids: dict[str, str] = Field(default_factory=dict)
     golden_rows: NonNegativeInt = 0
+    metrics: Metrics = Field(default_factory=dict)
+    """Of quantized tables: metric → its value with tables of fp32 and with these, None where not defined."""
     files: dict[str, FileEntry]
     binding: str
     """Stands for all that the export was made of."""
@@ -136,10 +139,15 @@ class Manifest(Section):
         return Features(self.data_schema, self.sequences)
 
     @property
-    def version(self) -> str:
-        """Names the model in answers: run, step, and some digits of a hash of all files."""
+    def checksum(self) -> str:
+        """SHA-256 of those of all files."""
         sums = json.dumps({name: entry.sha256 for name, entry in self.files.items()}, sort_keys=True)
-        return f"{self.source.run}-{self.source.step}-{hashlib.sha256(sums.encode()).hexdigest()[:8]}"
+        return hashlib.sha256(sums.encode()).hexdigest()
+
+    @property
+    def version(self) -> str:
+        """Names the model in answers: run, step, and some digits of the checksum."""
+        return f"{self.source.run}-{self.source.step}-{self.checksum[:8]}"
 
     def to_json(self) -> str:
         """The text of the file."""

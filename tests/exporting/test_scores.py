@@ -198,6 +198,7 @@ def test_tables_in_fewer_bits(folder, made, model, tmp_path, monkeypatch, precis
     monkeypatch.chdir(folder)
     (folder / "channels.txt").write_text("web\napp\ntv\n")
     export = raytrec.export(run.path, str(tmp_path / "out"), quantize=precision, golden_rows=8)
+    print(export.metrics, run.metrics, export.pairs)
     small = raytrec.load(export.path)
     assert 0 < small.check() + 1e-12 <= 1e-6
     scores = np.array(small.predict(pq.read_table(folder / "data/test"))["score_clicked"])
