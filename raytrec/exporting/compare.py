@@ -59,7 +59,7 @@ def compare(trained: Trained, places: str | list[str], precision: Precision, con
         def tell(rows: int, each: str = each) -> None:
             console.phase(f"metrics with {each} tables: {percent(rows / dataset.rows)} of rows", always=False)
 
-        with trained.lookups(each) as lookups:
+        with trained.lookups(each, checked=False) as lookups:  # the export has just read all
             figures, _ = evaluate(_Model(trained, lookups, tell), stream, torch.device("cpu"), selection)
         for key, values in found.items():
             value = figures.get(key)

@@ -105,7 +105,7 @@ class MlflowRun:
 
         golden = pa.ipc.open_file(pa.py_buffer(read_bytes(f"{export}/{GOLDEN}"))).read_all()
         scores = [task.column for task in manifest.tasks]
-        example = golden.drop_columns(scores)[:EXAMPLE_ROWS].to_pandas()
+        example = _without_zones(golden.drop_columns(scores)[:EXAMPLE_ROWS]).to_pandas()
         with TemporaryDirectory() as scratch, _store(self.uri):
             artifact = Path(export)
             if not embed:
@@ -163,6 +163,12 @@ def signature_of(golden: pa.Schema, scores: Collection[str]) -> Any:
 
     given = Schema([ColSpec(_kind(f.type), f.name, required=False) for f in golden if f.name not in scores])
     return ModelSignature(given, Schema([ColSpec(_kind(golden.field(name).type), name) for name in scores]))
+
+
+def _without_zones(rows: pa.Table) -> pa.Table:
+    """Rows whose times have no time zones, as MLflow wants them: those are UTC."""
+    kinds = [f.with_type(pa.timestamp(f.type.unit)) if types.is_timestamp(f.type) else f for f in rows.schema]
+    return rows.cast(pa.schema(kinds))
 
 
 def _kind(kind: pa.DataType) -> Any:

@@ -98,7 +98,8 @@ class ComparedProgram:
         Raises:
             RunError: they differ by more than TOLERANCE.
         """
-        found = self._run(*tensors)
+        with torch.no_grad():
+            found = self._run(*tensors)
         for got, expected in zip(self._onnx(*tensors), found, strict=True):
             off = (got - expected).abs() / expected.abs().clamp(min=1)
             largest = float(off.nan_to_num(nan=np.inf).max())

@@ -53,8 +53,12 @@ class Trained:
         return resolve_features(self.schema, self.config.model)
 
     @contextmanager
-    def lookups(self, precision: Precision) -> Iterator[Lookups]:
-        """Lookups in the checkpoint's tables, whose rows are rounded as the export has them."""
+    def lookups(self, precision: Precision, checked: bool = True) -> Iterator[Lookups]:
+        """Lookups in the checkpoint's tables, whose rows are rounded as the export has them.
+
+        Args:
+            checked: see StoredTable.
+        """
         ids = {}
         for name in self.schema.managed:
             found = ids_of(self.folder, self.index, name, ("id", "row"))
@@ -62,7 +66,7 @@ class Trained:
         with ExitStack() as files:
             tables = {}
             for name in self.schema.tables:
-                stored = files.enter_context(StoredTable(self.folder, self.index, name))
+                stored = files.enter_context(StoredTable(self.folder, self.index, name, checked=checked))
                 tables[name] = CheckpointTable(stored, precision)
             yield Lookups(self.features, tables, ids)
 

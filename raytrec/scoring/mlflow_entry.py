@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pandas as pd
+import pyarrow as pa
 from mlflow.models import set_model
 from mlflow.pyfunc import PythonModel
 
@@ -35,8 +36,10 @@ class ExportedModel(PythonModel):
             )
 
     def predict(self, context, model_input: pd.DataFrame, params=None):
-        """The columns score, or score_TASK."""
-        return self._model.predict(model_input).to_pandas()
+        """The columns score, or score_TASK. Times are UTC: MLflow takes none with a time zone."""
+        columns = pa.schema([field for field in self._model.columns if field.name in model_input.columns])
+        rows = pa.Table.from_pandas(model_input, columns, preserve_index=False)
+        return self._model.predict(rows).to_pandas()
 
 
 set_model(ExportedModel())
