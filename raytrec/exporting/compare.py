@@ -32,7 +32,7 @@ def compare(trained: Trained, places: str | list[str], precision: Precision, con
     Rows are read in global batches, and tables from the checkpoint, a batch's rows at a time.
 
     Returns:
-        Nothing where the data has not what metrics need, such as labels; the console says so.
+        Nothing, and a warning, where the data lacks what metrics need, such as labels.
 
     Raises:
         DataError: a row that the schema does not allow.

@@ -1,4 +1,4 @@
-"""A checkpoint that is exported: its model's programs, and what a manifest says of it."""
+"""A checkpoint that is exported: its programs, and its part of the manifest."""
 
 from __future__ import annotations
 
