@@ -75,7 +75,7 @@ def exports_document(rows: list, results: dict) -> str:
     for row in rows:
         for name, values in results.get(row.name, {}).items():
             fp32 = values["fp32"]
-            changes = [f"{values[precision] - fp32:+.5f}" for precision in ("fp16", "int8", "int4")]
+            changes = [f"{values[precision] - fp32:+.1e}" for precision in ("fp16", "int8", "int4")]
             lines.append(f"| {' | '.join((row.data, row.model, name, f'{fp32:.5f}', *changes))} |")
     return "\n".join(lines)
 

@@ -26,7 +26,9 @@ from raytrec.tasks.outputs import Outputs
 from raytrec.worker.evaluate import evaluate
 
 
-def compare(trained: Trained, places: str | list[str], precision: Precision, console: RunConsole) -> Metrics:
+def compare_precisions(
+    trained: Trained, places: str | list[str], precision: Precision, console: RunConsole
+) -> Metrics:
     """The metrics of the run's tasks over all rows of some data, with tables of fp32 and of a precision.
 
     Rows are read in global batches, and tables from the checkpoint, a batch's rows at a time.

@@ -24,7 +24,7 @@ from raytrec.common.storage import absolute, open_filesystem
 from raytrec.driver.console import Pairs, RunConsole, Summary
 from raytrec.driver.datasets import open_inputs
 from raytrec.driver.evaluation import resolve_checkpoint
-from raytrec.exporting.compare import compare
+from raytrec.exporting.compare import compare_precisions
 from raytrec.exporting.golden import check_golden, golden_rows_of, golden_scores
 from raytrec.exporting.mlflow_model import MlflowRun
 from raytrec.exporting.onnx_model import ComparedProgram, make_onnx
@@ -84,7 +84,7 @@ class Exported(Summary):
             if key.startswith(EVAL) and key.endswith(f".{precision}"):
                 name = key.removesuffix(f".{precision}")
                 fp32, small = number(self.metrics[name]), number(value)
-                found.append((name, f"{fp32:.5f} fp32, {small:.5f} {precision}, {small - fp32:+.5f}"))
+                found.append((name, f"{fp32:.5f} fp32, {small:.5f} {precision}, {small - fp32:+.1e}"))
         return found
 
 
@@ -224,7 +224,7 @@ def _write(
     _write_tables(target, trained, manifest, console)
     target.write(GOLDEN, [_arrow_file(golden)])
     if precision != "fp32":
-        manifest.metrics = compare(trained, places, precision, console)
+        manifest.metrics = compare_precisions(trained, places, precision, console)
     manifest.files = dict(target.files)
     if target.folder.is_local:
         open_export(Path(target.folder.uri), manifest).check()

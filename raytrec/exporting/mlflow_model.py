@@ -27,7 +27,7 @@ from raytrec.tracking.failures import closed_to_us, reason
 from raytrec.tracking.feed import Delivered
 from raytrec.tracking.store import CORRECT, cannot_open
 
-NAME, ARTIFACT = "model", "export"
+MODEL, ARTIFACT = "model", "export"  # their names in MLflow
 ENTRY, PACKAGE = Path(raytrec.__file__).parent / "scoring/mlflow_entry.py", Path(raytrec.__file__).parent
 # What scores: raytrec's own requirements and those of its extra `score`.
 REQUIRED = ("numpy", "pandas", "pyarrow", "pydantic", "pyyaml", "rich", "safetensors", "torch", "typer")
@@ -113,7 +113,7 @@ class MlflowRun:
                 about = {"uri": export, "version": manifest.version, "checksum": manifest.checksum}
                 artifact.write_text(json.dumps(about))
             made = mlflow.MlflowClient().create_logged_model(
-                self.experiment_id, NAME, self.run_id, params={"version": manifest.version}
+                self.experiment_id, MODEL, self.run_id, params={"version": manifest.version}
             )
             info = Model.log(
                 None,

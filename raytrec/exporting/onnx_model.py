@@ -17,7 +17,7 @@ from raytrec.scoring.inputs import Input
 
 TOLERANCE = 1e-5  # of what onnxruntime gives, relative to values above 1
 MADE_UP_ROWS = (1, 3, 50)
-ROWS = "rows"  # the name of the first dimension of all inputs and outputs
+AXIS = "rows"  # the name of the first dimension of all inputs and outputs
 
 
 def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
@@ -56,7 +56,7 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
             verbose=False,
             custom_translation_table={torch.ops.aten.squeeze.dim: squeeze},
         )
-        made.rename_axes({made.model.graph.inputs[0].shape[0]: ROWS})
+        made.rename_axes({made.model.graph.inputs[0].shape[0]: AXIS})
         for node in made.model.graph:
             node.metadata_props.clear()  # lines of code and paths of this machine
         made.save(into)
