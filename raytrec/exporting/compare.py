@@ -56,7 +56,8 @@ def compare_precisions(
         features=trained.features,
     )
     found: Metrics = {figure.key: {} for figure in selection.figures}
-    for each in dict.fromkeys(["fp32", precision]):
+    precisions: list[Precision] = ["fp32", precision]
+    for each in precisions:
 
         def tell(rows: int, each: str = each) -> None:
             console.phase(f"metrics with {each} tables: {percent(rows / dataset.rows)} of rows", always=False)

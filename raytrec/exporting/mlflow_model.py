@@ -28,7 +28,8 @@ from raytrec.tracking.feed import Delivered
 from raytrec.tracking.store import CORRECT, cannot_open
 
 MODEL, ARTIFACT = "model", "export"  # their names in MLflow
-ENTRY, PACKAGE = Path(raytrec.__file__).parent / "scoring/mlflow_entry.py", Path(raytrec.__file__).parent
+PACKAGE = Path(raytrec.__file__).parent
+ENTRY = PACKAGE / "scoring/mlflow_entry.py"
 # What scores: raytrec's own requirements and those of its extra `score`.
 REQUIRED = ("numpy", "pandas", "pyarrow", "pydantic", "pyyaml", "rich", "safetensors", "torch", "typer")
 EXAMPLE_ROWS = 3
@@ -92,7 +93,7 @@ class MlflowRun:
             The model's URI.
 
         Raises:
-            ConfigError: the export's URI has a password; the store does not take the model.
+            ConfigError: the export's URI has a password. RunError: the store does not take the model.
         """
         if not embed and hide(export) != export:
             raise ConfigError(
@@ -103,33 +104,45 @@ class MlflowRun:
         import mlflow
         from mlflow.models import Model
 
-        golden = pa.ipc.open_file(pa.py_buffer(read_bytes(f"{export}/{GOLDEN}"))).read_all()
-        scores = [task.column for task in manifest.tasks]
-        example = _without_zones(golden.drop_columns(scores)[:EXAMPLE_ROWS]).to_pandas()
-        with TemporaryDirectory() as scratch, _store(self.uri):
-            artifact = Path(export)
-            if not embed:
-                artifact = Path(scratch, "export.json")
-                about = {"uri": export, "version": manifest.version, "checksum": manifest.checksum}
-                artifact.write_text(json.dumps(about))
-            made = mlflow.MlflowClient().create_logged_model(
-                self.experiment_id, MODEL, self.run_id, params={"version": manifest.version}
-            )
-            info = Model.log(
-                None,
-                mlflow.pyfunc,
-                run_id=self.run_id,
-                model_id=made.model_id,
-                step=manifest.source.step,
-                python_model=str(ENTRY),
-                code_paths=[str(PACKAGE)],
-                artifacts={ARTIFACT: str(artifact)},
-                model_config={"allow_code": False},
-                pip_requirements=requirements(),
-                signature=signature_of(golden.schema, scores),
-                input_example=example if len(example) else None,
-            )
+        try:
+            with TemporaryDirectory() as scratch, _store(self.uri):
+                artifact = Path(export)
+                if not embed:
+                    artifact = Path(scratch, "export.json")
+                    about = {"uri": export, "version": manifest.version, "checksum": manifest.checksum}
+                    artifact.write_text(json.dumps(about))
+                made = mlflow.MlflowClient().create_logged_model(
+                    self.experiment_id, MODEL, self.run_id, params={"version": manifest.version}
+                )
+                info = Model.log(
+                    None,
+                    mlflow.pyfunc,
+                    run_id=self.run_id,
+                    model_id=made.model_id,
+                    step=manifest.source.step,
+                    python_model=str(ENTRY),
+                    code_paths=[str(PACKAGE)],
+                    artifacts={ARTIFACT: str(artifact)},
+                    model_config={"allow_code": False},
+                    pip_requirements=requirements(),
+                    **_described(export, manifest),
+                )
+        except Exception as error:  # also those of its stores
+            raise RunError(
+                f"MLflow does not take the model: {reason(error)}",
+                where=f"tracking.uri={hide(self.uri)}",
+                do="mend that, and give the same command again: the export is complete",
+            ) from error
         return info.model_uri
+
+
+def _described(export: str, manifest: Manifest) -> dict[str, Any]:
+    """Signature and example of a model, of the golden rows and their scores."""
+    golden = pa.ipc.open_file(pa.py_buffer(read_bytes(f"{export}/{GOLDEN}"))).read_all()
+    scores = [task.column for task in manifest.tasks]
+    example = _without_zones(golden.drop_columns(scores)[:EXAMPLE_ROWS]).to_pandas()
+    given = signature_of(golden.schema, scores)
+    return {"signature": given, "input_example": example if len(example) else None}
 
 
 @contextmanager

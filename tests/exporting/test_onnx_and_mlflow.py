@@ -2,6 +2,7 @@
 
 import pickletools
 import shutil
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 import yaml
 from exports import onnx_and_torch, tracked, trained
+from packaging.requirements import Requirement
 from stores import made_once
 from test_models import CASES, Modelled
 
 import raytrec
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
+from raytrec.exporting.mlflow_model import REQUIRED
 from raytrec.exporting.onnx_model import make_onnx
 from raytrec.exporting.programs import Program
 from raytrec.scoring.inputs import Input
@@ -90,7 +93,7 @@ def test_onnx_that_gives_something_else_ends_the_export(run, tmp_path, monkeypat
                 next(iter(program.exported.state_dict.values())).sub_(0.1)
 
     monkeypatch.setattr(module, "make_onnx", shifted)
-    with pytest.raises(RunError, match="onnxruntime's scores differ by"):
+    with pytest.raises(RunError, match="onnxruntime's scores differ from"):
         raytrec.export(run.folder, str(tmp_path / "out"), onnx=True)
     assert not (tmp_path / "out").exists()
 
@@ -118,6 +121,12 @@ def is_pickle(content):
         return any(operation.name == "STOP" for operation, _, _ in pickletools.genops(content))
     except (ValueError, UnicodeDecodeError):
         return False
+
+
+def test_the_requirements_are_those_of_the_extra_score():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["score"]]
+    assert {Requirement(each).name for each in needed} == set(REQUIRED)
 
 
 def test_the_model_is_one_of_the_runs_and_leaves_that_as_it_is(run):
