@@ -87,13 +87,21 @@ class ComparedProgram:
 
     Args:
         onnx: as `make_onnx` gives it.
+
+    Raises:
+        ConfigError: onnxruntime cannot load it.
     """
 
     def __init__(self, program: Program, onnx: bytes):
         import onnxruntime
 
         self._run, self._inputs = program.exported.module(), program.inputs
-        self._session = onnxruntime.InferenceSession(onnx, providers=["CPUExecutionProvider"])
+        try:
+            self._session = onnxruntime.InferenceSession(onnx, providers=["CPUExecutionProvider"])
+        except Exception as error:  # its own have no base in common
+            raise ConfigError(
+                f"onnxruntime cannot load the model: {_reason(error)}", where="--onnx", do="leave out --onnx"
+            ) from error
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """
