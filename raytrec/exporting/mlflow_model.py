@@ -141,8 +141,7 @@ def _described(export: str, manifest: Manifest) -> dict[str, Any]:
     golden = pa.ipc.open_file(pa.py_buffer(read_bytes(f"{export}/{GOLDEN}"))).read_all()
     scores = [task.column for task in manifest.tasks]
     example = _without_zones(golden.drop_columns(scores)[:EXAMPLE_ROWS]).to_pandas()
-    given = signature_of(golden.schema, scores)
-    return {"signature": given, "input_example": example if len(example) else None}
+    return {"signature": signature_of(golden, scores), "input_example": example if len(example) else None}
 
 
 @contextmanager
@@ -165,17 +164,24 @@ def requirements() -> list[str]:
     return [f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", *REQUIRED)]
 
 
-def signature_of(golden: pa.Schema, scores: Collection[str]) -> Any:
+def signature_of(golden: pa.Table, scores: Collection[str]) -> Any:
     """MLflow's signature of a model.
 
     Args:
-        golden: columns of golden rows. scores: those of them that the model gives.
+        golden: golden rows. scores: those of their columns that the model gives.
     """
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema
+    from mlflow.types.schema import AnyType
 
-    given = Schema([ColSpec(_kind(f.type), f.name, required=False) for f in golden if f.name not in scores])
-    return ModelSignature(given, Schema([ColSpec(_kind(golden.field(name).type), name) for name in scores]))
+    given = []
+    for field, column in zip(golden.schema, golden.columns, strict=True):
+        # MLflow takes no null for a whole number, a truth value or a date.
+        plain = types.is_integer(field.type) or types.is_boolean(field.type) or types.is_date(field.type)
+        kind = AnyType() if plain and column.null_count else _kind(field.type)
+        given.append(ColSpec(kind, field.name, required=False))
+    outputs = [each for each in given if each.name in scores]
+    return ModelSignature(Schema([each for each in given if each.name not in scores]), Schema(outputs))
 
 
 def _without_zones(rows: pa.Table) -> pa.Table:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import mlflow
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import yaml
@@ -18,7 +19,7 @@ from test_models import CASES, Modelled
 
 import raytrec
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
-from raytrec.exporting.mlflow_model import REQUIRED
+from raytrec.exporting.mlflow_model import REQUIRED, signature_of
 from raytrec.exporting.onnx_model import make_onnx
 from raytrec.exporting.programs import Program
 from raytrec.scoring.inputs import Input
@@ -127,6 +128,34 @@ def test_the_requirements_are_those_of_the_extra_score():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["score"]]
     assert {Requirement(each).name for each in needed} == set(REQUIRED)
+
+
+def test_columns_with_nulls_have_a_type_that_takes_them():
+    columns = {
+        "id": [1, None],
+        "whole": [1, 2],
+        "ids": [[1], None],
+        "price": [0.5, None],
+        "score": [0.5, 0.5],
+    }
+    signature = signature_of(pa.table(columns), ["score"])
+    kinds = [each["type"] for each in signature.inputs.to_dict()]
+    assert kinds == ["any", "long", "array", "double"]
+    assert [each["name"] for each in signature.outputs.to_dict()] == ["score"]
+    columns.pop("score")
+    with_nulls = pa.table(columns).to_pandas()
+    assert validated(with_nulls, signature)
+
+
+def validated(rows, signature):
+    """Whether MLflow takes rows as what the signature describes."""
+    model = mlflow.pyfunc.PyFuncModel(mlflow.models.Model(signature=signature), Same())
+    return len(model.predict(rows)) == len(rows)
+
+
+class Same:
+    def predict(self, rows, params=None):
+        return rows
 
 
 def test_the_model_is_one_of_the_runs_and_leaves_that_as_it_is(run):
