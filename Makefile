@@ -220,6 +220,7 @@ lock:
 	cd requirements && uv pip compile dev.in --python-version 3.11 -o dev.txt
 	cd requirements && uv pip compile notebook.in --python-version 3.11 -o notebook.txt
 	cd requirements && uv pip compile faiss.in --python-version 3.11 -o faiss.txt
+	cd requirements && uv pip compile onnx.in --python-version 3.11 -o onnx.txt
 	cd requirements && uv pip compile serve.in --no-deps --python-version 3.11 -o serve.txt
 	cd requirements && cp cpu.txt next.txt && uv pip compile cpu.in next.in --overrides next.in --excludes next.excludes --python-version 3.11 -o next.txt
 	cd requirements && for file in *.txt; do for python in 3.11 3.12 3.13 3.14; do \

@@ -1,6 +1,7 @@
 """Every model on public data, with several seeds, beside the figures that others have published.
 
     python benchmarks/quality.py [SOURCE] [--seeds 5] [--only dlrm,toys] [--budget-s 3600] [--smallest]
+    python benchmarks/quality.py SOURCE --exports [--only ml100k_dlrm,adult_mmoe]
 
 The rows, their data sets and published figures are benchmarks/quality.yaml; a row's configuration is
 jobs/quality/DATA_MODEL.yaml. SOURCE is the folder with the original data (ml-100k, ml-1m, toys, adult); what
@@ -9,6 +10,9 @@ is not there is left out. Data sets are prepared by their recipes, into data/qua
 A run of a seed is kept in benchmarks/results/quality.json as soon as it is done: the same command again goes
 on with the seeds that are missing, and begins a row anew whose configuration, data or recipe has changed. A
 row whose runs have taken its budget (an hour) gets no more seeds. Prints a table, and writes docs/quality.md.
+
+With --exports, rows are trained once more with seed 0 and exported with tables of each precision
+(benchmarks/results/quality_exports.json).
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import documents
 import typer
 import yaml
 from quality_logistic import measure_logistic
-from quality_table import document, print_table
+from quality_table import document, exports_document, print_table
 from rich.console import Console
 
 from raytrec.common.errors import RaytrecError
@@ -33,10 +37,12 @@ from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.run import train
 from raytrec.driver.session import session_of
+from raytrec.exporting.export import export
 
 HERE = Path(__file__).parent
 REPO = HERE.parent
 ROWS, RESULTS, JOBS = HERE / "quality.yaml", HERE / "results" / "quality.json", REPO / "jobs" / "quality"
+EXPORTS = HERE / "results" / "quality_exports.json"
 PREPARED = "data/quality"
 BUDGET_S = 3600
 LOGISTIC = "logistic regression"  # the model of rows that scikit-learn measures
@@ -90,6 +96,9 @@ def main(
     smallest: Annotated[
         bool, typer.Option(help="One run of three steps for each row, on made-up data; writes nothing.")
     ] = False,
+    exports: Annotated[
+        bool, typer.Option("--exports", help="What tables of fewer bits cost, instead.")
+    ] = False,
 ) -> None:
     """Trains what is missing, prints the table, writes it into the documents."""
     rows = chosen(read_rows(), only)
@@ -98,8 +107,15 @@ def main(
     source = source.expanduser().absolute()
     for row in rows:
         folder = prepare(row, source, REPO / PREPARED)
-        if folder is not None:
+        if folder is not None and exports:
+            measure_exports(row, folder)
+        elif folder is not None:
             measure(row, folder, seeds, row.budget_s if budget_s is None else budget_s)
+    if exports:
+        table = exports_document(read_rows(), json.loads(EXPORTS.read_text()))
+        print(table)
+        documents.fill("docs/quality.md", "quality_exports", table)
+        return None
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     print_table(read_rows(), results)
     documents.fill("docs/quality.md", "quality", document(read_rows(), results))
@@ -211,6 +227,20 @@ def run(row: Row, settings: list[str], seed: int) -> dict:
         "steps": result["train.steps"],
         "seconds": round(time.monotonic() - began, 1),
     }
+
+
+def measure_exports(row: Row, folder: Path) -> None:
+    """Trains seed 0 of a row, and keeps its figures as {figure: {precision of tables: value}}."""
+    settings = [*settings_of(row, folder), *QUIET, "run.seed=0"]
+    with tempfile.TemporaryDirectory() as scratch:
+        trained = train(row.config, [*settings, f"run.dir={scratch}/run"])
+        found = {name: {"fp32": trained.metrics[key]} for name, key in row.metrics.items()}
+        for precision in ("fp16", "int8", "int4"):
+            metrics = export(trained.path, f"{scratch}/{precision}", quantize=precision).metrics
+            for name, key in row.metrics.items():
+                found[name][precision] = metrics[f"{key}.{precision}"]
+    before = json.loads(EXPORTS.read_text()) if EXPORTS.exists() else {}
+    documents.keep(EXPORTS, before | {row.name: found})
 
 
 def parameters(config: RunConfig, schema: Schema) -> int:

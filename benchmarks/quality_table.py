@@ -69,6 +69,17 @@ def document(rows: list, results: dict) -> str:
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
+def exports_document(rows: list, results: dict) -> str:
+    """The table of exports as Markdown: values with tables of fp32, and what those of fewer bits change."""
+    lines = ["| data | model | metric | fp32 | fp16 | int8 | int4 |", f"|---|---|---|{'---:|' * 4}"]
+    for row in rows:
+        for name, values in results.get(row.name, {}).items():
+            fp32 = values["fp32"]
+            changes = [f"{values[precision] - fp32:+.1e}" for precision in ("fp16", "int8", "int4")]
+            lines.append(f"| {' | '.join((row.data, row.model, name, f'{fp32:.5f}', *changes))} |")
+    return "\n".join(lines)
+
+
 def _shown(recipe: str) -> str:
     return recipe.replace("{source}/", "SOURCE/")
 

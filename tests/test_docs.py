@@ -24,7 +24,22 @@ PAGES = [*TOP, *(f"docs/{page.name}" for page in sorted((REPO / "docs").glob("*.
 HISTORY = "CHANGELOG.md"  # has keys, commands and files as they were, too
 # Names with a dot that look like keys: figures of a run, and attributes in Python.
 NO_KEYS = {"train.skipped_rows", "train.rows_per_s", "train.ended", "run.rows", "run.report"}
-FILES = {"json", "jsonl", "yaml", "yml", "py", "md", "html", "png", "log", "ipynb", "db", "mark", "parquet"}
+FILES = {
+    "json",
+    "jsonl",
+    "yaml",
+    "yml",
+    "py",
+    "md",
+    "html",
+    "png",
+    "log",
+    "ipynb",
+    "db",
+    "mark",
+    "parquet",
+    "onnx",
+}
 FILES |= {"txt"}
 
 

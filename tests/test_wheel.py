@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -12,8 +13,9 @@ import zipfile
 from importlib.metadata import PackageNotFoundError, PathDistribution, distribution
 from pathlib import Path
 
+import numpy as np
 import pytest
-from exports import trained
+from exports import tracked, trained
 from packaging.requirements import Requirement
 from test_models import Modelled
 
@@ -114,15 +116,17 @@ def needed_by(requirements):
 
 @pytest.fixture(scope="module")
 def bare(wheel, tmp_path_factory):
-    """Runs a command of an environment with what `pip install raytrec[EXTRA]` installs, and nothing else."""
+    """Runs a command of an environment with what `pip install raytrec[EXTRA] MORE...` installs, and nothing
+    else.
+    """
 
-    def make(extra):
+    def make(extra, *more):
         place = environment(wheel, tmp_path_factory)
         (site,) = place.glob("lib/python*/site-packages")
         (about,) = site.glob("raytrec-*.dist-info")
         mine = [Requirement(each) for each in PathDistribution(about).requires]
         wanted = [each for each in mine if not each.marker or each.marker.evaluate({"extra": extra})]
-        for each in needed_by(wanted):
+        for each in needed_by([*wanted, *map(Requirement, more)]):
             for name in {file.parts[0] for file in each.files} - {"..", "__pycache__"}:
                 if not (site / name).exists():
                     (site / name).symlink_to(each.locate_file(name))
@@ -147,6 +151,73 @@ def test_a_model_is_scored_with_the_extra_score_alone(bare, tmp_path):
     done = run("python", "-c", SCORE, export.path)
     assert done.stdout.split("\n")[:2] == ["True 12", "[]"], done.stderr
     assert run("python", "-c", "import ray").returncode == 1, "the extra brings Ray"
+
+
+SERVE = """
+import json, os, signal, subprocess, sys, time
+import mlflow
+from urllib.request import Request, urlopen
+model, rows = sys.argv[1], json.load(open(sys.argv[2]))
+uvicorn = os.path.abspath("uvicorn")  # which pip would have made
+with open(uvicorn, "w") as file:
+    file.write(f'#!/bin/sh\\nexec {sys.executable} -m uvicorn "$@"\\n')
+os.chmod(uvicorn, 0o755)
+os.environ["PATH"] = os.getcwd() + os.pathsep + os.environ["PATH"]
+with open("server.log", "w") as log:
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", model, "--env-manager", "local"]
+    server = subprocess.Popen([*command, "-p", sys.argv[3]], stdout=log, stderr=log, start_new_session=True)
+try:
+    address, until = f"http://127.0.0.1:{sys.argv[3]}", time.monotonic() + 200
+    while True:
+        try:
+            urlopen(f"{address}/ping", timeout=5)
+            break
+        except OSError:
+            assert server.poll() is None and time.monotonic() < until, open("server.log").read()
+            time.sleep(0.3)
+    body = json.dumps({"dataframe_split": rows}).encode()
+    request = Request(f"{address}/invocations", body, {"Content-Type": "application/json"})
+    served = json.load(urlopen(request, timeout=60))["predictions"]
+finally:
+    if server.poll() is None:
+        os.killpg(server.pid, signal.SIGTERM)
+    server.wait(60)
+import pandas
+loaded = mlflow.pyfunc.load_model(model)
+import raytrec
+assert raytrec.__file__.startswith(model), raytrec.__file__
+there = [name for name in sys.modules if name in ("ray", "torchrec", "fbgemm_gpu")]
+direct = loaded.predict(pandas.DataFrame(rows["data"], columns=rows["columns"])).to_dict("records")
+print(json.dumps([served, direct, there]))
+"""
+
+
+@pytest.mark.survive
+@pytest.mark.parametrize("embed", [False, True])
+def test_an_mlflow_model_brings_raytrec_and_is_served_without_the_trainer(bare, tmp_path, monkeypatch, embed):
+    monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
+    table, predictions = tracked("din", tmp_path / "run")
+    export = raytrec.export(tmp_path / "run", str(tmp_path / "export"), mlflow=True, embed=embed)
+    name = export.metrics["mlflow_model"].removeprefix("models:/")
+    (model,) = tmp_path.glob(f"**/{name}/artifacts")
+    rows = table.drop_columns(["y", "z"]).to_pydict()
+    values = {"columns": list(rows), "data": list(map(list, zip(*rows.values(), strict=True)))}
+    (tmp_path / "rows.json").write_text(json.dumps(values))
+    run = bare("score", "mlflow")
+    done = run("python", "-c", SERVE, model, tmp_path / "rows.json", free_port())
+    assert done.returncode == 0, done.stderr
+    served, direct, there = json.loads(done.stdout.splitlines()[-1])
+    assert there == []
+    for found in (served, direct):
+        for task, expected in predictions.items():
+            got = [row[f"score_{task}"] for row in found]
+            np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def free_port():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
 
 
 @pytest.mark.survive

@@ -149,11 +149,12 @@ def open_source(folder: str, name: str, where: str | None = None) -> Source:
         raise unreadable(reason(error), where or f"{folder}/{name}") from None
 
 
-def read_block(source: Source, start: int, into: memoryview, crc32: int, where: str) -> None:
+def read_block(source: Source, start: int, into: memoryview, crc32: int | None, where: str) -> None:
     """Fills memory with a block of a chunk, and checks it.
 
     Args:
         start: the block's first byte in the file.
+        crc32: its checksum; None: of a part of a block, which has none.
         where: the block, for people.
 
     Raises:
@@ -165,5 +166,5 @@ def read_block(source: Source, start: int, into: memoryview, crc32: int, where: 
         raise unreadable(reason(error), where) from None
     if got < len(into):
         raise unreadable(f"the file ends {len(into) - got:,} bytes too early", where)
-    if zlib.crc32(into) != crc32:
+    if crc32 is not None and zlib.crc32(into) != crc32:
         raise unreadable("damaged (the bytes do not match their checksum)", where)

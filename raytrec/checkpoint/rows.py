@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ class StoredTable:
         index: what `read_index` gives for it.
         name: of the table.
         kind: weight, or an optimizer's state of it; one value a row is a table with one column.
+        checked: compare checksums, for which whole blocks are read; False: after all of it has been compared.
 
     Attributes:
         rows, dim: its shape.
@@ -39,7 +41,9 @@ class StoredTable:
         RunError: there is no such table. CheckpointError: it cannot be read.
     """
 
-    def __init__(self, folder: str, index: dict[str, Any], name: str, kind: str = "weight"):
+    def __init__(
+        self, folder: str, index: dict[str, Any], name: str, kind: str = "weight", checked: bool = True
+    ):
         entry = index["tensors"].get(TENSOR_KEY.format(name, kind))
         if entry is None:
             names = table_names(index)
@@ -56,7 +60,11 @@ class StoredTable:
                 sources[part["file"]] = self._files.enter_context(source)
         self._chunks = [
             _Chunk(
-                sources[part["file"]], part, entry["dtype"], index["block_bytes"], f"{folder}/{part['file']}"
+                sources[part["file"]],
+                part,
+                entry["dtype"],
+                index["block_bytes"] if checked else None,
+                f"{folder}/{part['file']}",
             )
             for part in entry["chunks"]
         ]
@@ -89,10 +97,13 @@ class StoredTable:
         for row in rows:
             if not 0 <= row < self.rows:
                 raise RunError(f"there is no row {row}", expected=f"0 to {self.rows - 1}")
-        out = np.empty((len(rows), self.dim), np.float32)
-        for place in np.argsort(rows, kind="stable"):  # in the order of the file
-            out[place] = self.read(rows[place], rows[place] + 1)[0]
-        return out
+        wanted, places = np.unique(np.asarray(rows, np.int64), return_inverse=True)
+        found = np.empty((len(wanted), self.dim), np.float32)
+        ends = [*(np.flatnonzero(np.diff(wanted) != 1) + 1).tolist(), len(wanted)]  # of consecutive rows
+        for first, end in pairwise([0, *ends]):
+            if first < end:
+                found[first:end] = self.read(int(wanted[first]), int(wanted[end - 1]) + 1)
+        return found[places]
 
     def nearest(
         self, query: np.ndarray, k: int, leave_out: int | None = None
@@ -131,9 +142,13 @@ def table_names(index: dict[str, Any]) -> list[str]:
 
 
 class _Chunk:
-    """A shard of a table in a file. It keeps the block read last, in which the next rows may begin."""
+    """A shard of a table in a file. It keeps the block read last, in which the next rows may begin.
 
-    def __init__(self, source: Source, part: dict[str, Any], dtype: str, block_bytes: int, where: str):
+    Args:
+        block_bytes: None: rows alone are read, and no checksums compared.
+    """
+
+    def __init__(self, source: Source, part: dict[str, Any], dtype: str, block_bytes: int | None, where: str):
         self._source, self._part, self._bfloat = source, part, dtype == "bfloat16"
         self._dtype, self._block_bytes, self._where = np.dtype(STORED[dtype]), block_bytes, where
         self._first, self._column = _two(part["offsets"], 0)
@@ -151,6 +166,9 @@ class _Chunk:
         width = self._columns * self._dtype.itemsize
         raw, place = bytearray((high - low) * width), low * width
         filled = 0
+        if self._block_bytes is None:
+            read_block(self._source, self._part["start"] + place, memoryview(raw), None, self._where)
+            filled = len(raw)
         while filled < len(raw):
             number, within = divmod(place + filled, self._block_bytes)
             piece = self._load(number)[within : within + len(raw) - filled]

@@ -130,14 +130,23 @@ def export(
     out: Annotated[str, typer.Option(help="Folder to write to: local, s3:// or gs://.")],
     checkpoint: Checkpoint = None,
     quantize: Annotated[
-        Literal["int8", "int4", "fp16"] | None, typer.Option(help="Precision of tables; default: fp32.")
+        Literal["int8", "int4", "fp16"] | None,
+        typer.Option(help="Precision of tables; default: fp32. Prints the metrics before and after."),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Parquet to take types and golden rows from; default: the run's.")
+        str | None,
+        typer.Option(help="Parquet for types, golden rows and metrics; default: the run's data.test."),
     ] = None,
     golden_rows: Annotated[
         int, typer.Option(min=0, help="Rows that go along with their scores; 0: no real row does.")
     ] = 64,
+    onnx: Annotated[bool, typer.Option("--onnx", help="Also the dense model as model.onnx.")] = False,
+    mlflow: Annotated[
+        bool, typer.Option("--mlflow", help="Log the export as a model of the run's MLflow run.")
+    ] = False,
+    embed: Annotated[
+        bool, typer.Option("--embed", help="Copy the export into that model; else the model refers to it.")
+    ] = False,
     allow_code: AllowCode = False,
     json: Json = False,
 ):
@@ -152,6 +161,9 @@ def export(
         quantize=quantize,
         data=data,
         golden_rows=golden_rows,
+        onnx=onnx,
+        mlflow=mlflow,
+        embed=embed,
         allow_code=allow_code,
     )
     show(result, json)

@@ -22,9 +22,11 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 QUIET = {  # the caller reports an outage
     "alembic": logging.WARNING,  # the migrations of a new database, line by line
+    "mlflow.pyfunc": logging.WARNING,  # that it tries a model
     "mlflow.store": logging.WARNING,
     "mlflow.store.db.utils": logging.CRITICAL,
     "urllib3.connectionpool": logging.ERROR,

@@ -141,6 +141,22 @@ class Follower:
             self._refusal = ConfigError(**values["refused"])
 
 
+def tracked_config(run: str | Path, allow_code: bool) -> RunConfig:
+    """The configuration of a run that is tracked; its run.dir is where the run is now.
+
+    Raises:
+        RunError, ConfigError: as `track`.
+    """
+    folder = existing_run(run).absolute()
+    file = folder / CONFIG
+    elsewhere = None if is_ours(file) else not_ours(file)
+    config = load_config(file, elsewhere=elsewhere, allow_code=allow_code, stored=True)
+    config.run.dir = str(folder)  # it may have been moved since
+    if not config.tracking.enabled:
+        raise ConfigError("this run is not tracked", where=str(folder), expected="tracking.enabled=true")
+    return config
+
+
 def track(run: str | Path, allow_code: bool = False, follow: bool = False) -> RunConfig:
     """Writes into a run's MLflow run whatever the store lacks of the run folder; once more, nothing.
 
@@ -158,13 +174,8 @@ def track(run: str | Path, allow_code: bool = False, follow: bool = False) -> Ru
     """
     from raytrec.tracking import delivery
 
-    folder = existing_run(run).absolute()
-    file = folder / CONFIG
-    elsewhere = None if is_ours(file) else not_ours(file)
-    config = load_config(file, elsewhere=elsewhere, allow_code=allow_code, stored=True)
-    config.run.dir = str(folder)  # it may have been moved since
-    if not config.tracking.enabled:
-        raise ConfigError("this run is not tracked", where=str(folder), expected="tracking.enabled=true")
+    config = tracked_config(run, allow_code)
+    folder = Path(config.run.dir)
     if follow:
         delivery.follow(folder, config)
         return config

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,50 +14,29 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
-from raytrec import __version__
 from raytrec.checkpoint.managed import ids_of
 from raytrec.checkpoint.rows import StoredTable
-from raytrec.common.formatting import bytes_text, percent
+from raytrec.common.errors import ConfigError
+from raytrec.common.formatting import bytes_text, number, percent
 from raytrec.common.output_folder import OutputFolder
-from raytrec.common.redaction import hide
 from raytrec.common.storage import absolute, open_filesystem
-from raytrec.config.evaluation import TowerName
-from raytrec.config.features import Features, resolve_features
-from raytrec.config.run_config import RunConfig
-from raytrec.config.schema import Schema
-from raytrec.data.arrow import select_schema
-from raytrec.data.decode import decode
-from raytrec.data.fragments import Dataset, read_footer
-from raytrec.data.order import Part
 from raytrec.driver.console import Pairs, RunConsole, Summary
 from raytrec.driver.datasets import open_inputs
 from raytrec.driver.evaluation import resolve_checkpoint
-from raytrec.driver.one_process import load_model, outputs_of, read_batch
-from raytrec.embeddings.hashing import keys_of
-from raytrec.exporting.programs import Program, make_program
-from raytrec.exporting.tables import CheckpointTable, block_bytes, plan_table, rounding
+from raytrec.exporting.compare import compare_precisions
+from raytrec.exporting.golden import check_golden, golden_rows_of, golden_scores
+from raytrec.exporting.mlflow_model import MlflowRun
+from raytrec.exporting.onnx_model import ComparedProgram, make_onnx
+from raytrec.exporting.tables import block_bytes, plan_table
 from raytrec.exporting.target import Target
-from raytrec.models.recommender import Recommender
-from raytrec.prediction.predict import score_names
-from raytrec.scoring.inputs import inputs_of
+from raytrec.exporting.trained import Trained, read_trained, source_of, tasks_of, towers_of
+from raytrec.metrics.selection import EVAL
 from raytrec.scoring.load import open_export
-from raytrec.scoring.lookups import IdRows, Lookups
-from raytrec.scoring.manifest import (
-    GOLDEN,
-    ExportSource,
-    Manifest,
-    Precision,
-    ProgramEntry,
-    ProgramName,
-    TaskEntry,
-)
-from raytrec.scoring.rows import wide
-from raytrec.scoring.scorer import Scorer
-from raytrec.tasks.objective import Objective
+from raytrec.scoring.manifest import GOLDEN, ONNX, Manifest, Precision, ProgramEntry
 
 GOLDEN_ROWS = 64
+MLFLOW_MODEL = "mlflow_model"  # the key of its URI among the figures
 
 
 @dataclass(frozen=True)
@@ -67,7 +45,9 @@ class Exported(Summary):
 
     Attributes:
         metrics: export.tables, export.rows (of all tables), export.bytes, export.golden_rows; precision,
-            version, checkpoint, name, seconds.
+            version, checkpoint, name, seconds; of quantized tables eval.METRIC with tables of fp32 and
+            eval.METRIC.PRECISION with these, such as eval.auc and eval.auc.int8 (None: not defined); with
+            MLflow mlflow_model, the model's URI.
         path: the folder.
     """
 
@@ -77,7 +57,10 @@ class Exported(Summary):
     @property
     def next_steps(self) -> list[str]:
         """Lines that name files and commands."""
-        return [f"export       {self.path}", f"score with   raytrec.load({self.path!r}).predict(rows)"]
+        lines = [f"export       {self.path}", f"score with   raytrec.load({self.path!r}).predict(rows)"]
+        if uri := self.metrics.get(MLFLOW_MODEL):
+            lines.append(f"MLflow       {uri}")
+        return lines
 
     @property
     def pairs(self) -> Pairs:
@@ -89,32 +72,20 @@ class Exported(Summary):
             ("rows of tables", f"{metrics['export.rows']:,}"),
             ("size", bytes_text(metrics["export.bytes"])),
             ("golden rows", f"{metrics['export.golden_rows']:,}"),
+            *self._compared,
             ("seconds", f"{metrics['seconds']:,.1f}"),
         ]
 
-
-@dataclass(frozen=True)
-class Trained:
-    """A checkpoint that is exported.
-
-    Attributes:
-        folder, index: of the checkpoint.
-        whole_schema: of the run. schema: of the features that the programs read, with their tables.
-    """
-
-    config: RunConfig
-    folder: str
-    index: dict[str, Any]
-    whole_schema: Schema
-    schema: Schema
-    recommender: Recommender
-    objective: Objective
-    programs: dict[ProgramName, Program]
-
     @property
-    def features(self) -> Features:
-        """Of what the programs read."""
-        return resolve_features(self.schema, self.config.model)
+    def _compared(self) -> Pairs:
+        """Each metric before and after quantization, and the difference."""
+        precision, found = self.metrics["precision"], []
+        for key, value in self.metrics.items():
+            if key.startswith(EVAL) and key.endswith(f".{precision}"):
+                name = key.removesuffix(f".{precision}")
+                fp32, small = number(self.metrics[name]), number(value)
+                found.append((name, f"{fp32:.5f} fp32, {small:.5f} {precision}, {small - fp32:+.1e}"))
+        return found
 
 
 def export(
@@ -125,6 +96,9 @@ def export(
     quantize: Precision | None = None,
     data: str | None = None,
     golden_rows: int = GOLDEN_ROWS,
+    onnx: bool = False,
+    mlflow: bool = False,
+    embed: bool = False,
     allow_code: bool = False,
 ) -> Exported:
     """Writes a run's model as a folder for `raytrec.load` and `raytrec serve`. It needs neither workers nor
@@ -134,15 +108,20 @@ def export(
         run: run folder or checkpoint folder. Nothing is written there.
         out: the folder to write to, local or s3:// or gs://.
         checkpoint: of a run, a step, or "best" (by checkpoint.best_metric); default: the newest.
-        quantize: int8, int4 or fp16: of tables; default: fp32.
+        quantize: int8, int4 or fp16: of tables; default: fp32. The run's metrics are computed on all rows of
+            the data with tables of fp32 and with these.
         data: folder or file of Parquet; default: the run's data.test, data.valid or data.train. Columns'
-            types are read there, and golden rows.
+            types are read there, golden rows, and what metrics are computed on.
         golden_rows: how many rows go along with their scores, by which every later loading is checked.
+        onnx: also model.onnx, the dense model for onnxruntime.
+        mlflow: log the export as a model of the run's MLflow run, each time that it is called.
+        embed: the export's files go into that model; default: it has their URI.
         allow_code: the configuration in there may name code (raytrec/config/trust.py).
 
     Raises:
-        RunError: no checkpoint there, or the exported model has other scores. ConfigError: `out` holds
-            something else, or the model cannot be exported. DataError: what is wrong with the data.
+        RunError: no checkpoint there, the exported model has other scores, or the run is not in MLflow.
+        ConfigError: `out` holds something else, or the model cannot be exported. DataError: what is wrong
+            with the data.
 
     Example:
         >>> raytrec.export("runs/films", "films-export").metrics["export.golden_rows"]
@@ -152,13 +131,28 @@ def export(
     config, schema, folder, index = resolve_checkpoint(run, checkpoint, [], allow_code)
     places = absolute(str(data)) if data else config.data.test or config.data.valid or config.data.train
     precision: Precision = quantize or "fp32"
-    target = Target(OutputFolder(out), _binding([index["sha256"], precision, golden_rows]))
+    target = Target(OutputFolder(out), _binding([index["sha256"], precision, golden_rows, onnx]))
+    if embed and not (mlflow and target.folder.is_local):
+        raise ConfigError(
+            "only a local export goes into an MLflow model",
+            where="--embed",
+            expected="--mlflow, and a local --out",
+        )
+    tracked = MlflowRun.of(run, allow_code) if mlflow else None
     with RunConsole(config.run.name) as console:
         if (manifest := target.complete()) is None:
             console.phase("exporting the dense model")
-            trained = _trained(config, schema, folder, index)
-            dataset = open_inputs(config, trained.schema, places)
-            manifest = _write(target, trained, dataset, precision, golden_rows, console)
+            trained = read_trained(config, schema, folder, index)
+            manifest = _write(target, trained, places, precision, golden_rows, onnx, console)
+        logged = {}
+        if tracked:
+            console.phase("logging the model to MLflow")
+            logged = {MLFLOW_MODEL: tracked.log(out, manifest, embed)}
+    compared = {
+        f"{EVAL}{key}" + (f".{each}" if each == precision else ""): value
+        for key, values in manifest.metrics.items()
+        for each, value in values.items()
+    }
     metrics = {
         "export.tables": len(manifest.tables),
         "export.rows": sum(table.rows for table in manifest.data_schema.tables.values()),
@@ -168,6 +162,8 @@ def export(
         "version": manifest.version,
         "checkpoint": folder,
         "name": config.run.name,
+        **compared,
+        **logged,
         "seconds": round(perf_counter() - began, 3),
     }
     return Exported(metrics, out)
@@ -177,47 +173,31 @@ def _binding(values: Any) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
-def _trained(config: RunConfig, schema: Schema, folder: str, index: dict[str, Any]) -> Trained:
-    """A checkpoint with its programs."""
-    objective = Objective.of(config, schema)
-    recommender = load_model(config, schema, folder, index, {})
-    inputs = inputs_of(resolve_features(schema, config.model))
-    programs: dict[ProgramName, Program] = {"predict": make_program(recommender, objective, inputs)}
-    if config.model.retrieves:
-        for tower in ("query", "item"):
-            programs[tower] = make_program(recommender, objective, inputs, tower)
-    read = [each for program in programs.values() for each in program.inputs]
-    names = {each.feature for each in read if each.feature}
-    names |= set(schema.dense) if any(each.kind == "dense" for each in read) else set()
-    part = schema.part(names)
-    tables = {spec.table for spec in part.sparse.values()}
-    part = part.model_copy(update={"tables": {n: t for n, t in schema.tables.items() if n in tables}})
-    return Trained(config, folder, index, schema, part, recommender, objective, programs)
-
-
 def _write(
     target: Target,
     trained: Trained,
-    dataset: Dataset,
+    places: str | list[str],
     precision: Precision,
     golden_rows: int,
+    onnx: bool,
     console: RunConsole,
 ) -> Manifest:
     """Writes all files; the manifest is the last."""
     schema = trained.schema
-    golden, parts = _golden(dataset, golden_rows)
-    for name, values in _scores(trained, dataset, parts, precision).items():
+    dataset = open_inputs(trained.config, schema, places)
+    golden, parts = golden_rows_of(dataset, golden_rows)
+    for name, values in golden_scores(trained, dataset, parts, precision).items():
         golden = golden.append_column(name, values)
-    transforms = list(dataset.form.plan.transforms)
+    transforms, tasks = list(dataset.form.plan.transforms), tasks_of(trained)
     manifest = Manifest.model_construct(
         made=datetime.now(UTC).isoformat(timespec="seconds"),
-        source=_source(trained),
+        source=source_of(trained),
         data_schema=schema,
         sequences=dict(trained.features.sequences),
         lists=sorted(dataset.form.lists),
         transforms=transforms,
-        tasks=_tasks(trained),
-        towers=_towers(trained),
+        tasks=tasks,
+        towers=towers_of(trained),
         programs={
             name: ProgramEntry(file=f"{name}.pt2", inputs=list(program.inputs))
             for name, program in trained.programs.items()
@@ -231,111 +211,25 @@ def _write(
         files={},
         binding=target.binding,
     )
-    _check(trained, manifest, golden, precision)
+    model = make_onnx(trained.programs["predict"], [task.column for task in tasks]) if onnx else None
+    checked = ComparedProgram(trained.programs["predict"], model) if model else None
+    check_golden(trained, manifest, golden, precision, checked)
     for name, program in trained.programs.items():
         target.write(f"{name}.pt2", [program.written()])
+    if model:
+        target.write(ONNX, [model])
     manifest.transforms = _with_vocabularies(target, transforms)
     for name, file in manifest.ids.items():
         target.write(file, [_ids_file(trained, name)])
     _write_tables(target, trained, manifest, console)
     target.write(GOLDEN, [_arrow_file(golden)])
+    if precision != "fp32":
+        manifest.metrics = compare_precisions(trained, places, precision, console)
     manifest.files = dict(target.files)
     if target.folder.is_local:
         open_export(Path(target.folder.uri), manifest).check()
     target.commit(manifest)
     return manifest
-
-
-def _source(trained: Trained) -> ExportSource:
-    return ExportSource(
-        run=trained.config.run.name,
-        step=trained.index["about"]["progress"]["step"],
-        checkpoint=hide(trained.folder),
-        checkpoint_id=trained.index["sha256"],
-        raytrec=__version__,
-        torch=torch.__version__,
-    )
-
-
-def _tasks(trained: Trained) -> list[TaskEntry]:
-    tasks = trained.objective.tasks
-    return [
-        TaskEntry(
-            name=task.name, label=task.label, column=column, classes=task.outputs, predicts=task.loss.predicts
-        )
-        for task, column in zip(tasks, score_names(tasks), strict=True)
-    ]
-
-
-def _towers(trained: Trained) -> dict[TowerName, list[str]]:
-    model, schema = trained.config.model, trained.whole_schema
-    if not model.retrieves:
-        return {}
-    members = model.tower_members(schema)
-    return {"query": sorted(members["query"]), "item": sorted(members["item"])}
-
-
-def _golden(dataset: Dataset, count: int) -> tuple[pa.Table, list[Part]]:
-    """(the dataset's first rows as files have them, where they are): at least their types."""
-    columns, parts = dataset.form.columns, []
-    for group in dataset.groups:
-        rows = min(count - sum(part.rows for part in parts), group.rows)
-        if rows > 0:
-            parts.append(Part(group.path, group.index, 0, rows))
-    tables = [decode(part.path, part.group, part.first, part.rows, columns) for part in parts]
-    footers = {group.path: read_footer(group.path) for group in dataset.groups}
-    schemas = [select_schema(each.schema.to_arrow_schema(), columns) for each in footers.values()]
-    kinds = pa.unify_schemas(
-        [pa.schema([(f.name, wide(f.type)) for f in each]) for each in schemas], promote_options="permissive"
-    )
-    return pa.concat_tables([kinds.empty_table(), *(table.cast(kinds) for table in tables)]), parts
-
-
-def _scores(
-    trained: Trained, dataset: Dataset, parts: list[Part], precision: Precision
-) -> dict[str, pa.Array]:
-    """The scores of rows by the trainer's model, whose tables have the rows that are written."""
-    names = score_names(trained.objective.tasks)
-    kinds = [pa.float32() if t.outputs == 1 else pa.list_(pa.float32()) for t in trained.objective.tasks]
-    if not parts:
-        return {name: pa.array([], kind) for name, kind in zip(names, kinds, strict=True)}
-    batch = read_batch(trained.config, trained.whole_schema, dataset, parts)
-    logits = outputs_of(
-        trained.config,
-        trained.whole_schema,
-        trained.folder,
-        trained.index,
-        batch,
-        as_stored=rounding(precision),
-    )
-    found = trained.objective.predictions(logits).values()
-    return {
-        name: pa.array(list(values.numpy()), kind)
-        for name, kind, values in zip(names, kinds, found, strict=True)
-    }
-
-
-def _check(trained: Trained, manifest: Manifest, golden: pa.Table, precision: Precision) -> None:
-    """Scores the golden rows by the programs, before anything is written.
-
-    Raises:
-        RunError: they differ.
-    """
-    ids = {name: _id_rows(trained, name) for name in manifest.ids}
-    scores = {task.column for task in manifest.tasks}
-    columns = pa.schema([field for field in golden.schema if field.name not in scores])
-    programs = {name: program.exported.module() for name, program in trained.programs.items()}
-    with ExitStack() as files:
-        tables = {}
-        for name in manifest.tables:
-            stored = files.enter_context(StoredTable(trained.folder, trained.index, name))
-            tables[name] = CheckpointTable(stored, precision)
-        Scorer(manifest, programs, Lookups(manifest.features, tables, ids), columns, golden).check()
-
-
-def _id_rows(trained: Trained, table: str) -> IdRows:
-    found = ids_of(trained.folder, trained.index, table, ("id", "row"))
-    return IdRows(trained.schema.tables[table], keys_of(found["id"]), found["row"])
 
 
 def _ids_file(trained: Trained, table: str) -> bytes:

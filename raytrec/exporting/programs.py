@@ -32,10 +32,12 @@ class Program:
     Attributes:
         exported: tensors → a tuple of tensors: each task's predictions, float32 [B] or [B, classes]; or a
             tower's vectors, float32 [B, width].
+        model: what was exported.
     """
 
     exported: ExportedProgram
     inputs: tuple[Input, ...]
+    model: Scored
 
     def written(self) -> bytes:
         """The file .pt2, without examples, which would be a pickle."""
@@ -62,11 +64,13 @@ def make_program(
     """
     taken = tuple(inputs)
     dense = max((each.width for each in taken if each.kind == "dense"), default=0)
-    program = _export(Scored(recommender, objective, taken, tower, dense), taken)
+    model = Scored(recommender, objective, taken, tower, dense)
+    program = _export(model, taken)
     read = tuple(each for each, is_read in zip(taken, _reads(program), strict=True) if is_read)
     if read != taken:
-        program = _export(Scored(recommender, objective, read, tower, dense), read)
-    return Program(program, read)
+        model = Scored(recommender, objective, read, tower, dense)
+        program = _export(model, read)
+    return Program(program, read, model)
 
 
 def _export(model: nn.Module, inputs: tuple[Input, ...]) -> ExportedProgram:
@@ -131,8 +135,11 @@ class Scored(nn.Module):
         if self._tower:
             tower = getattr(self.model, self._tower)
             return (last_vectors(self._call.run(tower, *self._given(tensors))),)
-        logits = self._call.run(self.model, *self._given(tensors))
-        return tuple(self._objective.predictions(logits).values())
+        return tuple(self._objective.predictions(self.logits(tensors)).values())
+
+    def logits(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Of the rows, as Objective takes them."""
+        return self._call.run(self.model, *self._given(tensors))
 
     def _given(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
         """(dense columns of the rows, inputs by feature)."""

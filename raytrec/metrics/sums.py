@@ -86,7 +86,8 @@ class Sums:
     def _over_ranks(self) -> torch.Tensor:
         """The sums so far over all ranks; a collective."""
         sums = self._tensor(self._before) if self._vector is None else self._vector.clone()
-        dist.all_reduce(sums)
+        if dist.is_initialized():
+            dist.all_reduce(sums)
         return sums
 
     def _tensor(self, sums: dict[str, float]) -> torch.Tensor:

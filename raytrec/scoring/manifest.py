@@ -32,6 +32,7 @@ EXPORT_FORMAT: Literal[1] = 1
 EXPORT, GOLDEN, ONNX = "manifest.json", "golden.arrow", "model.onnx"
 Precision = Literal["fp32", "fp16", "int8", "int4"]
 ProgramName = Literal["predict", "query", "item"]
+Metrics = dict[str, dict[Precision, float | None]]
 
 
 class FileEntry(Section):
@@ -106,6 +107,8 @@ class Manifest(Section):
     tables: dict[str, TableEntry]
     ids: dict[str, str] = Field(default_factory=dict)
     golden_rows: NonNegativeInt = 0
+    metrics: Metrics = Field(default_factory=dict)
+    """Of quantized tables: metric → its value with tables of fp32 and with these, None where not defined."""
     files: dict[str, FileEntry]
     binding: str
     """Stands for all that the export was made of."""
@@ -135,11 +138,15 @@ class Manifest(Section):
         return Features(self.data_schema, self.sequences)
 
     @property
-    def version(self) -> str:
-        """Names the model in answers: run, step, and some digits of a hash of all that it was made of."""
+    def checksum(self) -> str:
+        """SHA-256 of those of all files, and of what the export was made of."""
         sums = {name: entry.sha256 for name, entry in self.files.items()}
-        whole = json.dumps([self.binding, sums], sort_keys=True)
-        return f"{self.source.run}-{self.source.step}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+        return hashlib.sha256(json.dumps([self.binding, sums], sort_keys=True).encode()).hexdigest()
+
+    @property
+    def version(self) -> str:
+        """Names the model in answers: run, step, and some digits of the checksum."""
+        return f"{self.source.run}-{self.source.step}-{self.checksum[:8]}"
 
     def to_json(self) -> str:
         """The text of the file."""

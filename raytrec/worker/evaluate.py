@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
+from raytrec.data.batch import Batch
 from raytrec.data.stream import Stream
 from raytrec.metrics.over_ranks.evaluation import Counted, TaskRows, place_for
 from raytrec.metrics.over_ranks.full_ranking import ranking_of
@@ -18,14 +20,21 @@ from raytrec.metrics.sums import ROWS, Sums
 from raytrec.tasks.outputs import Outputs
 from raytrec.tasks.task import key_columns
 from raytrec.worker.nonfinite import LATE, Fetch
-from raytrec.worker.step import Step
 
 Curves = dict[str, dict[str, Any]]
 SLICES = "slices"  # the key of the figures of slices
 
 
+class Model(Protocol):
+    """What is evaluated: a Step, or another."""
+
+    def evaluate(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
+        """Forward only, over all batches."""
+        ...
+
+
 def evaluate(
-    step: Step, stream: Stream, device: torch.device, selection: Selection, items: Stream | None = None
+    step: Model, stream: Stream, device: torch.device, selection: Selection, items: Stream | None = None
 ) -> tuple[dict[str, Any], Curves | None]:
     """Metrics and curves over all rows of the stream's dataset; a collective.
 

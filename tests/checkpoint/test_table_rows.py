@@ -67,6 +67,9 @@ def test_every_row_of_every_cut(tmp_path, cut, dtype):
         assert (stored.rows, stored.dim) == (1000, 12)
         found = np.concatenate([band for _, band in stored.bands()])
         picked = stored.take([999, 0, 333, 334, 0])
+        assert stored.take([]).shape == (0, 12)
+    with StoredTable(str(tmp_path / "c"), index, "item", checked=False) as stored:
+        np.testing.assert_array_equal(stored.take([999, 0, 333, 334, 0]), picked)
     np.testing.assert_array_equal(found, table.float().numpy())
     np.testing.assert_array_equal(picked, table[[999, 0, 333, 334, 0]].float().numpy())
 

@@ -239,6 +239,7 @@ TEXTS = {
         "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT",
         "MLFLOW_DISABLE_TELEMETRY",
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR",
     ],
     "ray/dashboard/modules/reporter/reporter_consts.py": [*(f'"{name}"' for name in REPORTS_SELDOM)],
 }

@@ -136,6 +136,7 @@ def test_rows_in_every_form_score_as_the_run_predicts(folder, made, model):
     with pytest.raises(DataError, match="there are no rows"):
         model.predict([])
     assert model.check() <= 1e-6 and len(model.golden) == 64
+    assert model.manifest.metrics == {}, "nothing is quantized"
 
 
 @pytest.mark.survive
@@ -247,12 +248,46 @@ def test_a_model_of_no_towers_gives_no_vectors(folder, model):
         model.vectors(pq.read_table(folder / "data/test"))
 
 
+def assert_metrics(export, evaluated, precision):
+    """The metrics of fp32 tables are those of an evaluation; those of fewer bits are others."""
+    keys = {f"eval.{each['key']}" for each in evaluated.metrics["metrics"]}
+    found = {key for key in export.metrics if key.startswith("eval.")}
+    assert found == keys | {f"{key}.{precision}" for key in keys} and "eval.clicked.auc" in keys
+    for key in keys:
+        assert export.metrics[key] == pytest.approx(evaluated.metrics[key], rel=1e-6, abs=1e-6), key
+    assert export.metrics["eval.watched.mse"] != export.metrics[f"eval.watched.mse.{precision}"]
+    text = dict(export.pairs)["eval.clicked.auc"]
+    assert text.startswith(f"{export.metrics['eval.clicked.auc']:.5f} fp32, ") and precision in text
+
+
+@pytest.mark.survive
+def test_metrics_of_other_data_are_those_of_an_evaluation(folder, made, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "channels.txt").write_text("web\napp\ntv\n")
+    export = raytrec.export(made[0].path, str(tmp_path / "out"), quantize="int4", data="data/train")
+    assert_metrics(export, raytrec.evaluate(made[0].path, "data/train"), "int4")
+    again = raytrec.export(made[0].path, str(tmp_path / "out"), quantize="int4", data="data/train")
+    assert again.pairs[:-1] == export.pairs[:-1], "they are in the manifest"
+
+
+def test_data_without_labels_has_no_metrics(folder, made, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    (folder / "channels.txt").write_text("web\napp\ntv\n")
+    rows = pq.read_table(folder / "data/test").drop_columns(["kind"])
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    out, data = str(tmp_path / "out"), str(tmp_path / "rows.parquet")
+    export = raytrec.export(made[0].path, out, quantize="int8", data=data)
+    assert not [key for key in export.metrics if key.startswith("eval.")]
+    assert "metrics are not compared" in (said := capsys.readouterr().err) and "kind" in said
+
+
 @pytest.mark.parametrize("precision, off", [("fp16", 2e-3), ("int8", 2e-2), ("int4", 0.3)])
 def test_tables_in_fewer_bits(folder, made, model, tmp_path, monkeypatch, precision, off):
     run, expected, _ = made
     monkeypatch.chdir(folder)
     (folder / "channels.txt").write_text("web\napp\ntv\n")
     export = raytrec.export(run.path, str(tmp_path / "out"), quantize=precision, golden_rows=8)
+    assert_metrics(export, run, precision)
     small = raytrec.load(export.path)
     assert 0 < small.check() + 1e-12 <= 1e-6
     scores = np.array(small.predict(pq.read_table(folder / "data/test"))["score_clicked"])

@@ -6,8 +6,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import small
 import torch
+import yaml
 from checkpoints import progress
 from ranks import on_ranks
+from test_models import Modelled
+
+import raytrec
+from raytrec.driver.track import track
 
 ROWS = 12
 
@@ -111,3 +116,39 @@ def trained(case, root):
     (root / "data").mkdir()
     pq.write_table(table, root / "data/rows.parquet")
     return folder, table, predictions, vectors
+
+
+def tracked(model, folder):
+    """A run folder of a model of test_models.CASES, whose MLflow run is in the store sqlite:///FOLDER/mlflow.db.
+
+    Returns:
+        (rows as a table, task → predictions of these rows).
+    """
+    folder.mkdir()
+    _, table, predictions, _ = trained(Modelled(model, (1, 1)), folder)
+    values = {
+        "run": {"name": "small", "dir": str(folder)},
+        "data": {"train": f"{folder}/data"},
+        "tracking": {"uri": f"sqlite:///{folder}/mlflow.db", "experiment": "films"},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    track(folder)
+    return table, predictions
+
+
+def onnx_and_torch(export, rows):
+    """What onnxruntime and torch give for the tensors that a Scorer computes of rows: two lists of arrays.
+
+    Args:
+        export: a folder with model.onnx.
+    """
+    import onnxruntime
+
+    model, given = raytrec.load(export), []
+    program = model._programs["predict"]
+    model._programs["predict"] = lambda *tensors: given.append(tensors) or program(*tensors)
+    expected = model.score([model.reader.read(rows)])
+    session = onnxruntime.InferenceSession(export / "model.onnx")
+    names = [each.name for each in session.get_inputs()]
+    values = {name: tensor.numpy() for name, tensor in zip(names, *given, strict=True)}
+    return session.run([task.column for task in model.manifest.tasks], values), expected

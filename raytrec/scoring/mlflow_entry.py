@@ -1,0 +1,45 @@
+"""The MLflow model of an export, as code: MLflow runs this file when it loads the model.
+
+Its artifact `export` is the export's folder, or a file of JSON that refers to one: uri, version and checksum.
+"""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+from mlflow.models import set_model
+from mlflow.pyfunc import PythonModel
+
+import raytrec
+
+
+class ExportedModel(PythonModel):
+    """Rows as a DataFrame → their predictions as a DataFrame."""
+
+    def load_context(self, context):
+        """Opens the export.
+
+        Raises:
+            RaytrecError: there is none, it is damaged, or another than the one that was logged.
+        """
+        place, allow_code = Path(context.artifacts["export"]), bool(context.model_config.get("allow_code"))
+        logged = None if place.is_dir() else json.loads(place.read_text())
+        self._model = raytrec.load(logged["uri"] if logged else place, allow_code=allow_code)
+        manifest = self._model.manifest
+        if logged and manifest.checksum != logged["checksum"]:
+            raise raytrec.RaytrecError(
+                f"this is another export than the one that was logged: {manifest.version}",
+                where=logged["uri"],
+                expected=logged["version"],
+                do="log this export, too: raytrec export RUN --out URI --mlflow",
+            )
+
+    def predict(self, context, model_input: pd.DataFrame, params=None):
+        """The columns score, or score_TASK. Times are UTC: MLflow takes none with a time zone."""
+        columns = pa.schema([field for field in self._model.columns if field.name in model_input.columns])
+        rows = pa.Table.from_pandas(model_input, columns, preserve_index=False)
+        return self._model.predict(rows).to_pandas()
+
+
+set_model(ExportedModel())

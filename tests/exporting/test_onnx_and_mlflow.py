@@ -1,0 +1,203 @@
+"""An export as ONNX, and as a model of its run's MLflow run: real onnxruntime, a real store on sqlite."""
+
+import pickletools
+import shutil
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlflow
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import yaml
+from exports import onnx_and_torch, tracked, trained
+from packaging.requirements import Requirement
+from stores import made_once
+from test_models import CASES, Modelled
+
+import raytrec
+from raytrec.common.errors import ConfigError, RaytrecError, RunError
+from raytrec.exporting.mlflow_model import REQUIRED, signature_of
+from raytrec.exporting.onnx_model import make_onnx
+from raytrec.exporting.programs import Program
+from raytrec.scoring.inputs import Input
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of two tasks over a sequence, with its MLflow run; its rows, their predictions, its export."""
+    folder, before = tmp_path_factory.mktemp("tracked") / "run", mlflow.get_tracking_uri()
+    with made_once():
+        table, predictions = tracked("din", folder)
+        export = raytrec.export(folder, str(folder.parent / "export"), onnx=True, mlflow=True)
+        assert mlflow.get_tracking_uri() == before
+        mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
+        yield SimpleNamespace(
+            folder=folder,
+            table=table,
+            predictions=predictions,
+            export=Path(export.path),
+            model=export.metrics["mlflow_model"],
+        )
+    mlflow.set_tracking_uri(before)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 50])
+def test_onnxruntime_gives_what_the_model_gives(run, rows):
+    assert_equal_with_onnx(run.export, run.table, rows)
+
+
+def assert_equal_with_onnx(export, table, rows):
+    found, expected = onnx_and_torch(export, table.take(np.arange(rows) % len(table)))
+    for got, values in zip(found, expected, strict=True):
+        assert got.shape == values.shape and len(got) == rows
+        np.testing.assert_allclose(got, values, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.survive
+@pytest.mark.parametrize("name", CASES)
+def test_every_model_is_the_same_with_onnx(name, tmp_path):
+    folder, table, _, _ = trained(Modelled(name, (1, 1)), tmp_path)
+    golden_rows = 0 if name == "dcn" else 5
+    export = raytrec.export(folder, str(tmp_path / "export"), onnx=True, golden_rows=golden_rows)
+    for rows in (1, 3, 50):
+        assert_equal_with_onnx(Path(export.path), table, rows)
+
+
+class Bessel(torch.nn.Module):
+    def forward(self, dense):
+        return (torch.special.bessel_j0(dense).sum(1),)
+
+
+def test_an_operator_that_onnx_lacks_is_named():
+    rows = {0: torch.export.Dim("rows", min=1)}
+    program = torch.export.export(Bessel(), (torch.ones(3, 2),), dynamic_shapes=(rows,))
+    with pytest.raises(ConfigError, match=r"cannot be exported as ONNX: ONNX has no prims\.bessel_j0"):
+        make_onnx(Program(program, (Input(kind="dense", width=2),), Bessel()), ["score"])
+
+
+@pytest.mark.survive
+def test_onnx_that_gives_something_else_ends_the_export(run, tmp_path, monkeypatch):
+    """Another model's in its place, as if torch had exported it wrongly."""
+    from raytrec.exporting import export as module
+
+    other = make_onnx
+
+    def shifted(program, outputs):
+        with torch.no_grad():
+            next(iter(program.exported.state_dict.values())).add_(0.1)
+            try:
+                return other(program, outputs)
+            finally:
+                next(iter(program.exported.state_dict.values())).sub_(0.1)
+
+    monkeypatch.setattr(module, "make_onnx", shifted)
+    with pytest.raises(RunError, match="onnxruntime's scores differ from"):
+        raytrec.export(run.folder, str(tmp_path / "out"), onnx=True)
+    assert not (tmp_path / "out").exists()
+
+
+def assert_scores(found, expected):
+    for name, values in expected.items():
+        got = np.array(found[f"score_{name}"].tolist(), np.float32)
+        np.testing.assert_allclose(got, values, rtol=1e-6, atol=1e-6)
+
+
+def test_the_mlflow_model_loads_without_pickles_and_scores_as_the_export(run, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
+    model = mlflow.pyfunc.load_model(run.model)
+    assert_scores(model.predict(run.table.to_pandas()), run.predictions)
+    assert_scores(model.predict(model.input_example), {k: v[:3] for k, v in run.predictions.items()})
+    folder = Path(mlflow.artifacts.download_artifacts(run.model))
+    files = list(filter(Path.is_file, folder.rglob("*")))
+    assert len(files) > 100 and not [file for file in files if is_pickle(file.read_bytes())]
+    pinned = (folder / "requirements.txt").read_text().split()
+    assert f"torch=={torch.__version__.partition('+')[0]}" in pinned
+
+
+def is_pickle(content):
+    try:
+        return any(operation.name == "STOP" for operation, _, _ in pickletools.genops(content))
+    except (ValueError, UnicodeDecodeError):
+        return False
+
+
+def test_the_requirements_are_those_of_the_extra_score():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["score"]]
+    assert {Requirement(each).name for each in needed} == set(REQUIRED)
+
+
+def test_columns_with_nulls_have_a_type_that_takes_them():
+    columns = {
+        "id": [1, None],
+        "whole": [1, 2],
+        "ids": [[1], None],
+        "price": [0.5, None],
+        "score": [0.5, 0.5],
+    }
+    signature = signature_of(pa.table(columns), ["score"])
+    kinds = [each["type"] for each in signature.inputs.to_dict()]
+    assert kinds == ["any", "long", "array", "double"]
+    assert [each["name"] for each in signature.outputs.to_dict()] == ["score"]
+    columns.pop("score")
+    with_nulls = pa.table(columns).to_pandas()
+    assert validated(with_nulls, signature)
+
+
+def validated(rows, signature):
+    """Whether MLflow takes rows as what the signature describes."""
+    model = mlflow.pyfunc.PyFuncModel(mlflow.models.Model(signature=signature), Same())
+    return len(model.predict(rows)) == len(rows)
+
+
+class Same:
+    def predict(self, rows, params=None):
+        return rows
+
+
+def test_the_model_is_one_of_the_runs_and_leaves_that_as_it_is(run):
+    client = mlflow.MlflowClient()
+    (found,) = client.search_runs([client.get_experiment_by_name("films").experiment_id])
+    assert client.get_logged_model(run.model.removeprefix("models:/")).source_run_id == found.info.run_id
+    assert [f"models:/{each.model_id}" for each in found.outputs.model_outputs] == [run.model]
+    assert found.info.status == "FAILED"  # there is no result.json
+
+
+@pytest.mark.survive
+def test_another_export_in_its_place_is_refused(run, tmp_path):
+    moved = shutil.move(run.export, tmp_path / "export")
+    try:
+        raytrec.export(run.folder, str(run.export), golden_rows=3)
+        with pytest.raises(RaytrecError, match="another export than the one that was logged: small-2-"):
+            mlflow.pyfunc.load_model(run.model)
+    finally:
+        shutil.rmtree(run.export, ignore_errors=True)
+        shutil.move(moved, run.export)
+
+
+@pytest.mark.survive
+def test_an_embedded_export_needs_no_other_copy(run, tmp_path):
+    export = raytrec.export(run.folder, str(tmp_path / "export"), golden_rows=0, mlflow=True, embed=True)
+    shutil.rmtree(export.path)
+    model = mlflow.pyfunc.load_model(export.metrics["mlflow_model"])
+    assert_scores(model.predict(run.table.to_pandas()), run.predictions)
+    assert model.input_example is None, "no row of the data goes along"
+
+
+def test_a_run_that_mlflow_does_not_have(run, tmp_path):
+    folder, out = tmp_path / "run", str(tmp_path / "out")
+    shutil.copytree(run.folder, folder)
+    (folder / "mlflow.json").unlink()
+    with pytest.raises(RunError, match=r"MLflow does not have this run(?s:.*)raytrec track"):
+        raytrec.export(folder, out, mlflow=True)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["tracking"] = {"enabled": False}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(ConfigError, match="this run is not tracked"):
+        raytrec.export(folder, out, mlflow=True)
+    with pytest.raises(ConfigError, match="only a local export goes into an MLflow model"):
+        raytrec.export(folder, out, embed=True)
+    assert not Path(out).exists()
