@@ -33,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -181,21 +182,23 @@ def _rows_per_second(export: str) -> dict[str, float]:
 def _sides(stack: ExitStack, export: str, data: pa.Table, table_rows: int) -> dict[str, tuple[int, str, str]]:
     """Side → (port, type, file of bodies); all of them run as long as the stack is open."""
     ports = dict(zip(("ray", "fastapi", "raytrec"), _free_ports(3), strict=True))
-    here = {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    stack.enter_context(_running(["benchmarks/serve_sides.py", "ray", str(ports["ray"])], ports["ray"], here))
+    here, bodies = {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}, _bodies(data)
+    lists, columns = (_first(bodies[form]) for form in ("lists", "columns"))
+    stack.enter_context(
+        _running(["benchmarks/serve_sides.py", "ray", str(ports["ray"])], ports["ray"], lists, here)
+    )
     fastapi = ["-m", "uvicorn", "serve_sides:app", "--port", str(ports["fastapi"])]
     fastapi += ["--log-level", "warning", "--no-access-log"]
-    stack.enter_context(_running(fastapi, ports["fastapi"], here))
+    stack.enter_context(_running(fastapi, ports["fastapi"], lists, here))
     own = ["-m", "raytrec", "serve", export, "--port", str(ports["raytrec"]), "--no-token"]
-    stack.enter_context(_running(own, ports["raytrec"], here))
-    bodies = _bodies(data)
+    stack.enter_context(_running(own, ports["raytrec"], columns, here))
     names = {"ray": "lists", "fastapi": "lists", "raytrec rows": "rows", "raytrec columns": "columns"}
     sides = {side: (ports[side.split()[0]], JSON, bodies[form]) for side, form in names.items()}
     return sides | {"raytrec Arrow": (ports["raytrec"], ARROW, bodies["arrow"])}
 
 
 @contextmanager
-def _running(words: list[str], port: int, environment: dict[str, str]):
+def _running(words: list[str], port: int, body: bytes, environment: dict[str, str]):
     """A service, from when it answers."""
     words = [str(HERE.parent / word) if word.startswith("benchmarks/") else word for word in words]
     with tempfile.TemporaryFile("w+") as log:
@@ -204,7 +207,7 @@ def _running(words: list[str], port: int, environment: dict[str, str]):
         )
         try:
             until = time.monotonic() + START_S
-            while not _answers(port):
+            while not _answers(port, body):
                 if process.poll() is not None or time.monotonic() > until:
                     log.seek(0)
                     raise SystemExit(f"{' '.join(words)} does not answer:\n{log.read()[-4000:]}")
@@ -215,11 +218,12 @@ def _running(words: list[str], port: int, environment: dict[str, str]):
             process.wait(60)
 
 
-def _answers(port: int) -> bool:
+def _answers(port: int, body: bytes) -> bool:
+    """Whether a request is answered with scores."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/predict", body, {"Content-Type": JSON})
     try:
-        with socket.create_connection(("127.0.0.1", port), 1) as connection:
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            return connection.recv(64).startswith(b"HTTP/1.1 ")
+        with urllib.request.urlopen(request, timeout=START_S) as answer:
+            return answer.status == 200
     except OSError:
         return False
 
@@ -256,6 +260,11 @@ def _bodies(data: pa.Table) -> dict[str, str]:
     return {form: str(Path(form).absolute()) for form in made}
 
 
+def _first(file: str) -> bytes:
+    sizes, _, rest = Path(file).read_bytes().partition(b"\n")
+    return rest[: json.loads(sizes)[0]]
+
+
 def _round(sides: dict[str, tuple[int, str, str]], seconds: float) -> dict[str, dict[str, dict[str, float]]]:
     """Side → clients → figures."""
     found: dict[str, dict[str, dict[str, float]]] = {side: {} for side in sides}
@@ -265,8 +274,8 @@ def _round(sides: dict[str, tuple[int, str, str]], seconds: float) -> dict[str, 
             for length in (seconds / 4, seconds):  # the first is to warm up
                 done = subprocess.run(
                     [sys.executable, *words, str(length), kind, bodies],
+                    stdout=subprocess.PIPE,
                     check=True,
-                    capture_output=True,
                     timeout=START_S,
                 )
             found[side][str(clients)] = json.loads(done.stdout)

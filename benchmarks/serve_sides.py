@@ -6,8 +6,6 @@
 Both take {"dense": [[13 numbers] …], "sparse": [[26 ids] …]} and give {"score": […]}.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from itertools import pairwise
@@ -66,10 +64,9 @@ async def predict(body: Body) -> dict[str, list[float]]:
 
 def serve_on_ray(port: int) -> None:
     """An ingress, and a model behind it that waits up to 50 ms for 100 requests."""
-    import ray
     from ray import serve
 
-    ray.init(num_cpus=2, include_dashboard=False, _node_ip_address=HOST)
+    from raytrec.cluster.session import ray_session
 
     @serve.deployment(ray_actor_options={"num_cpus": 0.5}, max_ongoing_requests=400)
     class Model:
@@ -97,11 +94,11 @@ def serve_on_ray(port: int) -> None:
         async def predict(self, request: Request) -> dict[str, list[float]]:
             return {"score": await self.model.remote(await request.json())}
 
-    serve.start(http_options={"host": HOST, "port": port})
-    serve.run(Ingress.bind(Model.bind()))
-    print("ready", flush=True)
-    while True:
-        time.sleep(60)
+    with ray_session(num_cpus=2):  # a local one, on loopback
+        serve.start(http_options={"host": HOST, "port": port})
+        serve.run(Ingress.bind(Model.bind()))
+        while True:
+            time.sleep(60)
 
 
 if __name__ == "__main__":
