@@ -40,13 +40,18 @@ def read_stream(body: bytes, columns: Collection[str], most_bytes: int) -> pa.Ta
         table.validate(full=True)  # offsets that lead outside of the body would end the process
     except (pa.ArrowException, OSError, StructError) as error:
         raise ValueError((str(error).splitlines() or [type(error).__name__])[0]) from None
-    used = {name.partition(".")[0] for name in columns} | set(columns)
-    if (
-        sum(_expanded(c, n) for n, c in zip(table.column_names, table.columns, strict=True) if n in used)
-        > most_bytes
-    ):
-        raise TooMuch
+    sharing = [place for place, each in enumerate(table.schema) if _may_share(each.type)]
+    if sharing:
+        used = {name.partition(".")[0] for name in columns} | set(columns)
+        names = table.column_names
+        if sum(_expanded(table.column(i), names[i]) for i in sharing if names[i] in used) > most_bytes:
+            raise TooMuch
     return table
+
+
+def _may_share(kind: pa.DataType) -> bool:
+    """Whether rows may share values, or the parts of values."""
+    return bool(kind.num_fields) or kind.has_variadic_buffers or types.is_dictionary(kind)
 
 
 def _is_compressed(metadata: pa.Buffer) -> bool:

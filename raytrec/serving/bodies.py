@@ -83,7 +83,7 @@ def read_body(content_type: str, body: bytes, columns: pa.Schema, limits: Limits
                 f"the body is {kind or 'of no type'}", where="Content-Type", expected=f"{JSON} or {ARROW}"
             ),
         )
-    _check_size(asked, limits)
+    _check_size(asked, columns, limits)
     return asked
 
 
@@ -140,7 +140,7 @@ def _of_columns(given: Any, columns: pa.Schema) -> pa.Table:
     return pa.table(arrays)
 
 
-def _check_size(asked: Asked, limits: Limits) -> None:
+def _check_size(asked: Asked, columns: pa.Schema, limits: Limits) -> None:
     """Raises Refused where a request has no rows, too many, or too many ids in a row."""
     rows = asked.candidates if asked.rows is None else asked.rows
     if not len(rows):
@@ -150,7 +150,7 @@ def _check_size(asked: Asked, limits: Limits) -> None:
             413,
             DataError(f"{len(rows):,} rows", where=THE_ROWS, expected=f"at most {limits.rows:,} a request"),
         )
-    for name, longest in _lengths(rows):
+    for name, longest in _lengths(rows, columns):
         if longest > limits.ids:
             raise Refused(
                 413,
@@ -161,24 +161,20 @@ def _check_size(asked: Asked, limits: Limits) -> None:
                 ),
             )
     if asked.user is not None:
-        _check_size(Asked(rows=[asked.user]), limits)
+        _check_size(Asked(rows=[asked.user]), columns, limits)
 
 
-def _lengths(rows: Any) -> list[tuple[str, int]]:
-    """(column, how many values its longest list has)."""
+def _lengths(rows: Any, columns: pa.Schema) -> list[tuple[str, int]]:
+    """(column of the model, how many values a list of it has)."""
     if isinstance(rows, pa.Table):
         return [
             (field.name, pc.max(pc.list_value_length(rows.column(place))).as_py() or 0)
             for place, field in enumerate(rows.schema)
             if field.type.num_fields and is_list(field.type)
         ]
-    return [
-        (name, len(value))
-        for row in rows
-        if isinstance(row, dict)
-        for name, value in row.items()
-        if isinstance(value, list)
-    ]
+    lists = [field.name for field in columns if field.type.num_fields]
+    found = ((name, row.get(name)) for name in lists for row in rows if isinstance(row, dict))
+    return [(name, len(value)) for name, value in found if isinstance(value, list)]
 
 
 def write_body(

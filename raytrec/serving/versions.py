@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock
 
 from raytrec.common.errors import RunError
@@ -19,7 +20,7 @@ class Loaded:
     uri: str
     scorer: Scorer
 
-    @property
+    @cached_property
     def version(self) -> str:
         """Its manifest's."""
         return self.scorer.manifest.version
