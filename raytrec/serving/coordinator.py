@@ -82,12 +82,12 @@ class Coordinator:
 
     Args:
         export: what replicas answer with, until another is promoted.
-        recall, keep: read and write what it needs to know when Ray starts it again.
+        read, keep: read and write what it needs to know when Ray starts it again.
     """
 
-    def __init__(self, export: Export, recall: Callable[[], bytes | None], keep: Callable[[bytes], None]):
+    def __init__(self, export: Export, read: Callable[[], bytes | None], keep: Callable[[bytes], None]):
         self._keep = keep
-        self._now, self._before, self._declared, again = export, None, export, recall()
+        self._now, self._before, self._declared, again = export, None, export, read()
         if again:
             of_before = (each and Export(**each) for each in json.loads(again))
             self._now, self._before, self._declared = of_before
