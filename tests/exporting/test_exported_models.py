@@ -48,7 +48,7 @@ def test_scores_are_those_of_training(name, http, tmp_path):
         served = json.loads(content)["predictions"]["vector"]
         np.testing.assert_allclose(served, values, rtol=CLOSE, atol=CLOSE)
     users = list(users_of(name, model, table))
-    assert any(model._split(frozenset(user)).once for user in users), "what is the user's is not computed once"
+    assert any(model._split(frozenset(user)).once for user in users), "nothing is computed once"
     for user in users:
         whole = model.predict([row | user for row in rows])
         others = [{k: v for k, v in row.items() if k not in user} for row in rows]
