@@ -81,16 +81,12 @@ def main(
         with ExitStack() as stack:
             sides = _sides(stack, dlrm, data, table_rows)
             found = [_round(sides, seconds) for _ in range(rounds)]
-    content = {"rounds": found, "inside": inside}
-    for lines in (_http_lines(found), _inside_lines(inside)):
+    tables = (_http_lines(found), _inside_lines(inside), _speed_lines(inside["rows"]))
+    for lines in tables:
         _print(lines)
     if not smallest:
-        keep(RESULTS, content)
-        fill(
-            "docs/benchmarks.md",
-            "serve",
-            _markdown(_http_lines(found)) + "\n\n" + _markdown(_inside_lines(inside)),
-        )
+        keep(RESULTS, {"rounds": found, "inside": inside})
+        fill("docs/benchmarks.md", "serve", "\n\n".join(map(_markdown, tables)))
 
 
 def _dlrm(table_rows: int) -> tuple[str, pa.Table]:
@@ -327,6 +323,11 @@ def _inside_lines(inside: dict[str, dict[str, float]]) -> list[list[str]]:
             times, apart = f"{rows / candidates:.1f}", f"{inside[name]['apart']:.0e}"
             lines.append([f"{name}, {form}", f"{rows:.1f}", f"{candidates:.1f}", times, apart])
     return lines
+
+
+def _speed_lines(rows: dict[str, float]) -> list[list[str]]:
+    head = ["rows/s in batches of 2,048", "`raytrec.load`, one thread", "`raytrec predict`, one worker"]
+    return [head, ["dlrm", f"{rows['load']:,.0f}", f"{rows['predict']:,.0f}"]]
 
 
 def _print(lines: list[list[str]]) -> None:
