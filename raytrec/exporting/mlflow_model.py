@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -150,7 +151,8 @@ def _store(uri: str) -> Iterator[None]:
     adds the folders of a model that it tries."""
     import mlflow
 
-    before, path = mlflow.get_tracking_uri(), list(sys.path)
+    # set_tracking_uri sets the variable, too, which processes that are started later would inherit.
+    before, path = os.environ.get("MLFLOW_TRACKING_URI"), list(sys.path)
     mlflow.set_tracking_uri(uri)
     try:
         yield

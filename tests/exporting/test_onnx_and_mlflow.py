@@ -1,5 +1,6 @@
 """An export as ONNX, and as a model of its run's MLflow run: real onnxruntime, a real store on sqlite."""
 
+import os
 import pickletools
 import shutil
 import tomllib
@@ -28,11 +29,11 @@ from raytrec.scoring.inputs import Input
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of two tasks over a sequence, with its MLflow run; its rows, their predictions, its export."""
-    folder, before = tmp_path_factory.mktemp("tracked") / "run", mlflow.get_tracking_uri()
+    folder, before = tmp_path_factory.mktemp("tracked") / "run", os.environ.get("MLFLOW_TRACKING_URI")
     with made_once():
         table, predictions = tracked("din", folder)
         export = raytrec.export(folder, str(folder.parent / "export"), onnx=True, mlflow=True)
-        assert mlflow.get_tracking_uri() == before
+        assert os.environ.get("MLFLOW_TRACKING_URI") == before
         mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
         yield SimpleNamespace(
             folder=folder,
