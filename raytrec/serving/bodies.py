@@ -170,7 +170,7 @@ def _lengths(rows: Any, columns: pa.Schema) -> list[tuple[str, int]]:
         return [
             (field.name, pc.max(pc.list_value_length(rows.column(place))).as_py() or 0)
             for place, field in enumerate(rows.schema)
-            if field.type.num_fields and is_list(field.type)
+            if is_list(field.type)
         ]
     lists = [field.name for field in columns if field.type.num_fields]
     found = ((name, row.get(name)) for name in lists for row in rows if isinstance(row, dict))
