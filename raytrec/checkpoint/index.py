@@ -16,7 +16,7 @@ from pathlib import Path
 
 from raytrec.checkpoint.sound import why_unsound
 from raytrec.common import reading
-from raytrec.common.errors import RunError, some
+from raytrec.common.errors import RunError, first_line, some
 from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem, sync
 
@@ -172,7 +172,7 @@ def writing(where: str) -> Iterator[None]:
 
 def reason(error: OSError) -> str:
     """The message of the operating system or the store, in one line."""
-    return error.strerror or (str(error).splitlines() or [type(error).__name__])[0]
+    return error.strerror or first_line(error)
 
 
 def is_local(filesystem) -> bool:

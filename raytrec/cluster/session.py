@@ -17,7 +17,7 @@ from raytrec.cluster.access import START_ONE, check_cluster, use_token
 from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
 from raytrec.cluster.local_ray import heads, own_sessions, private_folder
 from raytrec.cluster.warm import forked_workers
-from raytrec.common.errors import RunError
+from raytrec.common.errors import RunError, first_line
 from raytrec.compat.ray_core import (
     JOB_CONFIG,
     bootstrap_address,
@@ -196,7 +196,7 @@ def _init(where: str, **options: Any) -> None:
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception as error:  # Exception itself, too, when the machine is too busy to start Ray in time
-        why = (str(error).splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
         do = START_ONE if "ADDRESS" in where.upper() else "try again, with less to do for this machine"
         raise RunError(f"cannot reach Ray: {why}", where=where, do=do) from None
     silence_workers()  # raytrec reports worker exits itself

@@ -149,6 +149,11 @@ def hint(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{near}'?" if near else ""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; its type where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def root_cause(error: BaseException) -> BaseException:
     """The RaytrecError inside wrappers (Ray's task and training errors), or the error itself.
 

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrec.common.errors import DataError
+from raytrec.common.errors import DataError, first_line
 from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
 from raytrec.config.transform_columns import columns_before
@@ -195,7 +195,7 @@ def _reading(path: str, read: Any) -> Content:
         return retry_read(path, read)
     except (pa.ArrowException, OSError) as error:
         raise DataError(
-            f"cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}",
+            f"cannot be read: {first_line(error)}",
             where=path,
             expected=storage_hint(path) + "a whole file that does not change while it is read",
         ) from None

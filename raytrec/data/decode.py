@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from raytrec.common.errors import DataError
+from raytrec.common.errors import DataError, first_line
 from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
 from raytrec.data.arrow import pick_columns, to_read
@@ -65,7 +65,7 @@ def decode(path: str, group: int, first: int, rows: int, columns: list[str]) -> 
             raise IndexError(f"its pages hold fewer than {first + rows:,} rows, and its footer has more")
     except (Damaged, pa.ArrowException, OSError, IndexError, KeyError, ValueError, RecursionError) as error:
         raise DataError(
-            f"cannot decode the row group: {(str(error).splitlines() or [type(error).__name__])[0]}",
+            f"cannot decode the row group: {first_line(error)}",
             where=f"{path}, row group {group}",
             expected=storage_hint(path) + "a whole Parquet file that does not change while it is read",
             do="write or copy the file again, or skip its rows: data.on_error=skip",

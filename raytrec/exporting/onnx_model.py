@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.errors import ConfigError, RunError, first_line
 from raytrec.exporting.programs import Program
 from raytrec.scoring.inputs import Input
 from raytrec.scoring.late import example
@@ -80,7 +80,7 @@ def _reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     missing = re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", str(error))
-    return f"ONNX has no {missing[1]}" if missing else (str(error).splitlines() or [type(error).__name__])[0]
+    return f"ONNX has no {missing[1]}" if missing else first_line(error)
 
 
 class ComparedProgram:

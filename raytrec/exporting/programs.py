@@ -14,7 +14,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, export, save
 from torch.export.graph_signature import InputKind
 
-from raytrec.common.errors import ConfigError, RaytrecError
+from raytrec.common.errors import ConfigError, RaytrecError, first_line
 from raytrec.config.evaluation import TowerName
 from raytrec.models.inputs import Sequence as IdSequence
 from raytrec.models.recommender import Recommender, last_vectors
@@ -84,7 +84,7 @@ def _export(model: nn.Module, inputs: tuple[Input, ...]) -> ExportedProgram:
         raise
     except Exception as error:  # torch's own have no base in common
         raise ConfigError(
-            f"torch cannot export the model: {(str(error).splitlines() or [type(error).__name__])[0]}",
+            f"torch cannot export the model: {first_line(error)}",
             where=_place(error),
             expected="operations whose shapes follow from those of the inputs, for any number of rows",
             do="take x.shape[0] for len(x), and torch.where for a branch on values",

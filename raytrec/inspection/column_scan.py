@@ -13,7 +13,7 @@ from pyarrow import types as t
 from rich.console import Console
 from rich.progress import Progress
 
-from raytrec.common.errors import DataError
+from raytrec.common.errors import DataError, first_line
 from raytrec.common.storage import open_filesystem
 from raytrec.data.arrow import (
     Ambiguous,
@@ -242,7 +242,7 @@ def _add(
             raise data
         (column if part is None else column.elsewhere[part]).add(data)
     except Exception as error:  # whatever it is: one column must not stop the look at the others
-        first = _first_line(error)
+        first = first_line(error)
         column.trouble = f"cannot be read in {where}: {first}"
         return _unreadable(first, where)
     return None
@@ -255,7 +255,7 @@ def _opened(path: str, footer: pq.FileMetaData) -> Iterator[pq.ParquetFile]:
         filesystem, inner = open_filesystem(path)
         file = filesystem.open_input_file(inner)
     except OSError as error:
-        raise _unreadable(_first_line(error), path) from None
+        raise _unreadable(first_line(error), path) from None
     with file:
         yield pq.ParquetFile(file, metadata=footer)
 
@@ -278,10 +278,6 @@ def _attempt(reader: pq.ParquetFile, index: int, name: str) -> pa.ChunkedArray |
 def _read_together(reader: pq.ParquetFile, index: int, names: list[str]) -> list[pa.ChunkedArray]:
     table = reader.read_row_group(index, columns=to_read(reader.schema_arrow, names))
     return pick_columns(table, names).columns
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _unreadable(why: str, where: str) -> DataError:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import torch
 from pyarrow import fs
 
-from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.errors import ConfigError, RunError, first_line
 from raytrec.common.formatting import bytes_text
 from raytrec.common.memory import expect_scattered
 from raytrec.common.processes import owner, remove_leftovers
@@ -235,7 +235,7 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
             pickled = [name for name in archive.namelist() if _is_pickle(archive, name)]
         program = None if pickled else torch.export.load(file)
     except (BadZipFile, OSError, RuntimeError, ValueError, LookupError) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
         raise RunError(f"the program cannot be read: {why}", where=str(file)) from None
     if program is None:
         raise RunError(

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import types
 
-from raytrec.common.errors import DataError, some
+from raytrec.common.errors import DataError, first_line, some
 from raytrec.config.schema import Schema
 from raytrec.config.transform_columns import needed_transforms
 from raytrec.config.transforms import Transform
@@ -92,10 +92,14 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
     if isinstance(rows, list | tuple):
         return pa.table([_column(rows, field) for field in columns], schema=columns)
     try:
-        return pa.Table.from_pandas(rows, preserve_index=False)
+        try:
+            return pa.Table.from_pandas(rows, preserve_index=False)
+        except pa.ArrowException:  # lists of several NumPy dtypes: an empty array is float64
+            given = pa.schema([field for field in columns if field.name in rows.columns])
+            return pa.Table.from_pandas(rows, given, preserve_index=False)
     except (pa.ArrowException, AttributeError, TypeError, ValueError) as error:
         raise DataError(
-            f"not tabular data: {(str(error).splitlines() or [type(error).__name__])[0]}",
+            f"not tabular data: {first_line(error)}",
             where=THE_ROWS,
             expected="mappings of columns to values, a pandas.DataFrame or a pyarrow.Table",
         ) from None

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from raytrec.common.errors import DataError
+from raytrec.common.errors import DataError, first_line
 
 RECORD_BATCH, DICTIONARY_BATCH = 3, 2  # of Arrow's MessageHeader (format/Message.fbs)
 PLAIN = "columns as pyarrow writes them: no views, runs or unions, and lists or structs of no dictionary"
@@ -39,7 +39,7 @@ def read_stream(body: bytes, columns: Collection[str], most_bytes: int) -> pa.Ta
         table = pa.ipc.open_stream(body).read_all()
         table.validate(full=True)  # offsets that lead outside of the body would end the process
     except (pa.ArrowException, OSError, StructError) as error:
-        raise ValueError((str(error).splitlines() or [type(error).__name__])[0]) from None
+        raise ValueError(first_line(error)) from None
     sharing = [place for place, each in enumerate(table.schema) if _may_share(each.type)]
     if sharing:
         used = {name.partition(".")[0] for name in columns} | set(columns)

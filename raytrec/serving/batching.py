@@ -81,7 +81,7 @@ class Batcher:
         Raises:
             Refused: too many rows wait. DataError: what is wrong with the rows.
         """
-        rows = asked.candidates if asked.rows is None else asked.rows
+        rows = asked.given
         self._admit(len(rows))
         loop, most = asyncio.get_running_loop(), self._most_rows
         works = [
@@ -150,7 +150,8 @@ class Batcher:
             found = _scores(first, _joined([work.rows for work in batch]))
         except DataError as error:
             if len(batch) == 1:
-                first.done.set_exception(_of_request(first) or error)
+                whole = first.rows is first.asked.given
+                first.done.set_exception(error if whole else _of_request(first) or error)
             for work in batch if len(batch) > 1 else ():
                 self._score([work])
             return

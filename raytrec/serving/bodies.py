@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic_core import from_json, to_json
 
-from raytrec.common.errors import DataError, RaytrecError
+from raytrec.common.errors import DataError, RaytrecError, first_line
 from raytrec.data.arrow import is_list
 from raytrec.scoring.rows import THE_ROWS, to_array
 from raytrec.serving.arrow_bodies import TooMuch, read_stream
@@ -61,6 +61,11 @@ class Asked:
     user: Any = None
     candidates: Any = None
 
+    @property
+    def given(self) -> Any:
+        """What gets scores: the rows, or the candidates."""
+        return self.candidates if self.rows is None else self.rows
+
 
 def read_body(content_type: str, body: bytes, columns: pa.Schema, limits: Limits) -> Asked:
     """What a body asks for.
@@ -71,20 +76,25 @@ def read_body(content_type: str, body: bytes, columns: pa.Schema, limits: Limits
     Raises:
         Refused: it is none, or has too much.
     """
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind == ARROW:
+    if check_type(content_type, JSON, ARROW) == ARROW:
         asked = Asked(rows=_arrow(body, columns, limits))
-    elif kind == JSON:
-        asked = _json(body, columns, limits)
     else:
-        raise Refused(
-            415,
-            DataError(
-                f"the body is {kind or 'of no type'}", where="Content-Type", expected=f"{JSON} or {ARROW}"
-            ),
-        )
+        asked = _json(body, columns, limits)
     _check_size(asked, columns, limits)
     return asked
+
+
+def check_type(content_type: str, *known: str) -> str:
+    """The type of a body.
+
+    Raises:
+        Refused: it is not among those known.
+    """
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind not in known:
+        what = f"the body is {kind or 'of no type'}"
+        raise Refused(415, DataError(what, where="Content-Type", expected=" or ".join(known)))
+    return kind
 
 
 def _arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
@@ -106,7 +116,7 @@ def _json(body: bytes, columns: pa.Schema, limits: Limits) -> Asked:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise _bad(
-            f"not JSON: {_line(error)}", "the body", "JSON in UTF-8, without NaN and Infinity"
+            f"not JSON: {first_line(error)}", "the body", "JSON in UTF-8, without NaN and Infinity"
         ) from None
     if not isinstance(values, dict):
         raise _bad("the body is not an object", "the body", f"an object with {FORMS}")
@@ -134,7 +144,7 @@ def _of_columns(given: Any, columns: pa.Schema) -> pa.Table:
             try:
                 arrays[field.name] = to_array(given[field.name], field.type)
             except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-                raise _bad(_line(error), f"columns, {field.name}", str(field.type)) from None
+                raise _bad(first_line(error), f"columns, {field.name}", str(field.type)) from None
     if len({len(array) for array in arrays.values()}) > 1:
         raise _bad("columns have different numbers of values", "columns", "one value for each row")
     return pa.table(arrays)
@@ -142,7 +152,7 @@ def _of_columns(given: Any, columns: pa.Schema) -> pa.Table:
 
 def _check_size(asked: Asked, columns: pa.Schema, limits: Limits) -> None:
     """Raises Refused where a request has no rows, too many, or too many ids in a row."""
-    rows = asked.candidates if asked.rows is None else asked.rows
+    rows = asked.given
     if not len(rows):
         raise _bad("there are no rows", THE_ROWS, "at least one")
     if len(rows) > limits.rows:
@@ -198,7 +208,3 @@ def write_body(
 
 def _bad(what: str, where: str, expected: str) -> Refused:
     return Refused(400, DataError(what, where=where, expected=expected))
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

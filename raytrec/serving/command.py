@@ -17,6 +17,7 @@ from raytrec.cluster.head import check_ports
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import absolute, open_filesystem
 from raytrec.scoring.manifest import read_manifest
+from raytrec.serving.bodies import JSON
 
 TOKEN = "RAYTREC_SERVE_TOKEN"
 PROMOTION_S = 1800  # that a promotion may take, in which all replicas load tables
@@ -153,7 +154,7 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
             "promote takes a URI, or --rollback", where="raytrec promote", expected="one of the two"
         )
     token = os.environ.get(TOKEN) or (name and token_file(name).exists() and _token(name)) or ""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = {"Content-Type": JSON} | ({"Authorization": f"Bearer {token}"} if token else {})
     body = json.dumps({} if uri is None else {"uri": absolute(uri)}).encode()
     request = urllib.request.Request(f"{service.rstrip('/')}/promote", body, headers, method="POST")
     try:

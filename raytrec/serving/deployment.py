@@ -25,7 +25,7 @@ from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
 from raytrec.config.base import Section
 from raytrec.scoring.manifest import read_manifest
 from raytrec.serving.app import App, Endpoint, Service
-from raytrec.serving.bodies import JSON, Refused
+from raytrec.serving.bodies import JSON, Refused, check_type
 from raytrec.serving.command import TOKEN
 from raytrec.serving.coordinator import FOLLOW_S, LOAD_S, Coordinator, Export, Order, Report
 from raytrec.serving.figures import about_model
@@ -101,7 +101,9 @@ class Replica:
                 self.service.request_log.close()
 
     async def _promote(self, request: Request, now: Loaded) -> Response:
-        """POST /promote {"uri": …}, or {} for the version before."""
+        """POST /promote {"uri": …}, or {} for the version before. As JSON alone: a page of another site can
+        have a browser send forms and plain text to a service on loopback that wants no token."""
+        check_type(request.headers.get("content-type", ""), JSON)
         try:
             values = from_json(await self.service.read(request))
         except ValueError:

@@ -112,10 +112,19 @@ NO_URIS = [b"", b"[", b"[" * 50_000, b"[]", b'{"uri": 3}', b'{"uri": "\\u0000"}'
 
 @pytest.mark.parametrize("body", NO_URIS, ids=len)
 def test_a_promotion_of_nothing_is_refused(service, made, body):
-    headers, url = {"Authorization": f"Bearer {TOKEN}"}, f"{service.url}/promote"
-    answer = PoolManager().request("POST", url, body=body, headers=headers, retries=False)
+    answer = ask_to_promote(service, body, JSON)
     assert 400 <= answer.status < 500 and json.loads(answer.data)["error"], answer.data
     assert service.versions() == [made[0]["whole"].version] * 2
+
+
+def test_a_promotion_that_a_page_of_another_site_can_send_is_refused(service, made):
+    answer = ask_to_promote(service, json.dumps({"uri": made[0]["whole"].path}).encode(), "text/plain")
+    assert answer.status == 415, answer.data
+
+
+def ask_to_promote(service, body, kind):
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": kind}
+    return PoolManager().request("POST", f"{service.url}/promote", body=body, headers=headers, retries=False)
 
 
 def send_raw(url, requests):
