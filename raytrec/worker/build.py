@@ -23,7 +23,7 @@ from raytrec.embeddings.managed.batches import ManagedBatches
 from raytrec.embeddings.mapped import MappedFiles, mark_mapped
 from raytrec.embeddings.optim import DenseAverage, GlobalNormClip, combine, fuse
 from raytrec.embeddings.planner.constraints import table_optimizers
-from raytrec.embeddings.planner.footprint import MMAP_KERNEL
+from raytrec.embeddings.planner.footprint import CACHING_KERNEL, MMAP_KERNEL
 from raytrec.embeddings.planner.plan import make_plan, sharders, sharders_for_planning
 from raytrec.embeddings.tables import Shard
 from raytrec.models.recommender import build_recommender, checkpoint_activations, compile_dense
@@ -108,7 +108,7 @@ def _cache_settings(plan: ShardingPlan, device: torch.device) -> dict[str, Any] 
     """FBGEMM's settings where tables are in host memory with a cache on the GPUs: hits are counted, and rows
     brought in ahead of their step and locked until it has been trained. (On CPU there is no cache.)"""
     kernels = {spec.compute_kernel for module in plan.plan.values() for spec in module.values()}
-    return CACHED if device.type == "cuda" and "fused_uvm_caching" in kernels else None
+    return CACHED if device.type == "cuda" and CACHING_KERNEL in kernels else None
 
 
 def _unsharded(

@@ -15,6 +15,7 @@ from raytrec.common import messages
 from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
+from raytrec.config.tables import EmbeddingOptim
 from raytrec.embeddings.initial import fill_tables
 from raytrec.tasks.objective import Objective
 from raytrec.worker.build import build_step
@@ -87,15 +88,25 @@ def _matching(tensors: State, saved: dict[str, dict]) -> State:
     }
 
 
+def without_training(config: RunConfig) -> RunConfig:
+    """With tables' optimizers that have no state (Adagrad's takes as much memory as the weights), and without
+    room for copies from which checkpoints are written."""
+    optim = config.optim.model_copy(update={"embeddings": EmbeddingOptim(name="sgd"), "tables": {}})
+    checkpoint = config.checkpoint.model_copy(update={"async_save": False})
+    return config.model_copy(update={"optim": optim, "checkpoint": checkpoint})
+
+
 def load_step(context: WorkerContext, objective: type[Objective] = Objective) -> Step:
-    """The model of the task's checkpoint; a collective.
+    """The model of the task's checkpoint, to be evaluated; a collective.
 
     Args:
         objective: see build.build_step.
     """
     task = context.task
     context.enter_phase("loading the checkpoint", "restore")
-    step, _ = build_step(task.config, task.schema, context.device, fill=False, objective=objective)
+    step, _ = build_step(
+        without_training(task.config), task.schema, context.device, fill=False, objective=objective
+    )
     state = LogicalState(step.model, step.optimizer, with_optimizer=False)
     about = read_index(task.checkpoint)["about"]
     ids = ids_to_read(about, step.maps)

@@ -25,6 +25,7 @@ from raytrec.embeddings.planner.constraints import TableConstraint, table_optimi
 GIB = 1024**3
 DTYPE_BYTES = {"fp32": 4, "fp16": 2}
 UVM_KERNELS = ("fused_uvm", "fused_uvm_caching")
+CACHING_KERNEL = UVM_KERNELS[1]
 MMAP_KERNEL = "fused_mmap"
 # Bytes in a map of managed ids (embeddings/managed/key_map.py), six in ten slots of which are used: of a row
 # (key, sightings, last step, row), and of an id that waits for one.
@@ -73,7 +74,7 @@ def footprint(table: Table, dtype: str, optimizer: str, kernel: str | None = Non
         return Footprint(host + row_state, 0)
     # FBGEMM (1.8.0, construct_split_state) keeps state of one value a row on the GPU, and for the cache 4
     # bytes a row and 16 a slot in addition to the slots' weights.
-    cache = table.rows * (4 + CACHED * (16 + table.dim * width)) if kernel == "fused_uvm_caching" else 0
+    cache = table.rows * (4 + CACHED * (16 + table.dim * width)) if kernel == CACHING_KERNEL else 0
     return Footprint(int(cache) + row_state, host)
 
 
@@ -112,15 +113,18 @@ def map_share(schema: Schema, world: int) -> int:
     return -(-sum(of_tables) // world)
 
 
-def kernels_to_choose(config: RunConfig, device: str) -> list[str]:
+def kernels_to_choose(config: RunConfig, device: str, managed: bool) -> list[str]:
     """TorchRec's compute kernels that the planner may choose from on a device, where a table's is not set.
 
     Args:
         device: cpu or cuda.
+        managed: of a table with managed ids, which has no cache: initial values of new ids are written to its
+            rows, and a cached row would keep those of the id before.
     """
     if device == "cpu":
         return ["fused"]
-    return [kernel for kernel in config.plan.compute_kernels if kernel != MMAP_KERNEL]
+    not_offered = {MMAP_KERNEL, CACHING_KERNEL} if managed else {MMAP_KERNEL}
+    return [kernel for kernel in config.plan.compute_kernels if kernel not in not_offered]
 
 
 def move_to_files(

@@ -190,9 +190,10 @@ def _search(
     world, local = topology.world_size, topology.local_world_size
     partitioner, batch = ConstrainedPartitioner(constraints), -(-config.data.global_batch_size // world)
     lengths = ids_of_features(resolve_features(schema, config.model))
-    kernels, of_torchrec = kernels_to_choose(config, topology.compute_device), {}
+    of_torchrec = {}
     for table, constraint in constraints.items():
         dim, kernel = schema.tables[table].dim, constraint.kernel
+        kernels = kernels_to_choose(config, topology.compute_device, bool(schema.tables[table].ids))
         parts = column_parts(dim, constraint.sharding, constraint.ranks, world, local)
         free = kernel in (None, "dense") or topology.compute_device == "cpu"
         of_torchrec[table] = ParameterConstraints(

@@ -14,7 +14,13 @@ from raytrec.embeddings.planner.constraints import (
     resolve_constraints,
     table_optimizers,
 )
-from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, footprints
+from raytrec.embeddings.planner.footprint import (
+    CACHING_KERNEL,
+    GIB,
+    MMAP_KERNEL,
+    footprints,
+    kernels_to_choose,
+)
 from raytrec.embeddings.planner.qcomms import check_qcomms
 
 COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
@@ -57,13 +63,15 @@ def validate_constraints(
     check_decay(constraints, optimizers, device)
     check_qcomms(config, schema, constraints, world, ranks_per_host)
     for table, constraint in constraints.items():
+        is_managed = bool(schema.tables[table].ids)
         for sharding in constraint.sharding:
             _check_kernel(table, constraint, sharding, optimizers[table].name, device)
-        if schema.tables[table].ids and constraint.kernel == "fused_uvm_caching":
+        allowed = [constraint.kernel] if constraint.kernel else kernels_to_choose(config, device, is_managed)
+        if is_managed and allowed in ([CACHING_KERNEL], []):
             raise refused(
                 table,
-                "managed ids with kernel fused_uvm_caching, whose cache would keep rows that change their id",
-                "fused, fused_uvm or dense",
+                f"managed ids with kernel {CACHING_KERNEL}, whose cache would keep rows that change their id",
+                "fused, fused_uvm or dense, by compute_kernel or among plan.compute_kernels",
             )
         _check_dtype(table, constraint, optimizers[table].name, device)
         if constraint.ranks:

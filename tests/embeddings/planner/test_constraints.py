@@ -249,8 +249,8 @@ def test_gpus_have_no_files():
     with pytest.raises(ConfigError, match="which no GPU has"):
         check(device="cuda", compute_kernels=["fused_mmap"])
     both = config(compute_kernels=["fused_mmap", "fused", "fused_uvm"])
-    assert kernels_to_choose(both, "cuda") == ["fused", "fused_uvm"]
-    assert kernels_to_choose(both, "cpu") == ["fused"]
+    assert kernels_to_choose(both, "cuda", managed=False) == ["fused", "fused_uvm"]
+    assert kernels_to_choose(both, "cpu", managed=False) == ["fused"]
 
 
 def test_room_in_host_memory_is_left_for_checkpoints():

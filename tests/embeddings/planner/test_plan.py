@@ -9,6 +9,7 @@ from small import SCHEMA, a_schema, batches, config, train
 from torchrec.distributed.planner import Topology
 
 from raytrec.common.errors import ConfigError
+from raytrec.config.managed import ManagedIds
 from raytrec.config.run_config import load_config
 from raytrec.embeddings.planner import hosts
 from raytrec.embeddings.planner.constraints import resolve_constraints
@@ -18,6 +19,7 @@ from raytrec.embeddings.planner.hosts import Place, host_memory, hosts_of
 from raytrec.embeddings.planner.plan import describe, name_devices, plan_for, sharders
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.worker.build import build_step, plan_of
+from raytrec.worker.initial_state import without_training
 
 
 def schema(rows=100):
@@ -323,3 +325,25 @@ def test_state_of_one_value_a_row_is_counted_on_the_gpu():
     dry(tables, "rowwise_adagrad", rows, memory_gib=on_gpus + 0.05, host_memory_gib=100)
     with pytest.raises(ConfigError, match="no plan for 4 tables"):
         dry(tables, "rowwise_adagrad", rows, memory_gib=on_gpus - 0.05, host_memory_gib=100)
+
+
+def test_what_is_not_trained_needs_no_room_for_the_optimizers_state():
+    weights = 4 * 10_000_000 * 8 * 4 / 2 / GIB / 0.85  # on each of two GPUs
+    config = settings(1, {"sharding_types": ["row_wise"]}, "adagrad")
+    with pytest.raises(ConfigError, match="no plan for 4 tables"):
+        dry_run(config, schema(10_000_000), gpus=2, memory_gib=weights + 0.1)
+    dry_run(without_training(config), schema(10_000_000), gpus=2, memory_gib=weights + 0.1)
+
+
+@pytest.mark.parametrize("kernels", [["fused", "fused_uvm_caching"], ["fused_uvm_caching"]])
+def test_managed_ids_get_no_cache(kernels):
+    made = schema(100_000_000)
+    made.tables["t2"] = made.tables["t2"].model_copy(update={"ids": ManagedIds()})
+    config = settings(1, {"sharding_types": ["row_wise"], "compute_kernels": kernels})
+    options = {"gpus": 2, "memory_gib": 14, "host_memory_gib": 200}
+    if kernels == ["fused_uvm_caching"]:
+        with pytest.raises(ConfigError, match="managed ids with kernel fused_uvm_caching"):
+            dry_run(config, made, **options)
+        return
+    found = {table.table: table.compute_kernel for table in dry_run(config, made, **options)}
+    assert found["t2"] == "fused" and set(found.values()) == {*kernels}
