@@ -18,6 +18,7 @@ MOST_BEATS = 512  # a second, of all ranks together: one actor answers them
 METRICS, RANKS, CHECKS, EVENTS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl", "events.jsonl"
 
 Figures = Mapping[str, Any]
+PROFILED = "profiled"  # the Event of a run whose profile has been written
 ENDED_EARLY = "ended early"  # the Event of a run whose evaluations have ended training
 FLAT = {"flat": True}  # of a field whose keys are next to those of the other fields
 MOST_RECORDED = 64  # ranks whose lines are recorded: pictures show no more

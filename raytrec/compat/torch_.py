@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,10 +35,14 @@ __all__ = [
     "multiply_",
     "quiet_tracing",
     "rank_place",
+    "record_memory",
+    "save_memory",
     "sharded_tensor",
     "time_waits",
     "with_local_shards",
 ]
+
+MEMORY_EVENTS = 100_000  # of the allocator, that are kept at most: a few KB each
 
 
 def quiet_tracing() -> None:
@@ -150,3 +155,14 @@ def time_waits(timed: Callable[[Callable], Callable]) -> None:
         timed: torch.distributed.Work.wait → what takes its place; what an earlier call has put there goes.
     """
     dist.Work.wait = timed(_untimed_wait)
+
+
+def record_memory() -> None:
+    """Keeps what the allocator of GPU memory does from now on, with stacks."""
+    torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+
+
+def save_memory(file: Path) -> None:
+    """Writes what `record_memory` has kept, for pytorch.org/memory_viz, and keeps no more."""
+    torch.cuda.memory._dump_snapshot(str(file))
+    torch.cuda.memory._record_memory_history(enabled=None)

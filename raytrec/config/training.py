@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from raytrec.common.registry import PYTHON_PATH
 from raytrec.config.base import Few, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section
@@ -80,6 +80,25 @@ class EarlyStoppingSection(Section):
     """Evaluations in a row that do not improve on the best one, after which training ends."""
 
 
+class ProfileSection(Section):
+    """Which steps are profiled."""
+
+    steps: Annotated[str, Field(pattern=r"^[1-9]\d*\.\.[1-9]\d*$")]
+    """FIRST..LAST, such as 100..110: steps of the run, both included. They are slower than others."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ProfileSection:
+        if not self.range:
+            raise ValueError(f"train.profile.steps ends before it begins: {self.steps}")
+        return self
+
+    @property
+    def range(self) -> range:
+        """The steps, counted from 1."""
+        first, last = map(int, self.steps.split(".."))
+        return range(first, last + 1)
+
+
 class TrainSection(Section):
     epochs: PositiveInt = 1
     """Passes over data.train."""
@@ -109,6 +128,9 @@ class TrainSection(Section):
     compile: bool = False
     """Compile the dense layers (torch.compile), which takes a while in the first step and the first
     evaluation. Needs a C++ compiler on nodes with CPU workers, a C compiler on those with GPUs."""
+    profile: ProfileSection | None = None
+    """Write a trace of some steps of each rank (torch.profiler), and on GPUs the allocator's history, to
+    profile/ in the run folder; null: of none."""
     deterministic: bool = False
     """On GPUs, add in one fixed order, so that the same run on the same machines gives the same bits; slower
     where a batch has an id thousands of times. On CPU this is always so."""

@@ -42,6 +42,7 @@ FREE = (
     "train.eval_every_steps",
     "train.on_nan",
     "train.deterministic",
+    "train.profile",
     "train.activation_checkpointing",
     "data.train",
     "data.valid",

@@ -231,6 +231,10 @@ def make_observers(
     """
     config, schema = context.task.config, context.task.schema
     observers: list[Observer] = [StepHeartbeat(context.heartbeat, progress)]
+    if config.train.profile:
+        from raytrec.worker.profiler import StepProfiler
+
+        observers.append(StepProfiler(context, progress))
     recorded, checked = config.tracking.every_steps, bool(choose(config))
     if not (recorded or checked):
         return Observers(observers)

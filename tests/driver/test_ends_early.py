@@ -1,5 +1,6 @@
 """A whole run that ends early, and the same run interrupted before and after it has decided that."""
 
+import gzip
 import json
 import shutil
 
@@ -23,6 +24,7 @@ def settings(folder, place, **changes):
         "train__log_every_steps": 7,
         "train__early_stopping": EARLY,
         "train__ema": 0.01,
+        "train__profile": {"steps": "3..5"},
         "optim__schedule": {"decay": "linear", "decay_steps": 5},
         "checkpoint__every_steps": 5,
         "checkpoint__keep_last": 99,
@@ -53,6 +55,17 @@ def test_it_ends_and_says_why(ended):
     assert newest.name == f"step-{STEP:010d}"
     seen = checkpoints.about(newest)["progress"]["early_stopping"]
     assert (seen["step"], seen["since"]) == (10, 2)
+
+
+def test_the_steps_that_were_asked_for_are_profiled_on_each_rank(ended):
+    for rank in range(2):
+        with gzip.open(ended.path / f"profile/rank-{rank}.json.gz") as file:
+            names = {each.get("name", "") for each in json.load(file)["traceEvents"]}
+        assert {name for name in names if name.startswith("ProfilerStep")} == {
+            f"ProfilerStep#{step}" for step in (3, 4, 5)
+        }
+        assert {"aten::addmm", "Optimizer.step#RunOptimizer.step"} <= names
+    assert f"steps 3 to 5, {ended.path}/profile" in (ended.path / "events.jsonl").read_text()
 
 
 @pytest.mark.parametrize("last", [25, pytest.param(STEP, marks=pytest.mark.survive)])
