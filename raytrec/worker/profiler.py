@@ -58,9 +58,10 @@ class StepProfiler(Observer):
                 save_memory(self._folder / f"{name}.pickle")
         except (OSError, RuntimeError) as error:
             context.report_from_all(messages.Warn(text=f"rank {context.index}: no profile: {error}"))
+        else:
+            done = {"step": last, "reason": f"steps {first} to {last}, {self._folder}"}
+            context.report(messages.Event(event=messages.PROFILED, details=done))
         self._profile = None
-        done = {"step": last, "reason": f"steps {first} to {last}, {self._folder}"}
-        context.report(messages.Event(event=messages.PROFILED, details=done))
 
     def _start_before(self, step: int) -> None:
         if step not in self._steps:
