@@ -86,12 +86,15 @@ def combine(model: nn.Module, optimizers: Mapping[str, EmbeddingOptim], of_dense
         if weights:
             parts.append(("tables", _wrap(weights, optimizer)))
     if dense := {name: p for name, p in rest.items() if not table_of(name)}:
-        parts.append(("dense", _wrap(dense, of_dense)))
+        on_gpu = all(weight.is_cuda for weight in dense.values())
+        parts.append(("dense", _wrap(dense, of_dense, fused=on_gpu or None)))  # None: torch chooses
     return RunOptimizer(parts, {table: optimizer.name for table, optimizer in optimizers.items()})
 
 
-def _wrap(parameters: dict[str, nn.Parameter], config: EmbeddingOptim | DenseOptim) -> KeyedOptimizerWrapper:
-    settings = _settings(config) | {"weight_decay": config.weight_decay}
+def _wrap(
+    parameters: dict[str, nn.Parameter], config: EmbeddingOptim | DenseOptim, **more: Any
+) -> KeyedOptimizerWrapper:
+    settings = _settings(config) | {"weight_decay": config.weight_decay} | more
     make = optimizer_of(config.name).torch_class()
     return KeyedOptimizerWrapper(parameters, lambda params: make(params, **settings))
 

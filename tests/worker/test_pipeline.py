@@ -97,3 +97,14 @@ def test_evaluating_counts_no_update():
     for trained, after, given_up, seen in on_ranks(2, counts):
         assert seen == 4
         assert trained == after == given_up == [(4, 4)]
+
+
+def dense_kernels(rank, world, device):
+    """Whether the dense layers are updated by one kernel; None: by what torch chooses."""
+    step = build(config(world, {}), device=torch.device(device))
+    return {group.get("fused") for group in step.optimizer.param_groups if "foreach" in group}
+
+
+def test_dense_layers_on_gpus_are_updated_by_one_kernel():
+    assert on_ranks(1, dense_kernels, "cuda:0", device="cuda") == [{True}]
+    assert on_ranks(1, dense_kernels, "cpu") == [{None}]
