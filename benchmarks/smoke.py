@@ -63,6 +63,7 @@ TARGETS = {
     "bench-ids-quality": "-W ignore benchmarks/ids_quality.py --smallest",
     "quality": "-W ignore benchmarks/quality.py --smallest --only ml100k_dlrm",
     "bench-export": "-W ignore benchmarks/export.py --smallest",
+    "bench-host": "-W ignore benchmarks/host.py --smallest --models dcn",
     "bench-serve": "-W ignore benchmarks/serve.py --smallest",
     "soak-serve": "-W ignore tests/serving/soak.py --smallest",
     "bench-start": "-W ignore benchmarks/start.py --smallest",

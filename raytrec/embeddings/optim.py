@@ -86,9 +86,14 @@ def combine(model: nn.Module, optimizers: Mapping[str, EmbeddingOptim], of_dense
         if weights:
             parts.append(("tables", _wrap(weights, optimizer)))
     if dense := {name: p for name, p in rest.items() if not table_of(name)}:
-        on_gpu = all(weight.is_cuda for weight in dense.values())
-        parts.append(("dense", _wrap(dense, of_dense, fused=on_gpu or None)))  # None: torch chooses
+        parts.append(("dense", _wrap(dense, of_dense, fused=in_one_kernel(dense.values()))))
     return RunOptimizer(parts, {table: optimizer.name for table, optimizer in optimizers.items()})
+
+
+def in_one_kernel(weights: Iterable[torch.Tensor]) -> bool | None:
+    """Whether one kernel updates all of these weights: on GPUs, where there are several for each otherwise.
+    None: as torch chooses."""
+    return all(weight.is_cuda for weight in weights) or None
 
 
 def _wrap(

@@ -38,6 +38,11 @@ class Phases:
         self._mark: Any = None
         self._passed: deque[tuple[str, Any, Any]] = deque()  # phase, its first event, its last
 
+    @property
+    def current(self) -> str:
+        """The phase that the step is in."""
+        return self._current
+
     def resume(self) -> None:
         """Training starts or continues."""
         self._mark, self._current, self._running = self._now(), "other", True
