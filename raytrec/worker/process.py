@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from raytrec.compat.torch_ import mark_only_for_profiler
 from raytrec.config.training import TrainSection
 
 # What cuBLAS and NCCL read when they begin. torch (2.13.0) warns of cuBLAS without the first, and sets the
@@ -21,6 +22,7 @@ def prepare_process(train: TrainSection) -> None:
 
     Settings that the environment has already are left as they are.
     """
+    mark_only_for_profiler()
     if train.deterministic:
         for name, value in DETERMINISTIC.items():
             os.environ.setdefault(name, value)

@@ -38,6 +38,7 @@ NAMES = [
     "ray.train.v2.api.config:ScalingConfig._resources_per_worker_not_none",
     "ray.train.v2._internal.execution.failure_handling.default:RETRYABLE_CONTROLLER_ERRORS",
     "torch.autograd:Variable._execution_engine.queue_callback",
+    "torch.autograd:_profiler_enabled",
     "torch.distributed.rendezvous:TCPStore",
     "torchrec.distributed.train_pipeline.runtime_forwards:BaseForward",
 ]
@@ -115,6 +116,7 @@ SOURCES = {
     EXECUTOR: ["callback.on_execution_step(self)"],
     "ray.data:Dataset.__init__": ["self._set_uuid(_StatsManager.gen_dataset_id_from_stats_actor())"],
     # torch_.py
+    "torch.autograd.profiler:record_function.__exit__": ["if not self.run_callbacks_on_exit:"],
     "torch.distributed.rendezvous:_create_c10d_store": ["TCPStore("],
     "torch.nn:Module.to": ["self._apply("],
     "torch.nn:Module.half": ["self._apply("],

@@ -64,7 +64,7 @@ def test_the_steps_that_were_asked_for_are_profiled_on_each_rank(ended):
         assert {name for name in names if name.startswith("ProfilerStep")} == {
             f"ProfilerStep#{step}" for step in (3, 4, 5)
         }
-        assert {"aten::addmm", "Optimizer.step#RunOptimizer.step"} <= names
+        assert "aten::addmm" in names and any(name.startswith("## forward") for name in names)
     assert f"steps 3 to 5, {ended.path}/profile" in (ended.path / "events.jsonl").read_text()
 
 
