@@ -6,7 +6,7 @@ On a GPU the host has to launch what a step consists of before the GPU is throug
 GPU the host, not the GPU, is the limit. One rank, on CPU, one row, layers and vectors of width 8 (as many as
 in jobs/criteo_1tb_8xa100.yaml), so that arithmetic takes next to nothing:
 
-launches   operators that compute something (no views, no allocations), by the part of the step that calls them
+launches   operators that compute something (no views, no allocations), by the part of the step
 ms         of a step, in the median of rounds, without the counting; compiled: with train.compile
 
 Prints a table; writes benchmarks/results/host.json and the table of docs/benchmarks.md.
