@@ -99,7 +99,7 @@ def test_the_command_on_the_stand_in(tmp_path):
     "device", [["--device", "cpu"], ["--device", "cuda", "--stand-in"]], ids=["cpu", "stand-in"]
 )
 def test_blocks_of_whole_runs(tmp_path, device):
-    names = ["train", "resume", "not_finite", "syncs", "hang", "figures"]
+    names = ["train", "resume", "not_finite", "syncs", "hang", "features", "figures"]
     _, values, said = command(tmp_path, *device, "--only", ",".join(names))
     expected = dict.fromkeys(names, PASSED) | ({"syncs": CANNOT} if "cpu" in device else {})
     assert results(values) == expected, said

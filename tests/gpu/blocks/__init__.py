@@ -15,5 +15,6 @@ BLOCKS = {
     "hang": 240,
     "uvm": 90,
     "speed": 300,
+    "features": 300,
     "figures": 60,
 }

@@ -22,7 +22,7 @@ def run(here: Here) -> None:
         whole = driver.train(_settings(here, "whole"))
         auc = whole.metrics["eval.auc"]
         here.found |= {"eval.auc": auc, "steps": whole.metrics["train.steps"]}
-        resumed = driver.train(None, resume=_cut_off(whole.path, here.folder / "resumed"))
+        resumed = driver.train(None, resume=cut_off(whole.path, here.folder / "resumed"))
         differ = checkpoints.equal(checkpoints.newest(whole.path), checkpoints.newest(resumed.path))
         assert not differ, f"the resumed run ends with other values of {', '.join(differ)}"
         assert resumed.metrics["eval.auc"] == auc, f"AUC {resumed.metrics['eval.auc']}, undisturbed {auc}"
@@ -47,7 +47,7 @@ def _settings(here: Here, name: str, steps: int = 60) -> dict:
     )
 
 
-def _cut_off(run: Path, to: Path) -> Path:
+def cut_off(run: Path, to: Path) -> Path:
     """A copy of a run as it was at its last checkpoint but one."""
     import checkpoints
 
