@@ -90,11 +90,20 @@ class Interests(nn.Module):
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         lengths_B, there_BT = sequence.present.sum(1), sequence.present  # the first ones, in either order
-        states_BTD = self.extractor(turn(sequence.vectors, lengths_B))[0]
+        states_BTD = self._states(turn(sequence.vectors, lengths_B))
         scores_BT = torch.einsum("btd,bd->bt", states_BTD, self.attention(target_BD))
         scores_BT = scores_BT.float().masked_fill(~there_BT, torch.finfo(torch.float32).min)
         weights_BT = scores_BT.softmax(1) * there_BT
         return self.evolution(states_BTD, weights_BT), turn(states_BTD, lengths_B)
+
+    def _states(self, vectors_BTD: torch.Tensor) -> torch.Tensor:
+        """Those after each id, of the oldest first. In float32: autocast on GPUs has cuDNN's GRU in float16,
+        whatever it was asked for, in which the gradients of a large batch's mean are 0."""
+        kind = vectors_BTD.device.type
+        if not torch.is_autocast_enabled(kind):
+            return self.extractor(vectors_BTD)[0]
+        with torch.autocast(kind, enabled=False):
+            return self.extractor(vectors_BTD.float())[0]
 
 
 def auxiliary(states_BLD: torch.Tensor, sequence: Sequence, negatives: Sequence) -> torch.Tensor:

@@ -54,30 +54,33 @@ class Numerics:
     """
 
     def __init__(self, train: TrainSection, device: torch.device):
-        self._tf32 = train.matmul == "tf32" and device.type == "cuda"
+        self._on_gpu, self._tf32 = device.type == "cuda", train.matmul == "tf32"
         self._deterministic = train.deterministic
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """A block computed so."""
         with ExitStack() as stack:
-            if self._tf32:
-                stack.enter_context(_tf32())
+            if self._on_gpu:
+                stack.enter_context(_tf32(self._tf32))
             if self._deterministic:
                 stack.enter_context(_deterministic())
             yield
 
 
 @contextmanager
-def _tf32() -> Iterator[None]:
+def _tf32(wanted: bool) -> Iterator[None]:
     # Not torch.backends.cuda.matmul.fp32_precision: once that has been set, torch 2.13.0 raises where its own
-    # compiler, or a user's model, asks for the precision by its older name.
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    # compiler, or a user's model, asks for the precision by its older name. cuDNN, which has RNNs and
+    # convolutions, takes no notice of the first, and uses TF32 by default.
+    before, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if wanted else before)
+    torch.backends.cudnn.allow_tf32 = wanted
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = cudnn
 
 
 @contextmanager

@@ -112,7 +112,8 @@ def switches(rank, world, settings, device):
 
     def look(*_):
         filled = torch.utils.deterministic.fill_uninitialized_memory
-        seen.append((torch.get_float32_matmul_precision(), torch.get_deterministic_debug_mode(), filled))
+        tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        seen.append((*tf32, torch.get_deterministic_debug_mode(), filled))
 
     def in_forward(_, __, logits):
         look()
@@ -129,17 +130,18 @@ def switches(rank, world, settings, device):
     return seen, {name: os.environ.pop(name, None) for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")}
 
 
-AS_IT_WAS = ("highest", 0, True)
+AS_IT_WAS = ("highest", True, 0, True)  # torch's defaults
 
 
 @pytest.mark.parametrize(
     "settings,device,inside",
     [
-        ({}, "cuda", AS_IT_WAS),
-        ({"matmul": "tf32"}, "cuda", ("high", 0, True)),
+        ({}, "cuda", ("highest", False, 0, True)),
+        ({"matmul": "bf16"}, "cuda", ("highest", False, 0, True)),
+        ({"matmul": "tf32"}, "cuda", ("high", True, 0, True)),
         ({"matmul": "tf32"}, "cpu", AS_IT_WAS),
-        ({"deterministic": True}, "cuda", ("highest", 1, False)),
-        ({"deterministic": True, "matmul": "tf32"}, "cuda", ("high", 1, False)),
+        ({"deterministic": True}, "cuda", ("highest", False, 1, False)),
+        ({"deterministic": True, "matmul": "tf32"}, "cuda", ("high", True, 1, False)),
     ],
 )
 def test_switches_are_set_within_steps_alone(settings, device, inside):
@@ -189,3 +191,18 @@ def test_what_may_change_in_mid_run():
 
     assert changed(deterministic=True) == []
     assert changed(matmul="tf32") == ["  train.matmul: fp32 → tf32"]
+
+
+def test_a_gru_is_in_float32_whatever_autocast_asks_for():
+    """cuDNN's would be in float16."""
+    from raytrec.models.dien import Interests
+    from raytrec.models.inputs import Sequence
+
+    interests, dtypes = Interests(4, 4), []
+    interests.extractor.register_forward_hook(
+        lambda _, given, found: dtypes.append((given[0].dtype, found[0].dtype))
+    )
+    sequence = Sequence(torch.randn(2, 3, 4), torch.ones(2, 3, dtype=torch.bool))
+    with torch.autocast("cpu", torch.bfloat16):
+        interests(Sequence(sequence.vectors.bfloat16(), sequence.present), torch.randn(2, 4))
+    assert dtypes == [(torch.float32, torch.float32)]
