@@ -59,7 +59,7 @@ def test_blocks_in_one_process(tmp_path):
     status, values, said = command(tmp_path, "--device", "cpu", "--only", ",".join(names))
     assert results(values) == dict.fromkeys(names, PASSED), said
     assert status == 0 and values["about"]["device"] == "cpu"
-    assert {block["name"]: block["found"] for block in values["blocks"]}["parity"]["cases"] == 3
+    assert {block["name"]: block["found"] for block in values["blocks"]}["parity"]["cases"] == 4
 
 
 STAND_IN = {"parts": PASSED, "uvm": CANNOT}

@@ -15,7 +15,7 @@ def run(here: Here) -> None:
 
     wanted = cases("cuda" if here.real else "cpu")
     with here.group():
-        worst = compare_all(here.device, wanted[: here.size(3, 40, 40)])
+        worst = compare_all(here.device, wanted[: here.size(3, 40, 40)] + models()[: here.size(1, 40, 40)])
         _bf16_is_refused(here)
     here.found |= {"cases": len(worst), "worst_share_of_the_limit": max(worst.values())}
     here.found["worst_case"] = max(worst, key=worst.get)
@@ -48,9 +48,16 @@ def cases(kind: str) -> list:
         case("adagrad", max_grad_norm=0.05, recomputed=True),
         case("adam", sharding="data_parallel", kernel="dense"),
     ]
-    found += [case(model=model) for model in ("dcn", "two_tower", "sequence")]
     fused_adam = [c for c in found if kind == "cpu" and c.optimizer == "adam" and c.kernel != "dense"]
     return [c for c in dict.fromkeys(found) if c not in fused_adam]  # FBGEMM has none on CPU
+
+
+def models() -> list:
+    """Every model of the registry, those with sequences first."""
+    from test_models import CASES, Modelled
+
+    by_sequences = sorted(CASES, key=lambda model: "max_length" not in CASES[model][1])
+    return [Modelled(model, (1, 1)) for model in by_sequences]
 
 
 def sharded_cases(world: int) -> list:
@@ -87,7 +94,9 @@ def compare_all(device, wanted: list) -> dict[str, float]:
             seed=seed,
         )
         shares = [f.error / f.limit for f in found]
-        out[f"{case}, {case.dtype}"] = nan if any(s != s for s in shares) else max(shares, default=0.0)
+        out[f"{case}, {getattr(case, 'dtype', 'fp32')}"] = (
+            nan if any(s != s for s in shares) else max(shares, default=0.0)
+        )
     return out
 
 
