@@ -27,7 +27,8 @@ import socket
 import struct
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from threading import Thread
 
@@ -38,7 +39,8 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     about, _ = _receive(control)
     own_path, sys.path[:] = list(sys.path), about["path"]
-    _import(about["modules"])
+    with _no_gpu_asked_for():
+        _import(about["modules"])
     about, (listener,) = _receive(control)
     os.environ.update(about["env"])
     _import_ray(about["modules"])
@@ -61,8 +63,25 @@ def _import_ray(modules: list[str]) -> None:
 
     os.environ.update(loopback_setting())
     keep_loopback()
-    with actor_class_ids_from(os.urandom):
+    with actor_class_ids_from(os.urandom), _no_gpu_asked_for():
         _import(modules)
+
+
+@contextmanager
+def _no_gpu_asked_for() -> Iterator[None]:
+    """Modules are imported as on a machine without GPUs. fbgemm_gpu (1.8.0) asks whether there is one, after
+    which torch lets no forked process use it. (It needs the answer for AMD's, and for operators in Triton,
+    which nothing here uses.)"""
+    try:
+        from torch import cuda
+    except ImportError:  # is left to the worker, which reports it
+        yield
+        return
+    asked, cuda.is_available = cuda.is_available, lambda: False
+    try:
+        yield
+    finally:
+        cuda.is_available = asked
 
 
 def _touched_no_device() -> bool:
@@ -76,7 +95,8 @@ def _touched_no_device() -> bool:
 
 
 def _draw_apart() -> bool:
-    """Whether two forked processes would give out different ids."""
+    """Whether two forked processes would give out different ids, and could use GPUs (where there are any:
+    those of WSL 2 have no device file)."""
     return _drawn() != _drawn()
 
 
@@ -86,7 +106,10 @@ def _drawn() -> bytes:
         with suppress(BaseException):
             from ray import ObjectRef
 
-            os.write(writes, ObjectRef.from_random().binary())
+            from raytrec.compat.torch_ import refuses_gpus
+
+            if not refuses_gpus():
+                os.write(writes, ObjectRef.from_random().binary())
         os._exit(0)
     os.close(writes)
     with open(reads, "rb") as file:

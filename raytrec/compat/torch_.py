@@ -38,6 +38,7 @@ __all__ = [
     "quiet_tracing",
     "rank_place",
     "record_memory",
+    "refuses_gpus",
     "save_memory",
     "sharded_tensor",
     "time_waits",
@@ -64,6 +65,11 @@ _enter = record_function.__enter__
 def _enter_if_profiled(self: record_function) -> record_function:
     self.run_callbacks_on_exit = torch.autograd._profiler_enabled()
     return _enter(self) if self.run_callbacks_on_exit else self
+
+
+def refuses_gpus() -> bool:
+    """Whether this process is forked from one that CUDA has begun in, so that torch lets it use no GPU."""
+    return torch.cuda._is_in_bad_fork()
 
 
 def rank_place(rank: int, device: str) -> _remote_device:

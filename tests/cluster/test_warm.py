@@ -17,8 +17,16 @@ import numpy
 from ray import ObjectRef
 found = {"warm": "early" in sys.modules, "id": ObjectRef.from_random().hex()}
 found |= {"pid": os.getpid(), "arguments": sys.argv[1:], "folder": os.getcwd(), "random": numpy.random.rand()}
+found["refused"] = "with_gpus" in sys.modules and sys.modules["torch"].cuda._is_in_bad_fork()
 found |= {"env": dict(os.environ), "job": os.environ.get("RAY_JOB_ID")}
 print(json.dumps(found), flush=True)
+"""
+# As on WSL 2, whose GPUs have no device file: who asks for GPUs has armed torch's guard for all forks.
+WITH_GPUS = """
+import torch
+asked = []
+torch.cuda._is_compiled, torch._C._cuda_getDeviceCount = (lambda: True), (lambda: asked.append(1) or 1)
+torch.cuda._is_in_bad_fork = lambda: bool(asked)
 """
 COLD = "print('{\"warm\": false}')"  # what Ray's own setup_worker.py would do
 
@@ -32,6 +40,9 @@ def folder(tmp_path_factory):
     for name in ("early", "late"):
         (folder / f"{name}.py").write_text("")
     (folder / "seeds.py").write_text("import ray; ray.ObjectRef.from_random()")
+    (folder / "with_gpus.py").write_text(WITH_GPUS)
+    (folder / "asks.py").write_text("import torch; torch.cuda.is_available()")
+    (folder / "begins.py").write_text("import torch; torch.cuda.device_count()")
     return folder
 
 
@@ -42,12 +53,12 @@ def place(folder):
 
 
 class warm:
-    """A warm process that has imported a module of Ray's."""
+    """A warm process that has imported modules as those of Ray's."""
 
-    def __init__(self, folder, module):
-        self._place = folder / f"{module}.socket"
+    def __init__(self, folder, *modules):
+        self._place = folder / f"{modules[-1]}.socket"
         sys.path.insert(0, str(folder))
-        self.process = Warm(["early", "numpy.random"], [module])
+        self.process = Warm(["early", "numpy.random"], list(modules))
         sys.path.remove(str(folder))
 
     def __enter__(self):
@@ -95,6 +106,14 @@ def test_what_was_read_before_the_fork_cannot_be_otherwise(folder, place, wrong)
 def test_ids_that_would_come_twice_are_noticed(folder):
     with warm(folder, "seeds") as place:
         assert not outcome(folder, place)["warm"]
+
+
+@pytest.mark.parametrize("module,forks", [("asks", True), ("begins", False)])
+def test_who_is_forked_can_use_gpus(folder, module, forks):
+    """fbgemm_gpu asks whether there are any when it is imported; whatever begins CUDA is noticed."""
+    with warm(folder, "with_gpus", module) as place:
+        found = outcome(folder, place)
+        assert found["warm"] == forks and not found.get("refused")
 
 
 def test_a_worker_and_who_asked_for_it_end_together_and_all_with_the_driver(folder):

@@ -39,6 +39,7 @@ NAMES = [
     "ray.train.v2._internal.execution.failure_handling.default:RETRYABLE_CONTROLLER_ERRORS",
     "torch.autograd:Variable._execution_engine.queue_callback",
     "torch.autograd:_profiler_enabled",
+    "torch.cuda:_is_in_bad_fork",
     "torch.distributed.rendezvous:TCPStore",
     "torchrec.distributed.train_pipeline.runtime_forwards:BaseForward",
 ]
