@@ -29,6 +29,8 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 SOON = ["--retries", "1"]
 # Distributions of one device: they put their files into the same folder, so one breaks the other.
 FBGEMM = {"cpu": "fbgemm-gpu-cpu", "cuda": "fbgemm-gpu"}
+# What the pinned torch and fbgemm-gpu are built for, and the oldest driver that runs it.
+CUDA, DRIVER, DRIVER_FILE = "13.0", 580, Path("/proc/driver/nvidia/version")
 # The oldest and the newest Python for which every pinned package has a wheel; pyproject.toml has the same.
 PYTHONS = (3, 11), (3, 14)
 INSTALL = ["install", "--no-deps", "--only-binary", ":all:"]
@@ -60,6 +62,8 @@ def main(arguments: list[str]) -> None:
     torch = re.search(r"^torch==(\S+)", file.read_text(), re.MULTILINE)[1]
     before = installed_versions()
     refuse_other_device(options.device, before)
+    if options.device == "cuda":
+        refuse_old_driver()
     if not is_right_torch(options.device, before.get("torch", ""), torch):
         install_torch(options.device, torch, options.torch_index)
     if pip(*INSTALL, "-r", str(file), *more).returncode:
@@ -114,10 +118,31 @@ def refuse_other_device(device: str, installed: dict[str, str]) -> None:
         )
 
 
+def refuse_old_driver(file: Path = DRIVER_FILE) -> None:
+    """Before 5 GB are downloaded. Where there is no driver, as in an image that is built, nothing is refused.
+
+    Raises:
+        InstallError: NVIDIA's driver on this machine is older than the packages' CUDA needs.
+    """
+    try:
+        found = re.search(r"\b(\d{3})\.\d+(\.\d+)?\b", file.read_text())
+    except OSError:
+        return
+    # NVIDIA's package of CUDA's libraries for older drivers, on GPUs of data centers.
+    if found and int(found[1]) < DRIVER and not list(Path("/usr/local").glob("cuda-13*/compat/libcuda.so.*")):
+        raise InstallError(
+            f"NVIDIA's driver is {found[0]}, with which these packages find no GPU",
+            where=str(file),
+            expected=f"{DRIVER} or newer: the packages are built for CUDA {CUDA}",
+            do="install a newer driver; or, on GPUs of data centers, NVIDIA's package "
+            f"cuda-compat-{CUDA.replace('.', '-')}, whose folder LD_LIBRARY_PATH has to name",
+        )
+
+
 def is_right_torch(device: str, version: str, pinned: str) -> bool:
     """Whether an installed version of torch ("" for none) is the pinned one, built for the device."""
     public, _, local = version.partition("+")
-    return public == pinned and (local == "cpu") == (device == "cpu")
+    return public == pinned and local in {"cpu": ("cpu",), "cuda": ("", f"cu{CUDA.replace('.', '')}")}[device]
 
 
 def install_torch(device: str, version: str, index: str) -> None:
@@ -154,7 +179,9 @@ def check_installed(device: str, installed: dict[str, str], pinned: str) -> None
     if not is_right_torch(device, version, pinned):
         raise InstallError(
             f"torch {version or 'is missing'} is installed, which is not the build for {device}",
-            expected=f"torch {pinned}+cpu" if device == "cpu" else f"torch {pinned}, as PyPI has it",
+            expected=f"torch {pinned}+cpu"
+            if device == "cpu"
+            else f"torch {pinned} for CUDA {CUDA}, as on PyPI",
             do="look for constraints or indexes of pip that choose another one (pip config list), and make "
             f"the environment anew: make clean, make install DEVICE={device}",
         )

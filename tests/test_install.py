@@ -193,6 +193,24 @@ def test_a_python_without_wheels_is_refused_before_anything_is_installed(script,
         script.refuse_other_python(version)
 
 
+@pytest.mark.parametrize("driver,good", [("570.86.15", False), ("580.65.06", True), (None, True)])
+def test_an_old_driver_is_named_before_anything_is_downloaded(script, tmp_path, driver, good):
+    file = tmp_path / "version"
+    if driver:
+        file.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Mon Jan 27 2025\n")
+    if good:
+        return script.refuse_old_driver(file)
+    with pytest.raises(
+        script.InstallError, match=f"driver is {driver}(.|\n)*580 or newer(.|\n)*cuda-compat-13-0"
+    ):
+        script.refuse_old_driver(file)
+
+
+@pytest.mark.parametrize("local,good", [("", True), ("+cu130", True), ("+cu126", False), ("+cpu", False)])
+def test_a_torch_for_another_cuda_is_another_torch(script, local, good):
+    assert script.is_right_torch("cuda", f"{TORCH}{local}", TORCH) == good
+
+
 def test_the_pinned_torch_is_found_in_the_real_files(script):
     for device in script.FBGEMM:
         text = (REPOSITORY / f"requirements/{device}.txt").read_text()

@@ -98,6 +98,13 @@ PACKAGES = ("raytrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray
 OTHER_DEVICE = "make clean, then make install DEVICE={device} (docs/install.md)"
 
 
+# Compute capabilities that fbgemm-gpu of PyPI has machine code for; it has no PTX (cuobjdump --list-elf,
+# --list-ptx): 1.8.0 for sm_80, sm_90a and sm_100a, 1.9.0 for sm_80, sm_90a and sm_100. Code with an "a" runs
+# on that capability alone, other on newer ones of its major version, too.
+_BOTH = frozenset({(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0)})
+SERVED = {"1.8.0": _BOTH, "1.9.0": _BOTH | {(10, 3)}}
+
+
 def installed(package: str) -> str | None:
     """The version of a package of this environment; None where it is not installed."""
     try:

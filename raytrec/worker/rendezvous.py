@@ -18,7 +18,7 @@ from ray.train.torch import TorchConfig
 
 from raytrec.cluster.session import socket_interfaces
 from raytrec.common.errors import ConfigError
-from raytrec.common.machine import OTHER_DEVICE
+from raytrec.common.machine import OTHER_DEVICE, SERVED, installed
 from raytrec.compat.ray_torch import TorchBackend
 from raytrec.compat.torch_ import bind_store
 
@@ -27,6 +27,7 @@ class _OwnAddressBackend(TorchBackend):
     def on_start(self, worker_group, backend_config) -> None:
         worker_group.execute(keep_to_own_address)
         if backend_config.backend == "nccl":
+            worker_group.execute(grow_segments)
             worker_group.execute(check_gpu)
         super().on_start(worker_group, backend_config)
 
@@ -55,16 +56,27 @@ def keep_to_own_address() -> None:
         bind_store(address)
 
 
+def grow_segments() -> None:
+    """Has torch's allocator of GPU memory, which is still to begin, grow its segments instead of adding some.
+
+    Batches have other numbers of ids each time, on several streams: what would be left over between segments
+    is memory that plans do not count. A setting of the environment comes first.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def check_gpu() -> None:
     """
     Raises:
-        ConfigError: torch cannot use the GPU that Ray has given to this process.
+        ConfigError: torch cannot use the GPU that Ray has given to this process, or FBGEMM has no code for
+            it.
     """
     import ray
     import torch
 
     if torch.cuda.is_available():
-        return
+        return _check_capability(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     built = torch.version.cuda
     raise ConfigError(
         f"torch {torch.__version__} cannot use the GPU of {ray.util.get_node_ip_address()}"
@@ -75,6 +87,22 @@ def check_gpu() -> None:
         else "the packages of requirements/cuda.txt wherever there are GPUs",
         do="update the driver" if built else OTHER_DEVICE.format(device="cuda"),
     )
+
+
+def _check_capability(gpu: str, capability: tuple[int, int]) -> None:
+    import ray
+
+    package = installed("fbgemm-gpu")
+    served = SERVED.get((package or "").partition("+")[0])  # of builds from source, nothing is known
+    if served and capability not in served:
+        major, minor = capability
+        raise ConfigError(
+            f"fbgemm-gpu {package} has no code for {gpu} (compute capability {major}.{minor})",
+            where=f"the GPU of {ray.util.get_node_ip_address()}",
+            expected=f"one of {', '.join(f'{a}.{b}' for a, b in sorted(served))}, such as A100, A10G, L4, "
+            "L40S, H100, H200 or B200",
+            do="use such GPUs (docs/gpu.md), or CPUs: scaling.device=cpu",
+        )
 
 
 def interface_of(address: str) -> str | None:

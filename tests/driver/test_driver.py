@@ -286,6 +286,35 @@ def test_a_worker_whose_torch_has_no_gpu_says_so(monkeypatch):
     assert "driver for CUDA 13.0" in error.value.expected
 
 
+GROWING = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_memory_of_gpus_grows_unless_the_environment_has_other_settings(monkeypatch):
+    from raytrec.worker.rendezvous import grow_segments
+
+    for given, set_for_it in (({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {}), ({}, GROWING)):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", dict(given))
+            grow_segments()
+            assert os.environ == given | set_for_it
+
+
+@pytest.mark.parametrize("package,capability,works", [("1.8.0", (8, 9), True), ("1.8.0", (7, 5), False)])
+def test_a_gpu_that_fbgemm_has_no_code_for_is_named_before_anything_is_read(
+    monkeypatch, package, capability, works
+):
+    import torch
+
+    from raytrec.worker import rendezvous
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(rendezvous, "installed", lambda name: package)
+    with nullcontext() if works else pytest.raises(ConfigError, match=r"no code for Some GPU \(.* 7\.5\)"):
+        rendezvous.check_gpu()
+
+
 def seen(folder):
     """What lies in a folder, and when it, and each folder in it, was changed."""
     return {path: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}

@@ -9,11 +9,6 @@ from typing import Any
 from here import ROOT, CannotRun, Here
 
 CUDA, DRIVER = "13.0", 580  # of torch 2.13 and 2.14; the oldest driver that CUDA 13 runs on
-# fbgemm-gpu on PyPI holds machine code and no PTX (cuobjdump --list-elf, --list-ptx): 1.8.0 for sm_80, sm_90a
-# and sm_100a, 1.9.0 for sm_80, sm_90a and sm_100. Code with an "a" runs on that capability alone, other on
-# newer ones of its major version, too.
-BOTH = {(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0)}
-SERVED = {"1.8.0": BOTH, "1.9.0": BOTH | {(10, 3)}}
 PACKAGES = ("torch", "torchrec", "ray", "nvidia-nccl-cu13", "fbgemm-gpu", "fbgemm-gpu-cpu")
 
 
@@ -52,13 +47,16 @@ def run(here: Here) -> None:
 def _check_gpu(here: Here) -> None:
     import torch
 
+    from raytrec.common.machine import SERVED
+
     assert (torch.version.cuda or "").startswith(CUDA), f"torch is built for CUDA {torch.version.cuda}"
     driver = driver_version()
     assert int(driver.split(".")[0]) >= DRIVER, f"driver {driver}; CUDA {CUDA} needs {DRIVER} or newer"
     assert torch.cuda.is_available(), "torch finds no GPU that it can use"
-    capability = torch.cuda.get_device_capability(0)
-    served = sorted(SERVED[version("fbgemm-gpu")])
-    assert capability in served, f"compute capability {capability}; FBGEMM has code for {served}"
+    served = SERVED[version("fbgemm-gpu")]
+    for gpu in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(gpu)
+        assert capability in served, f"GPU {gpu}: capability {capability}; FBGEMM has {sorted(served)}"
     # The first kernels of both libraries that run.
     ones = torch.ones(8, device=here.device)
     sums = torch.ops.fbgemm.asynchronous_complete_cumsum(ones.int())
