@@ -120,6 +120,9 @@ class DataSection(Section):
     """Skip an epoch's last, smaller batch."""
     readers: Few = 1
     """Concurrent Ray Data read tasks for each worker."""
+    read_on: Literal["auto", "gpu_nodes", "cpu_nodes"] = "auto"
+    """Where workers on GPUs have their rows read: auto: as many of the readers as they have CPUs for on nodes
+    without GPUs, the others beside the workers; or all on nodes of one kind."""
     buffer_gib: PositiveFloat = 0.5
     """GiB of rows read ahead for each worker, in Ray's object store."""
 

@@ -41,7 +41,7 @@ class Stream:
 
     Args:
         rank, world: this rank and their number.
-        readers: read tasks at the same time.
+        readers: read tasks at the same time. read_on: see `place`.
         prefetch: batches made ready ahead.
         faults: what becomes of rows that cannot be read; default: a DataError.
         buffer_bytes: what Ray's object store may hold of rows that have been read and not yet taken over.
@@ -57,6 +57,7 @@ class Stream:
         rank: int,
         world: int,
         readers: int = 1,
+        read_on: str = "auto",
         prefetch: int = 4,
         faults: Faults | None = None,
         buffer_bytes: int = 1 << 29,
@@ -65,7 +66,7 @@ class Stream:
     ):
         self.dataset, self.order, self._features = dataset, order, features
         self._rank, self._world = rank, world
-        self._readers, self._prefetch = readers, prefetch
+        self._readers, self._read_on, self._prefetch = readers, read_on, prefetch
         self._faults, self._buffer_bytes, self._pin_memory = faults, buffer_bytes, pin_memory
 
     @property
@@ -154,7 +155,7 @@ class Stream:
             # what they had asked for, and those of another would wait for it for ever.
             num_cpus=0,
             compute=ray.data.TaskPoolStrategy(size=self._readers),
-            ray_remote_args_fn=place,
+            ray_remote_args_fn=partial(place, self._readers * self._world, self._read_on),
         )
         context, limits = dataset.context, ray.data.ExecutionResources.for_limits
         context.execution_options.preserve_order = True
@@ -274,15 +275,19 @@ class Supply:
                 self.due -= len(mine)
 
 
-def place() -> dict[str, Any]:
+def place(readers: int, read_on: str = "auto") -> dict[str, Any]:
     """Ray options for one read task.
 
-    On a cluster of both kinds, the CPUs of nodes with GPUs are for training: a node without GPUs is chosen
-    at random, those with more CPUs more often, because tasks ask for none; Ray chooses another if it is gone.
-    Else Ray chooses, this node first.
+    On a cluster of both kinds, the CPUs of nodes with GPUs are for training first: a node without GPUs is
+    chosen at random, those with more CPUs more often, because tasks ask for none; Ray chooses another if it
+    is gone. What those nodes have too few CPUs for, and all else, is read where Ray chooses, this node first.
+
+    Args:
+        readers: of all ranks. read_on: data.read_on.
     """
-    nodes = _nodes(int(monotonic() / NODES_EVERY_S))
-    if not nodes:
+    nodes = {} if read_on == "gpu_nodes" else _nodes(int(monotonic() / NODES_EVERY_S))
+    share = 1.0 if read_on == "cpu_nodes" else sum(nodes.values()) / readers
+    if not nodes or random.random() >= share:
         return {"scheduling_strategy": "DEFAULT"}
     (chosen,) = random.choices(list(nodes), weights=list(nodes.values()))
     return {"scheduling_strategy": prefer_node(chosen)}

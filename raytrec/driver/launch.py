@@ -75,7 +75,7 @@ def run_group(
     from raytrec.driver.policies import FailuresWithReason, RoomOnNodes
 
     coordinator = start_coordinator(scaling.hang_timeout_s, PHASE_TIMEOUT_S)
-    others_read = reads_elsewhere(device)
+    others_read = reads_elsewhere(config, device)
     places = bundle(config, device, others_read)
     ray_scaling = ray.train.ScalingConfig(
         num_workers=(scaling.min_workers, scaling.max_workers) if scaling.elastic else scaling.max_workers,

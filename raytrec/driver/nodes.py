@@ -130,7 +130,7 @@ def _check_room(config: RunConfig, device: str, gpus: int) -> None:
     Raises:
         ConfigError: they do not.
     """
-    least, places = config.scaling.min_workers, bundle(config, device, reads_elsewhere(device))
+    least, places = config.scaling.min_workers, bundle(config, device, reads_elsewhere(config, device))
     if device == "cuda" and gpus < least:
         raise ConfigError(
             f"the cluster has {gpus} GPUs for {least} workers",
@@ -151,9 +151,14 @@ def _check_room(config: RunConfig, device: str, gpus: int) -> None:
         )
 
 
-def reads_elsewhere(device: str) -> bool:
-    """Whether nodes without GPUs read for workers with GPUs, or may be started for it."""
-    return device == "cuda" and (starts_nodes() or bool(nodes_without_gpus()))
+def reads_elsewhere(config: RunConfig, device: str) -> bool:
+    """Whether nodes without GPUs read all that workers with GPUs train on, or may be started for it."""
+    if device != "cuda" or config.data.read_on != "auto":
+        return device == "cuda" and config.data.read_on == "cpu_nodes"
+    return (
+        starts_nodes()
+        or sum(nodes_without_gpus().values()) >= config.scaling.max_workers * config.data.readers
+    )
 
 
 def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: list[GpuNode]) -> None:

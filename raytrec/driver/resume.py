@@ -48,7 +48,7 @@ FREE = (
     "data.valid",
     "data.test",
     "data.schema",
-    "data.readers",
+    "data.read",
     "data.buffer_gib",
 )
 NOT_FREE = ("plan.qcomms",)  # all the same: what it rounds away is not what the number of workers changes

@@ -79,7 +79,7 @@ def bundle(config: RunConfig, device: str, others_read: bool = False) -> dict[st
     those of training have still to hand over what they have read.
 
     Args:
-        others_read: whether there are, or may come, nodes without GPUs, whose CPUs then serve for that.
+        others_read: whether all rows are read on nodes without GPUs, whose CPUs then serve for that.
     """
     scaling = config.scaling
     cpus: float = scaling.cpus_per_worker + (0 if others_read else config.data.readers)

@@ -105,6 +105,7 @@ class WorkerContext:
             rank=self.index,
             world=self.world,
             readers=data.readers,
+            read_on=data.read_on,
             faults=Faults(data.on_error == "skip", self._skipped),
             buffer_bytes=int(data.buffer_gib * 2**30),
             pin_memory=self.device.type == "cuda",

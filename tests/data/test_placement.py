@@ -8,6 +8,7 @@ import pytest
 import warm
 from pydantic import TypeAdapter
 
+from raytrec.config.run_config import RunConfig
 from raytrec.config.transforms import Transform
 
 TRANSFORM = {"do": "where_am_i:note", "options": {"log": None}}
@@ -43,6 +44,32 @@ def mixed(monkeypatch):
         finally:
             ray.shutdown()
             cluster.shutdown()
+
+
+@pytest.mark.parametrize(
+    "read_on,cpus,elsewhere", [("auto", 8, 0.25), ("auto", 64, 1), ("cpu_nodes", 8, 1), ("gpu_nodes", 64, 0)]
+)
+def test_nodes_without_gpus_read_what_they_have_cpus_for(monkeypatch, read_on, cpus, elsewhere):
+    from raytrec.data import stream
+
+    monkeypatch.setattr(stream, "_nodes", lambda _: {"a": cpus / 4, "b": 3 * cpus / 4})
+    monkeypatch.setattr(stream, "prefer_node", lambda node: node)
+    found = Counter(stream.place(32, read_on)["scheduling_strategy"] for _ in range(4000))
+    assert (found["a"] + found["b"]) / 4000 == pytest.approx(elsewhere, abs=0.05)
+    assert not elsewhere or found["b"] / found["a"] == pytest.approx(3, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    "read_on,cpus,found", [("auto", 4, True), ("auto", 3, False), ("cpu_nodes", 1, True)]
+)
+def test_cpus_are_set_aside_beside_gpus_where_other_nodes_have_too_few(monkeypatch, read_on, cpus, found):
+    from raytrec.driver import nodes
+
+    monkeypatch.setattr(nodes, "starts_nodes", lambda: False)
+    monkeypatch.setattr(nodes, "nodes_without_gpus", lambda: {"a": cpus})
+    data = {"train": "d/train", "readers": 2, "read_on": read_on}
+    config = RunConfig.model_validate({"data": data, "scaling": {"num_workers": 2}})
+    assert nodes.reads_elsewhere(config, "cuda") == found and not nodes.reads_elsewhere(config, "cpu")
 
 
 @pytest.mark.survive
