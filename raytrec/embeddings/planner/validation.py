@@ -51,7 +51,8 @@ def validate_constraints(
 
     Raises:
         ConfigError: names the table and the reason: a rank that does not exist, a way of sharding that the
-            optimizer or the kernel cannot keep exact, a group that no rank can hold.
+            optimizer or the kernel cannot keep exact, a group that no rank can hold; or copies of tables that
+            main memory cannot hold.
     """
     constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
     if device == "cuda" and {*config.plan.compute_kernels} == {MMAP_KERNEL}:
@@ -78,6 +79,8 @@ def validate_constraints(
             _check_ranks(table, schema.tables[table], constraint, world, ranks_per_host)
     if memory is not None:
         _check_memory(config, schema, constraints, device, memory, world, host_share)
+    if device == "cuda" and host_share is not None and config.checkpoint.async_save:
+        _check_copies(config, schema, constraints, world, host_share)
     return constraints
 
 
@@ -225,6 +228,24 @@ def _check_memory(
         _check_fits({table: size.device for table, size in sizes.items()}, memory, ON_DEVICE)
         if room is not None:
             _check_fits({table: size.host for table, size in sizes.items()}, room, ON_HOST)
+
+
+def _check_copies(
+    config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], world: int, host_share: int
+) -> None:
+    """The page-locked copies of tables on GPUs, from which checkpoints are written, against main memory: the
+    first save would end the processes of the host."""
+    sizes = footprints(config, schema, constraints, "cuda").values()
+    copies, ahead = sum(size.device for size in sizes) / world, config.data.buffer_gib * GIB
+    if copies + ahead > host_share:
+        raise ConfigError(
+            f"checkpoints copy {copies / GIB:.1f} GiB of each GPU to main memory, where each worker also has "
+            f"{ahead / GIB:.1f} GiB of rows read ahead",
+            where="checkpoint.async_save",
+            expected=f"at most {host_share / GIB:.1f} GiB, a worker's share of its host (or container)",
+            do="set checkpoint.async_save=false, which copies nothing while training waits; or take hosts "
+            "with more memory, or more workers",
+        )
 
 
 def _check_fits(sizes: dict[str, int], memory: int, words: tuple[str, str]) -> None:

@@ -10,7 +10,14 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.features import Features
 from raytrec.config.run_config import load_config
 from raytrec.embeddings.planner.constraints import TableConstraint, column_parts, resolve_constraints
-from raytrec.embeddings.planner.footprint import CACHED, GIB, footprint, kernels_to_choose, move_to_files
+from raytrec.embeddings.planner.footprint import (
+    CACHED,
+    GIB,
+    footprint,
+    footprints,
+    kernels_to_choose,
+    move_to_files,
+)
 from raytrec.embeddings.planner.plan import ids_of_features
 from raytrec.embeddings.planner.validation import HOST_RESERVE, host_room, validate_constraints
 
@@ -262,6 +269,19 @@ def test_room_in_host_memory_is_left_for_checkpoints():
     left = (1 - HOST_RESERVE) * 200_000 - 1000
     for settings.checkpoint.async_save, room in ((True, (left - others / 4) / 2), (False, left)):
         assert host_room(settings, schema(), resolved, 4, 200_000) == int(room)
+
+
+def test_copies_of_tables_on_gpus_need_main_memory():
+    settings, buffer = config(), int(0.5 * GIB)
+    sizes = footprints(settings, schema(), resolve_constraints(settings, schema()), "cuda").values()
+    copies = sum(size.device for size in sizes) // 4
+    options = {"world": 4, "ranks_per_host": 2}
+    validate_constraints(settings, schema(), "cuda", host_share=buffer + copies + 4, **options)
+    with pytest.raises(ConfigError, match="checkpoints copy") as error:
+        validate_constraints(settings, schema(), "cuda", host_share=buffer + copies // 2, **options)
+    assert error.value.where == "checkpoint.async_save"
+    settings.checkpoint.async_save = False
+    validate_constraints(settings, schema(), "cuda", host_share=buffer, **options)
 
 
 @pytest.mark.parametrize(

@@ -331,8 +331,10 @@ def test_what_is_not_trained_needs_no_room_for_the_optimizers_state():
     weights = 4 * 10_000_000 * 8 * 4 / 2 / GIB / 0.85  # on each of two GPUs
     config = settings(1, {"sharding_types": ["row_wise"]}, "adagrad")
     with pytest.raises(ConfigError, match="no plan for 4 tables"):
-        dry_run(config, schema(10_000_000), gpus=2, memory_gib=weights + 0.1)
-    dry_run(without_training(config), schema(10_000_000), gpus=2, memory_gib=weights + 0.1)
+        dry_run(config, schema(10_000_000), gpus=2, memory_gib=weights + 0.1, host_memory_gib=16)
+    dry_run(
+        without_training(config), schema(10_000_000), gpus=2, memory_gib=weights + 0.1, host_memory_gib=16
+    )
 
 
 @pytest.mark.parametrize("kernels", [["fused", "fused_uvm_caching"], ["fused_uvm_caching"]])
