@@ -123,6 +123,11 @@ SOURCES = {
     "torch.nn:Module.half": ["self._apply("],
     "torch.nn:Module._apply": ["module._apply(fn)"],
     "torch.distributed.checkpoint.api:CheckpointException": ["self._failures"],
+    # torchrec_pipeline.py
+    "torchrec.distributed.embedding_sharding:FusedKJTListSplitsAwaitable.__init__": [
+        "t_list = _safe_tolist(t)"
+    ],
+    "torchrec.distributed.dist_data:_check_int_overflow": ["if not values:"],
     # torchrec_.py
     "torchrec.distributed.dist_data:KJTAllToAllTensorsAwaitable._wait_impl": [".wait()"],
     "torchrec.optim.keyed:OptimizerWrapper": ["self._optimizer"],

@@ -33,6 +33,7 @@ CONFIGURATIONS = {
     "skip and max_grad_norm": ["train.on_nan=skip", "train.max_grad_norm=0.5"],
 }
 FIRST, LAST = 5, 25  # ordinary steps of 30: checks begin before them, the last is saved
+UPSTREAM = 13  # waits of TorchRec's in a step, at most
 BACKWARD_S = 0.03  # of work that the GPU has after each backward pass, so that the host gets ahead
 
 
@@ -54,6 +55,8 @@ def waits(rank, world, changes, folder):
             gpu.waits.clear()
         if made.progress.step == LAST:
             found.update((wait.where, wait.callers, wait.drains) for wait in gpu.waits)
+            of_torchrec = sum(not wait.where.startswith("raytrec/") for wait in gpu.waits)
+            assert of_torchrec <= UPSTREAM * (LAST - FIRST), of_torchrec
 
     pipeline._backward = longer
     with simulated():
