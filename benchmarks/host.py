@@ -15,6 +15,7 @@ Prints a table; writes benchmarks/results/host.json and the table of docs/benchm
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 from collections import Counter
 from itertools import repeat
@@ -30,7 +31,6 @@ from gpu import FEATURES, batch_of, schema_of
 from rank_group import join_group
 from rich.console import Console
 from rich.table import Table
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytrec.config.run_config import RunConfig
 from raytrec.metrics.selection import Selection
@@ -39,7 +39,11 @@ from raytrec.worker.build import build_step
 from raytrec.worker.progress import Progress
 from raytrec.worker.step import Step
 
-RESULTS = Path(__file__).parent / "results" / "host.json"
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "tests" / "helpers"))
+from operators import Operators  # noqa: E402
+
+RESULTS = HERE / "results" / "host.json"
 WARM, COUNTED, TIMED = 8, 4, 30  # steps
 ROWS, WIDTH = 1000, 8
 CASES: dict[str, dict[str, Any]] = {
@@ -50,16 +54,16 @@ CASES: dict[str, dict[str, Any]] = {
 NOTHING = ("empty", "detach", "_local_scalar_dense", "sym_", "is_pinned", "_unsafe_view", "_reshape_alias")
 
 
-class Launches(TorchDispatchMode):
-    """Counts operators inside a `with`, by the phase that the step is in.
+class Launches(Operators):
+    """Counts those inside a `with`.
 
     Attributes:
-        calls: phase → how many.
+        of_phases: phase that the step is in → how many.
     """
 
     def __init__(self, step: Step):
         super().__init__()
-        self.calls: Counter[str] = Counter()
+        self.of_phases: Counter[str] = Counter()
         self._phases = step.phases
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,8 +71,8 @@ class Launches(TorchDispatchMode):
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
         room, _, name = func._schema.name.partition("::")
         if room != "profiler" and not is_view and not name.startswith(NOTHING):
-            self.calls[self._phases.current] += 1
-        return func(*args, **(kwargs or {}))
+            self.of_phases[self._phases.current] += 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def main(
@@ -134,7 +138,7 @@ class _Loop:
         """Launches of a step, by phase."""
         with Launches(self._step) as launches:
             self._train(COUNTED)
-        return {phase: number / COUNTED for phase, number in launches.calls.items()}
+        return {phase: number / COUNTED for phase, number in launches.of_phases.items()}
 
     def time(self) -> float:
         """Milliseconds of a step."""

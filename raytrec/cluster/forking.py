@@ -27,8 +27,7 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 from threading import Thread
 
@@ -67,21 +66,12 @@ def _import_ray(modules: list[str]) -> None:
         _import(modules)
 
 
-@contextmanager
-def _no_gpu_asked_for() -> Iterator[None]:
-    """Modules are imported as on a machine without GPUs. fbgemm_gpu (1.8.0) asks whether there is one, after
-    which torch lets no forked process use it. (It needs the answer for AMD's, and for operators in Triton,
-    which nothing here uses.)"""
+def _no_gpu_asked_for() -> AbstractContextManager[None]:
     try:
-        from torch import cuda
+        from raytrec.compat.torch_ import no_gpu_asked_for
     except ImportError:  # is left to the worker, which reports it
-        yield
-        return
-    asked, cuda.is_available = cuda.is_available, lambda: False
-    try:
-        yield
-    finally:
-        cuda.is_available = asked
+        return nullcontext()
+    return no_gpu_asked_for()
 
 
 def _touched_no_device() -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -35,6 +36,7 @@ __all__ = [
     "local_parts",
     "mark_only_for_profiler",
     "multiply_",
+    "no_gpu_asked_for",
     "quiet_tracing",
     "rank_place",
     "record_memory",
@@ -65,6 +67,18 @@ _enter = record_function.__enter__
 def _enter_if_profiled(self: record_function) -> record_function:
     self.run_callbacks_on_exit = torch.autograd._profiler_enabled()
     return _enter(self) if self.run_callbacks_on_exit else self
+
+
+@contextmanager
+def no_gpu_asked_for() -> Iterator[None]:
+    """Modules are imported as on a machine without GPUs. fbgemm_gpu (1.8.0) asks whether there is one, after
+    which torch lets no forked process use it. (It needs the answer for AMD's, and for operators in Triton,
+    which nothing here uses.)"""
+    asked, torch.cuda.is_available = torch.cuda.is_available, lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = asked
 
 
 def refuses_gpus() -> bool:
