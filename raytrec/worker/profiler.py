@@ -12,7 +12,7 @@ from raytrec.worker.context import WorkerContext
 from raytrec.worker.observers import Observer
 from raytrec.worker.progress import Progress
 
-FOLDER = "profile"  # in the run folder
+PROFILE = "profile"  # in the run folder
 
 
 class StepProfiler(Observer):
@@ -27,7 +27,7 @@ class StepProfiler(Observer):
         asked = context.task.config.train.profile
         assert asked is not None
         self._context, self._progress, self._steps = context, progress, asked.range
-        self._folder = Path(str(context.task.config.run.dir)) / FOLDER
+        self._folder = Path(str(context.task.config.run.dir)) / PROFILE
         self._profile: profile | None = None
         self._first = 0  # step of the profile
 
