@@ -90,11 +90,22 @@ class Interests(nn.Module):
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         lengths_B, there_BT = sequence.present.sum(1), sequence.present  # the first ones, in either order
-        states_BTD = self.extractor(turn(sequence.vectors, lengths_B))[0]
+        states_BTD = self._states(turn(sequence.vectors, lengths_B))
         scores_BT = torch.einsum("btd,bd->bt", states_BTD, self.attention(target_BD))
         scores_BT = scores_BT.float().masked_fill(~there_BT, torch.finfo(torch.float32).min)
         weights_BT = scores_BT.softmax(1) * there_BT
         return self.evolution(states_BTD, weights_BT), turn(states_BTD, lengths_B)
+
+    def _states(self, steps_BTD: torch.Tensor) -> torch.Tensor:
+        """The GRU's, on a GPU in float32 in any case.
+
+        torch's autocast gives cuDNN's RNNs float16 whatever it was asked for (ATen/cudnn/AutocastRNN.cpp), in
+        which most gradients of a mean over a large batch are 0.
+        """
+        if not steps_BTD.is_cuda:
+            return self.extractor(steps_BTD)[0]
+        with torch.autocast("cuda", enabled=False):
+            return self.extractor(steps_BTD.float())[0]
 
 
 def auxiliary(states_BLD: torch.Tensor, sequence: Sequence, negatives: Sequence) -> torch.Tensor:

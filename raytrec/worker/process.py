@@ -52,30 +52,35 @@ class Numerics:
     """
 
     def __init__(self, train: TrainSection, device: torch.device):
-        self._tf32 = train.matmul == "tf32" and device.type == "cuda"
+        self._tf32 = train.matmul == "tf32" if device.type == "cuda" else None
         self._deterministic = train.deterministic
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """A block computed so."""
         with ExitStack() as stack:
-            if self._tf32:
-                stack.enter_context(_tf32())
+            if self._tf32 is not None:
+                stack.enter_context(_tf32(self._tf32))
             if self._deterministic:
                 stack.enter_context(_deterministic())
             yield
 
 
 @contextmanager
-def _tf32() -> Iterator[None]:
-    # Not torch.backends.cuda.matmul.fp32_precision: once that has been set, torch 2.13.0 raises where its own
-    # compiler, or a user's model, asks for the precision by its older name.
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+def _tf32(allowed: bool) -> Iterator[None]:
+    """Whether cuBLAS and cuDNN may take TF32; as torch begins, cuDNN (RNNs, convolutions) may."""
+    # By torch's older names: once fp32_precision of one of them has been set, torch 2.13.0 raises where its
+    # own compiler, or a user's model, asks for the precision by the older name.
+    cudnn = torch.backends.cudnn
+    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    if allowed:
+        torch.set_float32_matmul_precision("high")
+    cudnn.allow_tf32 = allowed
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(before[0])
+        cudnn.allow_tf32 = before[1]
 
 
 @contextmanager

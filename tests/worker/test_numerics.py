@@ -111,8 +111,10 @@ def switches(rank, world, settings, device):
     seen = []
 
     def look(*_):
-        filled = torch.utils.deterministic.fill_uninitialized_memory
-        seen.append((torch.get_float32_matmul_precision(), torch.get_deterministic_debug_mode(), filled))
+        cudnn, filled = torch.backends.cudnn, torch.utils.deterministic.fill_uninitialized_memory
+        of_cudnn = {cudnn.rnn.fp32_precision == "tf32", cudnn.conv.fp32_precision == "tf32", cudnn.allow_tf32}
+        products = torch.get_float32_matmul_precision(), *of_cudnn
+        seen.append((*products, torch.get_deterministic_debug_mode(), filled))
 
     def in_forward(_, __, logits):
         look()
@@ -129,17 +131,18 @@ def switches(rank, world, settings, device):
     return seen, {name: os.environ.pop(name, None) for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")}
 
 
-AS_IT_WAS = ("highest", 0, True)
+AS_IT_WAS = ("highest", True, 0, True)
 
 
 @pytest.mark.parametrize(
     "settings,device,inside",
     [
-        ({}, "cuda", AS_IT_WAS),
-        ({"matmul": "tf32"}, "cuda", ("high", 0, True)),
+        ({}, "cuda", ("highest", False, 0, True)),
+        ({"matmul": "bf16"}, "cuda", ("highest", False, 0, True)),
+        ({"matmul": "tf32"}, "cuda", ("high", True, 0, True)),
         ({"matmul": "tf32"}, "cpu", AS_IT_WAS),
-        ({"deterministic": True}, "cuda", ("highest", 1, False)),
-        ({"deterministic": True, "matmul": "tf32"}, "cuda", ("high", 1, False)),
+        ({"deterministic": True}, "cuda", ("highest", False, 1, False)),
+        ({"deterministic": True, "matmul": "tf32"}, "cuda", ("high", True, 1, False)),
     ],
 )
 def test_switches_are_set_within_steps_alone(settings, device, inside):

@@ -48,7 +48,7 @@ def cases(kind: str) -> list:
         case("adagrad", max_grad_norm=0.05, recomputed=True),
         case("adam", sharding="data_parallel", kernel="dense"),
     ]
-    found += [case(model=model) for model in ("dcn", "two_tower", "sequence")]
+    found += [case(model=model) for model in ("dcn", "two_tower", "sequence", "dien")]
     fused_adam = [c for c in found if kind == "cpu" and c.optimizer == "adam" and c.kernel != "dense"]
     return [c for c in dict.fromkeys(found) if c not in fused_adam]  # FBGEMM has none on CPU
 
