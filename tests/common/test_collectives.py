@@ -61,4 +61,4 @@ def test_a_process_without_others_exchanges_nothing():
 def test_values_are_regrouped_without_a_sort():
     sizes_AB = torch.tensor([[2, 0, 1], [1, 3, 0]])
     of_b = torch.tensor([0, 0, 2, 0, 1, 1, 1])
-    assert regrouped(sizes_AB).tolist() == of_b.argsort(stable=True).tolist()
+    assert regrouped(sizes_AB, 7).tolist() == of_b.argsort(stable=True).tolist()
