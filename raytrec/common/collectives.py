@@ -54,6 +54,15 @@ class Peers:
         """The sum over ranks of [...], of one shape and dtype on all of them."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
+    def sum_own(self, values: torch.Tensor) -> torch.Tensor:
+        """[ranks, ...] of one shape and dtype on all of them → [...], this rank's part of the sum."""
+        if self.world == 1:
+            return values[0]
+        mine = self._travelling(values)
+        own = torch.empty_like(mine[0])
+        dist.reduce_scatter_single(own.view(-1), mine.view(-1), group=self._group)
+        return own.to(values.device)
+
     def max(self, values: torch.Tensor) -> torch.Tensor:
         """The largest over ranks of [...], of one shape and dtype on all of them."""
         return self._reduce(values, dist.ReduceOp.MAX)

@@ -31,6 +31,8 @@ def gathered(rank, world, device):
     values = torch.tensor([rank, -rank])
     assert peers.max(values).tolist() == [2, 0] and peers.stack(values).tolist() == [[0, 0], [1, -1], [2, -2]]
     assert values.tolist() == [rank, -rank], "unchanged"
+    parts = torch.randn(world, 2, 3, generator=torch.Generator().manual_seed(rank))
+    assert torch.equal(peers.sum_own(parts), peers.sum(parts)[rank])
     return rows.tolist()
 
 
