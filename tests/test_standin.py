@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from small import SCHEMA, batches, config
-from standin import cuda
+from standin import Gpu, cuda
 from torch import nn
 
 
@@ -49,6 +49,10 @@ def test_tensors_are_on_the_device(gpu):
         lambda here, there: torch.stack([here[0], there[0]]),
         lambda here, there: here.index_add_(0, torch.tensor([0, 1, 2]), here),
         lambda here, there: nn.functional.linear(here, there),
+        lambda here, there: here.__setitem__(torch.arange(3, device="cuda"), there),
+        lambda here, there: there.__setitem__(torch.arange(3), here),
+        lambda here, there: here.__setitem__(here > 0, there),
+        lambda here, there: here.index_put_((torch.arange(3),), there),
     ],
 )
 def test_two_devices_are_refused(gpu, mix):
@@ -56,10 +60,27 @@ def test_two_devices_are_refused(gpu, mix):
         mix(torch.ones(3, device="cuda"), torch.ones(3))
 
 
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda here, there: there[here],
+        lambda here, there: there[1:, here],
+        lambda here, there: there[here > 0],
+        lambda here, there: there.__setitem__(here, 1.0),
+        lambda here, there: there.index_put_((here,), torch.ones(())),
+    ],
+)
+def test_host_memory_is_not_looked_up_by_the_device(gpu, look):
+    with pytest.raises(RuntimeError, match="indices should be either on cpu or on the same device"):
+        look(torch.arange(3, device="cuda"), torch.ones(3, 3))
+
+
 def test_what_two_devices_may_do(gpu):
     here, there = torch.arange(3.0, device="cuda"), torch.arange(3)
     assert (here * torch.tensor(2.0)).is_cuda, "a scalar goes along"
-    assert here[there].is_cuda
+    assert here[there].is_cuda and there[torch.ones((), dtype=torch.int64, device="cuda")] == 1
+    here[there], there[1:] = torch.tensor(1.0), here[1:]
+    here[1:] = there[1:]
     assert here.copy_(there).is_cuda and not there.copy_(here).is_cuda
 
 
@@ -74,6 +95,10 @@ def test_waits_are_recorded(gpu):
     value.repeat_interleave(torch.ones(4, dtype=torch.int64, device="cuda"))
     torch.tensor([1.0], device="cuda")
     assert whats(gpu) == ["repeat_interleave", "torch.tensor"]
+    gpu.waits.clear()
+    value[torch.arange(2)], value[torch.arange(2, device="cuda")], value[1:], value[1]
+    value[value > 1] = 0.0
+    assert whats(gpu) == ["__getitem__"]
 
 
 def test_only_pinned_memory_is_copied_without_a_wait(gpu):
@@ -107,17 +132,21 @@ def collectives(rank, world):
     import torch.distributed as dist
 
     assert dist.get_backend() == "nccl" and dist.get_backend(dist.new_group(backend="gloo")) == "gloo"
-    value = torch.full((2,), float(rank), device="cuda")
+    value, errors = torch.full((2,), float(rank), device="cuda"), []
     dist.all_reduce(value)
-    try:
-        dist.all_reduce(torch.ones(1))
-    except RuntimeError as error:
-        return value.tolist(), str(error)
+    dist.barrier()
+    waited = [wait.what for wait in Gpu.active.waits]
+    for collective in dist.all_reduce, lambda here: dist.all_gather_single(torch.ones(world), here):
+        with pytest.raises(RuntimeError) as error:
+            collective(torch.ones(1))
+        errors.append(str(error.value))
+    return value.tolist(), waited, errors
 
 
 def test_collectives_refuse_host_memory():
-    values, error = on_ranks(2, collectives, device="cuda")[1]
-    assert values == [1.0, 1.0] and "No backend type associated with device type cpu" in error
+    values, waited, errors = on_ranks(2, collectives, device="cuda")[1]
+    assert values == [1.0, 1.0] and waited == ["barrier"]
+    assert all("No backend type associated with device type cpu" in error for error in errors)
 
 
 def weights_after(rank, world, device, plan, optimizer, settings):

@@ -54,6 +54,15 @@ class Peers:
         """The sum over ranks of [...], of one shape and dtype on all of them."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
+    def sum_own(self, values: torch.Tensor) -> torch.Tensor:
+        """[ranks, ...] of one shape and dtype on all of them → [...], this rank's part of the sum."""
+        if self.world == 1:
+            return values[0]
+        mine = self._travelling(values)
+        own = torch.empty_like(mine[0])
+        dist.reduce_scatter_single(own.view(-1), mine.view(-1), group=self._group)
+        return own.to(values.device)
+
     def max(self, values: torch.Tensor) -> torch.Tensor:
         """The largest over ranks of [...], of one shape and dtype on all of them."""
         return self._reduce(values, dist.ReduceOp.MAX)
@@ -183,9 +192,11 @@ class RoundTrip:
         self._peers = peers
         sent_TW = torch.stack(sizes)
         received_WT = peers.transpose(sent_TW.T)
-        self._sent, self._received = sent_TW.sum(0).tolist(), received_WT.sum(1).tolist()
-        self._of_tables = [sent_TW.sum(1).tolist(), received_WT.sum(0).tolist()]
-        self._by_rank, self._by_table = regrouped(sent_TW), regrouped(received_WT)
+        both = torch.stack([sent_TW, received_WT.T]).tolist()  # at once: the host waits for a GPU here
+        self._sent, self._received = ([sum(of_rank) for of_rank in zip(*of, strict=True)] for of in both)
+        self._of_tables = [[sum(of_table) for of_table in of] for of in both]
+        self._by_rank = regrouped(sent_TW, sum(self._sent))
+        self._by_table = regrouped(received_WT, sum(self._received))
         arrived = peers.exchange(torch.cat(parts)[self._by_rank], self._sent, self._received)
         self.received = list(arrived[self._by_table].split(self._of_tables[1]))
 
@@ -204,16 +215,15 @@ class RoundTrip:
         return list(by_table.split(self._of_tables[0]))
 
 
-def regrouped(sizes_AB: torch.Tensor) -> torch.Tensor:
+def regrouped(sizes_AB: torch.Tensor, total: int) -> torch.Tensor:
     """Places of values that stand in groups a, and within them in groups b, in the order of b, and within
     them of a: int64 [Σ sizes].
 
     Args:
-        sizes_AB: how many values each group has.
+        sizes_AB: how many values each group has. total: all.
     """
     flat = sizes_AB.flatten()
     starts_BA = (flat.cumsum(0) - flat).view(sizes_AB.shape).T.flatten()
     sizes_BA = sizes_AB.T.flatten()
-    total = int(flat.sum())
     shifts = starts_BA - (sizes_BA.cumsum(0) - sizes_BA)
     return shifts.repeat_interleave(sizes_BA, output_size=total) + torch.arange(total, device=flat.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pyarrow as pa
 import torch
@@ -13,11 +14,24 @@ from torchrec.streamable import Pipelineable
 from raytrec.config.evaluation import TowerName
 
 
+class NewRows(NamedTuple):
+    """Rows of a managed table that have another id than before, of all ranks.
+
+    Attributes:
+        rows, ids: int64 [n].
+        places: rows of a shard of this rank, [start, stop) → which of `rows` it has, int64 [m].
+    """
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    places: Mapping[range, torch.Tensor] | None = None
+
+
 @dataclass
 class Batch(Pipelineable):
     """One rank's part of a global batch, B rows of which some may be padding.
 
-    The last six are None where nothing that is configured needs them.
+    The six from `changed` to `new_rows`, and `tower`, are None where nothing that is configured needs them.
 
     Attributes:
         dense: float32 [B, number of dense columns].
@@ -39,10 +53,12 @@ class Batch(Pipelineable):
             always on the host.
         side_features: sequence that is read id by id and has n side features → float64 [N, n], in the order
             of its ids in `sparse`; None where there is no such feature.
-        new_rows: managed table → (rows int64 [n], ids int64 [n]): rows that this batch has given to ids, on
-            the device of the maps, the same on all ranks. None: `sparse` has the ids of managed tables as
+        new_rows: managed table → rows that this batch has given to ids, on the device of the maps; rows and
+            ids are the same on all ranks. None: `sparse` has the ids of managed tables as
             they were read; otherwise their rows.
         tower: whose features alone the rows have, so that its vectors are wanted; None: they have all.
+        lengths: int32 [sparse features · B], those of `sparse`, always on the host, so that sizes that follow
+            from them are known there before the device knows them; default: of a `sparse` that is there.
     """
 
     dense: torch.Tensor
@@ -56,8 +72,13 @@ class Batch(Pipelineable):
     keys: torch.Tensor | None = None
     reserved: pa.Table | None = None
     side_features: Mapping[str, torch.Tensor] | None = None
-    new_rows: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None
+    new_rows: Mapping[str, NewRows] | None = None
     tower: TowerName | None = None
+    lengths: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.lengths is None and self.sparse is not None and self.sparse.device().type == "cpu":
+            self.lengths = self.sparse.lengths()
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The batch on another device."""
@@ -65,8 +86,10 @@ class Batch(Pipelineable):
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory until a CUDA stream has read it."""
-        new = [part for pair in (self.new_rows or {}).values() for part in pair]
-        for part in (*self._moved().values(), *(self.side_features or {}).values(), *new):
+        parts = [*self._moved().values(), *(self.side_features or {}).values()]
+        for new in (self.new_rows or {}).values():
+            parts += [new.rows, new.ids, *(new.places or {}).values()]
+        for part in parts:
             part.record_stream(stream)
 
     def pin_memory(self) -> Batch:

@@ -96,14 +96,16 @@ class Interests(nn.Module):
         weights_BT = scores_BT.softmax(1) * there_BT
         return self.evolution(states_BTD, weights_BT), turn(states_BTD, lengths_B)
 
-    def _states(self, vectors_BTD: torch.Tensor) -> torch.Tensor:
-        """Those after each id, of the oldest first. In float32: autocast on GPUs has cuDNN's GRU in float16,
-        whatever it was asked for, in which the gradients of a large batch's mean are 0."""
-        kind = vectors_BTD.device.type
-        if not torch.is_autocast_enabled(kind):
-            return self.extractor(vectors_BTD)[0]
-        with torch.autocast(kind, enabled=False):
-            return self.extractor(vectors_BTD.float())[0]
+    def _states(self, steps_BTD: torch.Tensor) -> torch.Tensor:
+        """The GRU's, on a GPU in float32 in any case.
+
+        torch's autocast gives cuDNN's RNNs float16 whatever it was asked for (ATen/cudnn/AutocastRNN.cpp), in
+        which most gradients of a mean over a large batch are 0.
+        """
+        if not steps_BTD.is_cuda:
+            return self.extractor(steps_BTD)[0]
+        with torch.autocast("cuda", enabled=False):
+            return self.extractor(steps_BTD.float())[0]
 
 
 def auxiliary(states_BLD: torch.Tensor, sequence: Sequence, negatives: Sequence) -> torch.Tensor:

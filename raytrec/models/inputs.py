@@ -23,11 +23,13 @@ class Sequence(NamedTuple):
         present: bool [B, L], where there is an id: the first `length` of each row.
         side_features: float64 [B, L, n], the numbers and times (seconds since 1970) of each id, in the
             order of `side_features` in the schema; 0 where there is no id. None: the schema names none.
+        lengths: int32 [B], how many ids each row has, on the host; None: only `present` knows.
     """
 
     vectors: torch.Tensor
     present: torch.Tensor
     side_features: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
 
 
 class Sequences:
@@ -45,6 +47,7 @@ class Sequences:
         embeddings: dict[str, torch.Tensor],
         sparse: KeyedJaggedTensor,
         side_features: Mapping[str, torch.Tensor] | None = None,
+        lengths: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor | Sequence]:
         """The inputs by feature.
 
@@ -52,17 +55,20 @@ class Sequences:
             embeddings: feature → float32 [B, dim]; of sequences [B, L, dim].
             sparse: of stride B, for its lengths.
             side_features: feature → float64 [N, n].
+            lengths: of `sparse`, on the host (Batch.lengths).
         """
+        known_FB = None if lengths is None else lengths.view(len(self._keys), -1)
         lengths_FB = sparse.lengths().view(len(self._keys), -1)
         inputs: dict[str, torch.Tensor | Sequence] = dict(embeddings)
         for feature, length in self._lengths.items():
             places_L = torch.arange(length, device=lengths_FB.device)
-            lengths_B = lengths_FB[self._keys.index(feature)]
+            place = self._keys.index(feature)
+            lengths_B, known_B = lengths_FB[place], None if known_FB is None else known_FB[place]
             present_BL = places_L < lengths_B.unsqueeze(1)
             beside = None
             if side_features and feature in side_features:
                 beside = side_by_side(side_features[feature], lengths_B, length)
-            inputs[feature] = Sequence(embeddings[feature], present_BL, beside)
+            inputs[feature] = Sequence(embeddings[feature], present_BL, beside, known_B)
         return inputs
 
 

@@ -69,7 +69,7 @@ class NextItem(nn.Module, ABC):
     def query(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
         """float32 [B, D] of the history alone; of several outputs, [B, outputs, D]."""
         history = inputs[self.config.history]
-        packed = pack_ids(history.present)
+        packed = pack_ids(history.present, history.lengths)
         return self._query(self.states(history, packed), packed)
 
     def item(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
@@ -78,7 +78,7 @@ class NextItem(nn.Module, ABC):
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
         history, item_BD = inputs[self.config.history], self.item(dense, inputs)
-        packed = pack_ids(history.present)
+        packed = pack_ids(history.present, history.lengths)
         states_ND, own_B = self.states(history, packed), None
         if self.config.own_loss and self.training:
             own_B = self._own_loss(states_ND, packed, inputs)

@@ -69,15 +69,18 @@ class ModelCall:
         sparse: KeyedJaggedTensor,
         tower: TowerName | None = None,
         side_features: Mapping[str, torch.Tensor] | None = None,
+        lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The logits; or one tower's vectors, float32 [B, width].
 
         Args:
             dense: float32 [B, dense columns]. embeddings: of PooledEmbeddings. sparse: of stride B.
             tower: of a model that retrieves (raytrec/models); None: logits.
-            side_features: of sequences.
+            side_features: of sequences. lengths: of `sparse`, on the host (Batch.lengths).
         """
-        inputs = self._sequences(embeddings, sparse, side_features) if self._sequences else embeddings
+        inputs: Mapping[str, Any] = embeddings
+        if self._sequences:
+            inputs = self._sequences(embeddings, sparse, side_features, lengths)
         called = getattr(model, tower) if tower else model
         given = self.run(called, dense, inputs)
         return last_vectors(given) if tower else given

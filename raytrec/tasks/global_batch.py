@@ -29,7 +29,9 @@ from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
 from raytrec.tasks.losses import BatchLoss, Rows
 
-AT_ONCE = 1 << 24  # pairs of rows that are compared together: 64 MiB for each number about them
+# Pairs of rows that are compared together: 64 MiB for each number about them; on a GPU, which launches a few
+# dozen kernels for each piece, 256 MiB.
+AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
 
 
 def require_gradient_division() -> None:
@@ -72,7 +74,7 @@ def compared_loss(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, world: in
     count, gradient, peers = len(own.labels), torch.is_grad_enabled(), Peers(alone=world == 1)
     batch, first = (_of_all_ranks(own, peers), peers.rank * count) if world > 1 else (own, 0)
     logits = batch.logits.detach().requires_grad_(gradient)
-    batch, size = batch._replace(logits=logits), max(1, AT_ONCE // len(batch.labels))
+    batch, size = batch._replace(logits=logits), max(1, AT_ONCE[logits.device.type] // len(batch.labels))
     losses, grads = [], torch.zeros_like(logits, requires_grad=False)
     for start in range(0, count, size):
         stop = min(start + size, count)
@@ -83,7 +85,7 @@ def compared_loss(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, world: in
     value = torch.cat(losses).sum()
     if not gradient:
         return value
-    return _Given.apply(own.logits, value, peers.sum(grads)[first : first + count])
+    return _Given.apply(own.logits, value, peers.sum_own(grads.view(peers.world, *own.logits.shape)))
 
 
 def _of_all_ranks(own: Rows, peers: Peers) -> Rows:

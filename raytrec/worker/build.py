@@ -18,14 +18,13 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 from raytrec.embeddings.codecs import make_codecs, widths_of
-from raytrec.embeddings.initial import fill_tables, initial_values
+from raytrec.embeddings.initial import BLOCK_VALUES, fill_tables, initial_values
 from raytrec.embeddings.managed.batches import ManagedBatches
 from raytrec.embeddings.mapped import MappedFiles, mark_mapped
 from raytrec.embeddings.optim import DenseAverage, GlobalNormClip, combine, fuse
 from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.embeddings.planner.footprint import CACHING_KERNEL, MMAP_KERNEL
 from raytrec.embeddings.planner.plan import make_plan, sharders, sharders_for_planning
-from raytrec.embeddings.tables import Shard
 from raytrec.models.recommender import build_recommender, checkpoint_activations, compile_dense
 from raytrec.tasks.global_batch import require_gradient_division
 from raytrec.tasks.objective import Objective
@@ -147,30 +146,44 @@ class ManagedRows(ManagedBatches):
         super().__init__(schema, seed, device)
         self.before_writing: Callable[[str, torch.Tensor], None] = lambda table, rows: None
         self._tables, self._schema, self._seed = LogicalState(model, optimizer).tables, schema, seed
+        self._shards = {
+            name: {shard.rows for part in (table.weight, *table.state.values()) for shard in part.local}
+            for name, table in self._tables.items()
+        }
         model.register_forward_pre_hook(self._before_forward)
+
+    def assign(self, batch: Batch, step: int) -> Batch:
+        """See ManagedBatches. It also finds out which of the rows this rank's shards have: here a GPU still
+        has the steps before to train, when the model is called it would run dry."""
+        batch = super().assign(batch, step)
+        new = {name: its for name, its in (batch.new_rows or {}).items() if len(its.rows)}
+        within = {
+            (name, rows): (its.rows >= rows.start) & (its.rows < rows.stop)
+            for name, its in new.items()
+            for rows in self._shards[name]
+        }
+        counts = torch.stack([mask.sum() for mask in within.values()]).tolist() if within else []
+        places: dict[str, dict[range, torch.Tensor]] = {name: {} for name in new}
+        for ((name, rows), mask), count in zip(within.items(), counts, strict=True):
+            places[name][rows] = torch.nonzero_static(mask, size=count).squeeze(1)
+        batch.new_rows = {name: its._replace(places=places[name]) for name, its in new.items()}
+        return batch
 
     @torch.no_grad()
     def begin_rows(self, batch: Batch) -> None:
         """Resets the rows of this rank's shards that a batch has given to other ids: to these ids' initial
-        values, without optimizer state."""
-        for name, (rows, ids) in (batch.new_rows or {}).items():
-            if not len(rows):
-                continue
+        values, without optimizer state. Values are made block by block."""
+        for name, (rows, ids, places) in (batch.new_rows or {}).items():
             table, spec = self._tables[name], self._schema.tables[name]
             for shard in table.weight.local:
-                places = _within(shard, rows)
-                its_rows = rows[places] - shard.rows.start
-                values = initial_values(self._seed, name, ids[places], shard.columns, spec.rows)
-                self.before_writing(name, its_rows)
-                shard.values.index_copy_(0, its_rows, values.to(shard.values.dtype))
+                for its in places[shard.rows].split(max(1, BLOCK_VALUES // len(shard.columns))):
+                    its_rows = rows[its] - shard.rows.start
+                    values = initial_values(self._seed, name, ids[its], shard.columns, spec.rows)
+                    self.before_writing(name, its_rows)
+                    shard.values.index_copy_(0, its_rows, values.to(shard.values.dtype))
             for parts in table.state.values():
                 for shard in parts.local:
-                    shard.values.index_fill_(0, rows[_within(shard, rows)] - shard.rows.start, 0)
+                    shard.values.index_fill_(0, rows[places[shard.rows]] - shard.rows.start, 0)
 
     def _before_forward(self, model: Any, inputs: tuple[Batch, ...]) -> None:
         self.begin_rows(inputs[0])
-
-
-def _within(shard: Shard, rows: torch.Tensor) -> torch.Tensor:
-    """Which of these rows a shard has: int64 [n], places."""
-    return ((rows >= shard.rows.start) & (rows < shard.rows.stop)).nonzero().squeeze(1)

@@ -85,7 +85,7 @@ class Head(nn.Module):
         self, pooled: dict[str, torch.Tensor], batch: Batch, tower: TowerName | None = None
     ) -> torch.Tensor:
         return self._call(
-            self.model, batch.dense, pooled, batch.sparse, tower=tower, side_features=batch.side_features
+            self.model, batch.dense, pooled, batch.sparse, tower, batch.side_features, batch.lengths
         )
 
 

@@ -31,6 +31,8 @@ def gathered(rank, world, device):
     values = torch.tensor([rank, -rank])
     assert peers.max(values).tolist() == [2, 0] and peers.stack(values).tolist() == [[0, 0], [1, -1], [2, -2]]
     assert values.tolist() == [rank, -rank], "unchanged"
+    parts = torch.randn(world, 2, 3, generator=torch.Generator().manual_seed(rank))
+    assert torch.equal(peers.sum_own(parts), peers.sum(parts)[rank])
     return rows.tolist()
 
 
@@ -61,4 +63,4 @@ def test_a_process_without_others_exchanges_nothing():
 def test_values_are_regrouped_without_a_sort():
     sizes_AB = torch.tensor([[2, 0, 1], [1, 3, 0]])
     of_b = torch.tensor([0, 0, 2, 0, 1, 1, 1])
-    assert regrouped(sizes_AB).tolist() == of_b.argsort(stable=True).tolist()
+    assert regrouped(sizes_AB, 7).tolist() == of_b.argsort(stable=True).tolist()

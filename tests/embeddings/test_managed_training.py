@@ -2,12 +2,14 @@
 every life of every id."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from managed_ids import ROWS, SEED, SPARSE, STEPS, raw_batches, schema, settings
 from plain_ids import PlainIds, key
 from ranks import on_ranks
+from small import assert_same_state, state_of
 
 from raytrec.checks.parity import compare
 from raytrec.checks.parity import reference as one_process
@@ -142,3 +144,49 @@ def test_rows_that_change_hands(world, sharding, optimizer, train):
             torch.testing.assert_close(whole.float(), plain, rtol=1e-4, atol=1e-6)
     assert len(lives["user"].plain.left) and len(lives["user"].ids) > 2 * schema().tables["user"].rows
     torch.testing.assert_close(evaluated.view(-1), logits.view(-1), rtol=1e-4, atol=1e-5)
+
+
+def trained(rank, world, device, block):
+    """(this rank's state after training, the most values that new rows were given at once, whether the
+    exchange of ids has a separate group)."""
+    import torch.distributed as dist
+
+    made, sizes = settings(world, {"sharding_type": "row_wise"}, "adagrad"), []
+    run = Sharded(build_step, made, schema(), torch.device(device), cuts(ROWS, world, "unequal"))
+
+    def values(seed, table, ids, columns, rows):
+        sizes.append(len(ids) * len(columns))
+        return initial_values(seed, table, ids, columns, rows)
+
+    groups, gather = set(), dist.all_gather_into_tensor
+
+    def noted(*args, **options):
+        if "async_op" not in options:  # TorchRec's have it
+            groups.add(options["group"] not in (None, dist.group.WORLD))
+        return gather(*args, **options)
+
+    build, local = "raytrec.worker.build", [run._local(batch) for batch in raw_batches()]
+    if device != "cpu":
+        local = [batch.pin_memory() for batch in local]
+    with (
+        patch(f"{build}.BLOCK_VALUES", block or 2**19),
+        patch(f"{build}.initial_values", values),
+        patch.object(dist, "all_gather_into_tensor", noted),
+    ):
+        for _ in run.step.train(iter(local), len(local)):
+            pass
+    return state_of(run.step), max(sizes), groups
+
+
+def test_rows_begin_in_blocks_and_on_gpus_as_on_cpus():
+    plain = on_ranks(2, trained, "cpu", None)
+    for (state, most, _), (in_blocks, few, groups) in zip(
+        plain, on_ranks(2, trained, "cpu", 16), strict=True
+    ):
+        assert_same_state(in_blocks, state)
+        assert most > few == 16 and groups == {False}
+    for (state, *_), (on_gpu, few, groups) in zip(
+        plain, on_ranks(2, trained, "cuda", 16, device="cuda"), strict=True
+    ):
+        assert_same_state(on_gpu, state)
+        assert few == 16 and groups == {True}

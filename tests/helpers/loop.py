@@ -85,19 +85,33 @@ class Loop:
         return self
 
 
-def make(rank, world, steps, changes, folder, spoil=None, plan="row_wise"):
+def make(
+    rank,
+    world,
+    steps,
+    changes,
+    folder,
+    spoil=None,
+    plan="row_wise",
+    schema=small.SCHEMA,
+    kernel="fused",
+    **of,
+):
     """A Loop over random batches; `spoil(rank, local batches)` changes them first.
 
     Args:
         folder: of the run.
+        of: model, tasks, … of small.config.
     """
     import torch
     import torch.distributed as dist
 
     from raytrec.checkpoint.state import LogicalState
+    from raytrec.config.features import resolve_features
     from raytrec.config.run_config import load_config
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
+    from raytrec.tasks.task import resolve_tasks
     from raytrec.worker.build import build_step
     from raytrec.worker.checkpointing import CheckpointManager
     from raytrec.worker.context import WorkerContext, WorkerTask
@@ -108,17 +122,19 @@ def make(rank, world, steps, changes, folder, spoil=None, plan="row_wise"):
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     settings = [f"run.dir={folder}", *changes]
-    config, said = load_config(small.config(world, {"sharding_type": plan}), settings), Said()
-    step, sharding = build_step(config, small.SCHEMA, device)
-    _, local = small.batches(steps, rank, world)
+    tables = {"sharding_type": plan, "compute_kernel": kernel}
+    config, said = load_config(small.config(world, tables, **of), settings), Said()
+    step, sharding = build_step(config, schema, device)
+    features, learned = resolve_features(schema, config.model), resolve_tasks(config.tasks, schema)
+    _, local = small.batches(steps, rank, world, schema=schema, features=features, tasks=learned)
     if spoil:
         spoil(rank, local)
     for number, batch in zip(count(), local):
         batch.step = number
     read = [batch.pin_memory() for batch in local] if on_gpu else local
-    task = WorkerTask(config, small.SCHEMA, {}, SimpleNamespace(put=said), f"{folder}/checkpoints")
+    task = WorkerTask(config, schema, {}, SimpleNamespace(put=said), f"{folder}/checkpoints")
     context = WorkerContext(rank, world, device, task, Heartbeat(), 0)
-    sums = Sums(Selection.of_config(config, small.SCHEMA), device)
+    sums = Sums(Selection.of_config(config, schema), device)
     batches, progress = RecentBatches(iter(read), 0), Progress(sums)
     state = LogicalState(step.model, step.optimizer)
     observers = make_observers(context, step, state, progress, batches, steps)

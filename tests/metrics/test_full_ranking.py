@@ -2,6 +2,7 @@
 
 from math import log2
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +11,7 @@ import torch
 from evaluations import PARTS
 from ranks import on_ranks
 from small import SCHEMA
+from standin import cuda
 
 from raytrec.config.evaluation import EvalSection
 from raytrec.config.tasks import TaskSection
@@ -136,3 +138,47 @@ def test_no_row_counts():
     given = rows() | {"labels": np.zeros(ROWS, np.float32)}
     for found in on_ranks(2, ranked, given, 100):
         assert found["retrieval.mrr"] is None and found["retrieval.rows"] == 0
+
+
+def close(count, width, seed):
+    """Vectors with one dot product for the query, but for the last bits, and others."""
+    draw = torch.Generator().manual_seed(seed)
+    queries = torch.randn(4, width, generator=draw)
+    items = torch.randn(count, width, generator=draw)
+    items[: count // 8] = items[0] * (1 + 2e-7 * torch.randn(count // 8, 1, generator=draw))
+    return queries, items
+
+
+@pytest.mark.parametrize("case", ["spread", "close", "ties", "zeros", "large", "small", "not finite"])
+def test_products_in_float32_first_decide_as_those_in_float64(case):
+    from raytrec.metrics.over_ranks.full_ranking import not_below, not_below_fast
+
+    for seed in range(20):
+        queries, items = close(400, 33, seed)
+        if case == "ties":
+            queries, items = queries.round(), items.round()
+        if case == "zeros":
+            queries[:2] = 0
+        queries, items = (x * {"large": 1e18, "small": 1e-22}.get(case, 1.0) for x in (queries, items))
+        if case == "not finite":
+            items[3], items[4, 0], items[5], queries[1, 2] = np.nan, np.inf, 3e38, np.nan
+        scores = torch.stack([not_rounded(queries[i], items[7 * i]) for i in range(4)])
+        expected = not_below(queries, items, scores)
+        assert torch.equal(not_below_fast(queries, items, scores), expected), seed
+    if case == "close":  # float32 alone decides otherwise
+        assert not torch.equal(~(queries @ items.T < scores.unsqueeze(1)), expected)
+
+
+def not_rounded(query, item):
+    return (query.double() * item.double()).sum().float()
+
+
+def test_blocks_of_a_gpu_are_as_large_as_its_memory_allows():
+    from raytrec.metrics.over_ranks.full_ranking import CELLS, MOST_CELLS, cells_for
+
+    assert cells_for(torch.device("cpu")) == CELLS
+    with cuda():
+        assert cells_for(torch.device("cuda")) == MOST_CELLS
+        for free, cells in ((1 << 33, 1 << 26), (1 << 20, CELLS)):
+            with patch.object(torch.cuda, "mem_get_info", lambda device, free=free: (free, 1 << 36)):
+                assert cells_for(torch.device("cuda")) == cells

@@ -19,7 +19,9 @@ from made import (
     schema,
     weights,
 )
+from standin import cuda
 from torch.nn.functional import layer_norm, logsigmoid
+from torch.utils import _pytree as pytree
 
 from raytrec.models.inputs import Sequence
 
@@ -65,6 +67,27 @@ def test_dien_and_attention_for_empty_sequences():
     model, dense, found = made("sequence", lengths=(0, 0))
     model(dense, found).sum().backward()
     assert not model.attention[0].recency.grad.any()
+
+
+def test_autocast_leaves_the_gru_of_dien_on_gpus_alone():
+    model, dense, found = made("dien")
+    seen = {}
+
+    def look(name):
+        def hook(_, given):
+            seen[name] = torch.is_autocast_enabled("cuda"), given[0].dtype
+
+        return hook
+
+    with cuda():
+        on_gpu = pytree.tree_map_only(torch.Tensor, lambda value: value.to("cuda"), found)
+        model.to("cuda")
+        model.interests[0].extractor.register_forward_pre_hook(look("gru"))
+        model.top.register_forward_pre_hook(look("mlp"))
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(dense.to("cuda"), on_gpu)
+        assert torch.isfinite(logits).all()
+    assert seen["gru"] == (False, torch.float32) and seen["mlp"][0]
 
 
 def test_sequence():

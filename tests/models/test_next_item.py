@@ -19,7 +19,10 @@ from made import (
     weights,
 )
 from made import make as make_model
+from standin import cuda
 from torch.nn.functional import layer_norm, silu
+
+from raytrec.models.parts.packed import Packed
 
 SIZES = {"max_length": LENGTH, "dropout": 0.0, "negatives": "negatives", "max_negatives": 3}
 NAMES = ["sasrec", "hstu"]
@@ -150,3 +153,25 @@ def test_dropout_of_attention():
     model, (dense, found) = make("sasrec", attention_dropout=0.5), inputs(of_items())
     assert not torch.equal(model(dense, found), model(dense, found))
     assert torch.equal(model.eval()(dense, found), model(dense, found))
+
+
+def test_lengths_on_the_host_are_enough():
+    lengths = torch.tensor([2, 0, 5, 5, 1, 0, 3, 4, 2, 5, 0, 1], dtype=torch.int32)
+    present = torch.arange(5) < lengths.unsqueeze(1)
+    values = torch.randn(len(lengths), 5, 3)
+    with cuda() as gpu:
+        here = present.to("cuda"), values.to("cuda")
+        gpu.waits.clear()
+        packed = Packed(here[0], lengths)
+        found = packed.pack(here[1])
+        groups, newest = packed.by_time(found), packed.newest(found)
+        back = packed.from_time(groups)
+        assert not gpu.waits and torch.equal(back.cpu(), found.cpu())
+        assert torch.equal(found.cpu(), values[present])
+        assert torch.equal(newest.cpu(), values[:, 0].where(lengths.unsqueeze(1) > 0, 0))
+        assert [len(group) * group.shape[1] for group in groups] == [there.numel() for there in packed.there]
+        plain = Packed(present)
+        for name, value in vars(plain).items():
+            given = getattr(packed, name)
+            of_both = zip(value, given, strict=True) if isinstance(value, list) else [(value, given)]
+            assert all(a == b if isinstance(a, int) else torch.equal(a, b.cpu()) for a, b in of_both), name

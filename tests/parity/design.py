@@ -33,6 +33,8 @@ EXTRAS = {
     "model": ["dlrm", "dcn", "two_tower", "sequence"],
 }
 
+OF_SEQUENCES = "sequence", "dien"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -64,7 +66,7 @@ class Case:
 
     def config(self):
         tables = {"*": {"sharding_type": self.sharding, "compute_kernel": self.kernel, "dtype": self.dtype}}
-        if self.model == "sequence" and self.sharding not in BY_ID_TYPES:
+        if self.model in OF_SEQUENCES and self.sharding not in BY_ID_TYPES:
             # Of tables of sequences, which have fewer ways of sharding; next to a table that has them all.
             nearest = {"table_column_wise": "column_wise"}.get(self.sharding, "row_wise")
             tables |= {"user": {"sharding_type": nearest}, "tag": {"sharding_type": nearest}}
@@ -87,7 +89,7 @@ class Case:
             sparse[feature] = {"table": table, "pooling": pooling}
             if weighted:
                 sparse[feature]["weights"] = f"{feature}_weights"
-        if self.model == "sequence":
+        if self.model in OF_SEQUENCES:
             sparse["friends"]["pooling"] = sparse["tags"]["pooling"] = "sequence"
         rows = {"user": 53, "tag": 5, "word": 23}
         more = 1 if self.ids == "managed" else 0  # the row of ids that have none
@@ -128,6 +130,7 @@ def section(model, schema):
         },
         "two_tower": {"towers": {"query": features[::2], "item": features[1::2]}, "tower_mlp": [6, 5]},
         "sequence": {"max_length": 3, "target": bags[0] if bags else None, "top_mlp": [6]},
+        "dien": {"max_length": 3, "target": bags[0] if bags else None, "top_mlp": [6]},
     }[model]
 
 

@@ -1,13 +1,16 @@
 """Losses as they are added up over the global batch, and those that compare rows of all ranks."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
 from ranks import on_ranks
 from small import batches, build, config, labelled, objective, train
+from standin import cuda
 
 from raytrec.common.errors import ConfigError, RunError
+from raytrec.tasks import global_batch
 from raytrec.tasks.global_batch import rank_loss
 from raytrec.tasks.losses import Rows, loss
 from raytrec.tasks.objective import Objective, total
@@ -84,6 +87,23 @@ def test_softmax_over_the_items_of_a_batch():
     often = made.of_batch(rows._replace(counts=torch.tensor([2, 0, 4])), slice(0, 2)).tolist()
     of_first, of_second = e(4) / 2 + 1 + e(4) / 4, 1 / 2 + e(2) + 1 / 4
     assert often == pytest.approx([math.log(of_first / (e(4) / 2)), math.log(of_second / e(2))], rel=1e-5)
+
+
+@pytest.mark.parametrize("device,pieces", [("cpu", 4), ("cuda", 2)])
+def test_a_gpu_compares_more_pairs_at_once(device, pieces, monkeypatch):
+    monkeypatch.setattr(global_batch, "AT_ONCE", {"cpu": 16, "cuda": 32})
+    made, found = loss.parts["bpr"](), []
+
+    def piece(rows, own):
+        found.append(own)
+        return type(made).of_batch(made, rows, own)
+
+    logits, labels = torch.randn(8), (torch.arange(8) % 2).float()
+    expected = made.of_batch(Rows(logits, labels, torch.ones(8)), slice(0, 8)).sum()
+    with cuda(), patch.object(made, "of_batch", piece):
+        given = Rows(logits.to(device).requires_grad_(), labels.to(device), torch.ones(8, device=device))
+        value = global_batch.compared_loss(made, given, torch.ones(8, device=device), 1)
+        assert float(value) == pytest.approx(float(expected)) and len(found) == pieces
 
 
 def test_the_mean_divides_by_the_rows_of_the_global_batch():
@@ -192,7 +212,7 @@ def collectives(rank, world, tasks):
         there = getattr(dist, name)
         return lambda *given, **named: calls.append(name) or there(*given, **named)
 
-    names = ["all_reduce", "all_gather_into_tensor"]
+    names = ["all_reduce", "all_gather_into_tensor", "reduce_scatter_single"]
     before = {name: getattr(dist, name) for name in names}
     for name in names:
         setattr(dist, name, counted(name))
@@ -212,8 +232,8 @@ def collectives(rank, world, tasks):
     "task,expected",
     [
         ({}, []),
-        ({"loss": "bpr"}, ["all_gather_into_tensor", "all_reduce"]),
-        ({"loss": "bpr", "group": "g"}, ["all_gather_into_tensor"] * 2 + ["all_reduce"]),
+        ({"loss": "bpr"}, ["all_gather_into_tensor", "reduce_scatter_single"]),
+        ({"loss": "bpr", "group": "g"}, ["all_gather_into_tensor"] * 2 + ["reduce_scatter_single"]),
     ],
 )
 def test_ranks_ask_each_other_only_where_they_have_to(task, expected):

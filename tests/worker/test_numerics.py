@@ -111,9 +111,10 @@ def switches(rank, world, settings, device):
     seen = []
 
     def look(*_):
-        filled = torch.utils.deterministic.fill_uninitialized_memory
-        tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-        seen.append((*tf32, torch.get_deterministic_debug_mode(), filled))
+        cudnn, filled = torch.backends.cudnn, torch.utils.deterministic.fill_uninitialized_memory
+        of_cudnn = {cudnn.rnn.fp32_precision == "tf32", cudnn.conv.fp32_precision == "tf32", cudnn.allow_tf32}
+        products = torch.get_float32_matmul_precision(), *of_cudnn
+        seen.append((*products, torch.get_deterministic_debug_mode(), filled))
 
     def in_forward(_, __, logits):
         look()
@@ -130,7 +131,7 @@ def switches(rank, world, settings, device):
     return seen, {name: os.environ.pop(name, None) for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")}
 
 
-AS_IT_WAS = ("highest", True, 0, True)  # torch's defaults
+AS_IT_WAS = ("highest", True, 0, True)
 
 
 @pytest.mark.parametrize(
@@ -191,18 +192,3 @@ def test_what_may_change_in_mid_run():
 
     assert changed(deterministic=True) == []
     assert changed(matmul="tf32") == ["  train.matmul: fp32 → tf32"]
-
-
-def test_a_gru_is_in_float32_whatever_autocast_asks_for():
-    """cuDNN's would be in float16."""
-    from raytrec.models.dien import Interests
-    from raytrec.models.inputs import Sequence
-
-    interests, dtypes = Interests(4, 4), []
-    interests.extractor.register_forward_hook(
-        lambda _, given, found: dtypes.append((given[0].dtype, found[0].dtype))
-    )
-    sequence = Sequence(torch.randn(2, 3, 4), torch.ones(2, 3, dtype=torch.bool))
-    with torch.autocast("cpu", torch.bfloat16):
-        interests(Sequence(sequence.vectors.bfloat16(), sequence.present), torch.randn(2, 4))
-    assert dtypes == [(torch.float32, torch.float32)]

@@ -3,9 +3,14 @@
 A step is ordinary when nothing is recorded, checked, saved or evaluated at it.
 """
 
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
 import loop
+import managed_ids
 import pytest
 from ranks import on_ranks
+from small import SCHEMA, a_schema
 from standin.clock import simulated
 
 # A place that waits, and its callers in raytrec, the innermost first (as many as identify it) → why it may.
@@ -26,23 +31,89 @@ ALLOWED = {
         "nonfinite.py:step",
     ): "on_nan=skip: the forward pass decides whether optimizers step; the backward pass is queued behind it",
 }
+BY_ID = {("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pooling.py:<listcomp>"): SPLITS}
+AHEAD = {("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pipeline.py:_prefetch"): SPLITS}
+# In `assign`, on the stream that copies batches: how many ids come and go decides what is done next.
+ASSIGNED = 72  # in a step, with two tables that both evict
+SCHEMAS = {
+    "bags": SCHEMA,
+    "managed ids": managed_ids.schema(),
+    "sequences": a_schema(
+        dense=[],
+        sparse={
+            "user": {"table": "user"},
+            "item": {"table": "item"},
+            "history": {"table": "item", "pooling": "sequence"},
+            "negatives": {"table": "item", "pooling": "sequence"},
+        },
+        tables={"user": {"rows": 23, "dim": 8}, "item": {"rows": 31, "dim": 8}},
+    ),
+}
+NEXT_ITEM = {"max_length": 4, "negatives": "negatives", "max_negatives": 3}
+TOWERS = {"towers": {"query": ["user", "a"], "item": ["friends", "tags", "b"]}, "tower_mlp": [6]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration."""
+
+    changes: tuple = ()
+    schema: str = "bags"
+    model: dict | None = None
+    tasks: tuple = ({},)
+    kernel: str = "fused"
+    more: dict = field(default_factory=dict)  # that is allowed, and happens
+
+
 CONFIGURATIONS = {
-    "default": [],
-    "max_grad_norm": ["train.max_grad_norm=0.5"],
-    "skip": ["train.on_nan=skip"],
-    "skip and max_grad_norm": ["train.on_nan=skip", "train.max_grad_norm=0.5"],
+    "default": Case(),
+    "max_grad_norm": Case(("train.max_grad_norm=0.5",)),
+    "skip": Case(("train.on_nan=skip",)),
+    "skip and max_grad_norm": Case(("train.on_nan=skip", "train.max_grad_norm=0.5")),
+    "averages": Case(("train.ema=0.99",)),
+    "caches": Case(kernel="fused_uvm_caching", more=AHEAD),
+    "managed ids": Case(schema="managed ids"),
+    "sasrec": Case(schema="sequences", model={"name": "sasrec", **NEXT_ITEM}, more=BY_ID),
+    "hstu": Case(schema="sequences", model={"name": "hstu", **NEXT_ITEM}, more=BY_ID),
+    "dien": Case(
+        schema="sequences",
+        model={"name": "dien", "max_length": 4, "target": "item", "negatives": "negatives", "top_mlp": [6]},
+        more=BY_ID,
+    ),
+    "bst": Case(
+        schema="sequences",
+        model={"name": "bst", "max_length": 4, "target": "item", "top_mlp": [6]},
+        more=BY_ID,
+    ),
+    "in-batch softmax": Case(model={"name": "two_tower", **TOWERS}, tasks=({"loss": "in_batch_softmax"},)),
 }
 FIRST, LAST = 5, 25  # ordinary steps of 30: checks begin before them, the last is saved
 UPSTREAM = 13  # waits of TorchRec's in a step, at most
 BACKWARD_S = 0.03  # of work that the GPU has after each backward pass, so that the host gets ahead
 
 
-def waits(rank, world, changes, folder):
-    """{(where, callers in raytrec, whether the GPU ran dry)} of the ordinary steps."""
+def new_ids(rank, batches):
+    """Ids of managed tables that are others from step to step."""
+    for step, batch in enumerate(batches):
+        of_keys = batch.sparse.values().split(batch.sparse.length_per_key())
+        for ids, key in zip(of_keys, batch.sparse.keys(), strict=True):
+            if key != "city":
+                ids += 2 * step
+
+
+def waits(rank, world, case, folder):
+    """({(where, callers in raytrec, whether the GPU ran dry)} of the ordinary steps; how many of them a step
+    has where ids are given rows)."""
     from standin import Gpu
 
-    gpu, found = Gpu.active, set()
-    made = loop.make(rank, world, 30, changes, folder)
+    gpu, found, assigned = Gpu.active, set(), []
+    made = loop.make(
+        *(rank, world, 30, case.changes, folder, new_ids if case.schema == "managed ids" else None),
+        schema=SCHEMAS[case.schema],
+        kernel=case.kernel,
+        model=case.model,
+        tasks=list(case.tasks),
+    )
     pipeline = made.step._pipeline
     backward = pipeline._backward
 
@@ -54,21 +125,22 @@ def waits(rank, world, changes, folder):
         if made.progress.step == FIRST:
             gpu.waits.clear()
         if made.progress.step == LAST:
-            found.update((wait.where, wait.callers, wait.drains) for wait in gpu.waits)
-            of_torchrec = sum(not wait.where.startswith("raytrec/") for wait in gpu.waits)
-            assert of_torchrec <= UPSTREAM * (LAST - FIRST), of_torchrec
+            assigned[:] = [w for w in gpu.waits if any(c.endswith("build.py:assign") for c in w.callers)]
+            found.update((w.where, w.callers, w.drains) for w in gpu.waits if w not in assigned or w.drains)
+            of_torchrec = sum(not w.where.startswith("raytrec/") for w in gpu.waits if w not in assigned)
+            assert case.schema != "bags" or of_torchrec <= UPSTREAM * (LAST - FIRST), of_torchrec
 
     pipeline._backward = longer
     with simulated():
         made.train(30, after)
     assert made.error is None, made.error
-    return found
+    return found, len(assigned) / (LAST - FIRST)
 
 
-def allowed(where, callers):
-    """The key of ALLOWED that a wait belongs to; None: of none."""
+def allowed(where, callers, more=()):
+    """The key of ALLOWED, or of those that this case may have, that a wait belongs to; None: of none."""
     ours = where.startswith("raytrec/")
-    for key in ALLOWED:
+    for key in (*ALLOWED, *more):
         places = callers if ours else (where, *callers)
         if len(places) >= len(key) and all(p.endswith(k) for p, k in zip(places, key, strict=False)):
             return key
@@ -77,11 +149,48 @@ def allowed(where, callers):
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_ordinary_steps_wait_only_where_they_may(name, tmp_path):
-    for found in on_ranks(2, waits, CONFIGURATIONS[name], str(tmp_path), device="cuda"):
-        new = sorted({(where, *callers) for where, callers, _ in found if not allowed(where, callers)})
+    case = CONFIGURATIONS[name]
+    for found, assigned in on_ranks(2, waits, case, str(tmp_path), device="cuda"):
+        keys = {(where, *callers): allowed(where, callers, case.more) for where, callers, _ in found}
+        new = sorted(places for places, key in keys.items() if not key)
         assert not new, "the host waits for the GPU in every step, at a place that is not in ALLOWED"
-        used = {allowed(where, callers) for where, callers, _ in found}
         skips = {key for key in ALLOWED if key[1] == "nonfinite.py:skipped"}
-        assert used == set(ALLOWED) - (skips if "skip" not in name else set()), "nothing waits there any more"
-        dry = {allowed(where, callers) for where, callers, drains in found if drains}
+        expected = set(ALLOWED) - (skips if "skip" not in name else set()) | set(case.more)
+        if case.more is AHEAD:  # what is read in forward elsewhere
+            expected.remove(("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pooling.py:forward"))
+        assert set(keys.values()) == expected, "nothing waits there any more"
+        dry = {keys[where, *callers] for where, callers, drains in found if drains}
         assert dry <= {("sums.py:reduce", "progress.py:report")}, "the GPU has nothing to do meanwhile"
+        assert (0 < assigned <= ASSIGNED) if case.schema == "managed ids" else not assigned
+
+
+def waits_of_prediction(rank, world, folder):
+    """The same, while batches are predicted and the first and the last are not among them."""
+    from standin import Gpu
+
+    from raytrec.prediction.worker import _Spans
+
+    gpu, found = Gpu.active, []
+    made = loop.make(rank, world, 30, (), folder)
+    batches, rows = [batch.pin_memory() for batch in made.local], len(made.local[0].weights)
+    whole = SimpleNamespace(rows=30 * rows)
+    spans = _Spans([whole], SimpleNamespace(put=lambda span, scores, *_: found.extend(scores)), [])
+    gpu.waits.clear()
+    with simulated():
+        for number, outputs in enumerate(made.step.evaluate(spans.watch(iter(batches)))):
+            if number == FIRST:
+                gpu.waits.clear()
+            if number == LAST:
+                waited = {(w.where, w.callers, w.drains) for w in gpu.waits}
+            gpu.work(BACKWARD_S)
+            spans.take(outputs, rows)
+        spans.finish()
+    assert len(found[0]) == whole.rows
+    return waited
+
+
+def test_predictions_come_late_enough(tmp_path):
+    for waited in on_ranks(2, waits_of_prediction, str(tmp_path), device="cuda"):
+        ours = [callers for where, callers, _ in waited if where.startswith("raytrec/")]
+        assert ours and all("raytrec/prediction/worker.py:_read" in callers for callers in ours)
+        assert not any(drains for *_, drains in waited)

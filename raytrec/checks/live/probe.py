@@ -111,7 +111,7 @@ class Parity(Check):
 
     def _begin(self, values: dict[str, torch.Tensor], batch: Batch) -> None:
         """Puts what rows will begin with that the batch has given to ids in the place of what they hold."""
-        for name, (rows, ids) in (batch.new_rows or {}).items():
+        for name, (rows, ids, _) in (batch.new_rows or {}).items():
             known, table = self._rows[name], self.run.tables[name]
             places = torch.searchsorted(known, rows)
             wanted = known[places.clamp(max=len(known) - 1)] == rows if len(known) else rows < 0

@@ -3,32 +3,22 @@ rows back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.common.collectives import Peers, RoundTrip, regrouped
 from raytrec.common.errors import RunError
 from raytrec.config.schema import Schema
-from raytrec.data.batch import Batch
+from raytrec.data.batch import Batch, NewRows
 from raytrec.embeddings.hashing import count_by_owner, first_keys, keys_of, unhash_bits
 from raytrec.embeddings.managed.row_map import RowMap
 
 COUNTED = "admitted", "evicted", "lookups", "fallback"  # of RowMap.counted
-
-
-class NewRows(NamedTuple):
-    """Rows that have another id than before, of all ranks.
-
-    Attributes:
-        rows, ids: int64 [n].
-    """
-
-    rows: torch.Tensor
-    ids: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -72,11 +62,11 @@ class IdExchange:
         asked, trip, owned = self._ask(ids)
         seen = [m.sight(step, d.keys, d.counts) for m, d in zip(maps, owned, strict=True)]
         sizes = [[len(s.wanted) for s in seen], [m.waiting for m in maps]]
-        gathered = self._peers.stack(torch.tensor(sizes, device=self._device))
-        wanted, waiting = gathered[:, 0].T.tolist(), gathered[:, 1].sum(0).tolist()
-        rows, new, sizes_TW = [], [], []
+        of_ranks = zip(*self._peers.stack(torch.tensor(sizes, device=self._device)).tolist(), strict=True)
+        wanted, waiting = (list(zip(*of, strict=True)) for of in of_ranks)
+        rows, new, sizes_TW = [], [], list[Sequence[int]]()
         for number, (of_table, its_keys) in enumerate(zip(maps, seen, strict=True)):
-            its_rows, places, admitted = of_table.admit(its_keys, wanted[number], waiting[number])
+            its_rows, places, admitted = of_table.admit(its_keys, wanted[number], sum(waiting[number]))
             new.append(torch.stack([its_rows[places], unhash_bits(its_keys.keys[places])], 1))
             rows.append(its_rows)
             sizes_TW.append(admitted)
@@ -122,7 +112,7 @@ class IdExchange:
             out[table] = its_rows.index_select(0, mine.places)
         return out
 
-    def _tell(self, new: list[torch.Tensor], sizes_TW: list[list[int]]) -> dict[str, NewRows]:
+    def _tell(self, new: list[torch.Tensor], sizes_TW: Sequence[Sequence[int]]) -> dict[str, NewRows]:
         """All ranks' new rows on every rank: the shards of a table are not where its ids are.
 
         Args:
@@ -133,7 +123,7 @@ class IdExchange:
         if not any(of_ranks):
             return {table: NewRows(*pairs.unbind(1)) for table, pairs in zip(self.maps, new, strict=True)}
         everything = self._peers.concatenate(torch.cat(new), of_ranks)
-        by_table = regrouped(torch.tensor(sizes_TW, device=self._device).T)
+        by_table = regrouped(torch.tensor(sizes_TW, device=self._device).T, sum(of_ranks))
         parts = everything[by_table].split([sum(sizes) for sizes in sizes_TW])
         return {table: NewRows(*pairs.unbind(1)) for table, pairs in zip(self.maps, parts, strict=True)}
 
@@ -150,6 +140,15 @@ def _merged(pairs: torch.Tensor) -> Distinct:
     return Distinct(keys, counts, places)
 
 
+def _peers(device: torch.device) -> Peers:
+    """All ranks; on GPUs in a separate group. NCCL does what one group is asked for in its order, so ids of
+    the next batch would wait for the gradients of this one."""
+    if device.type != "cuda" or not dist.is_initialized() or dist.get_world_size() == 1:
+        return Peers()
+    # Of hangs the coordinator learns; an early end of NCCL's time would name the rank that waits.
+    return Peers(group=dist.new_group(backend="nccl", timeout=timedelta(days=1)))
+
+
 class ManagedBatches:
     """Maps the ids of batches to rows before a model gets them. All methods are collectives.
 
@@ -164,7 +163,7 @@ class ManagedBatches:
     """
 
     def __init__(self, schema: Schema, seed: int, device: torch.device):
-        self._peers = peers = Peers()
+        self._peers = peers = _peers(device)
         self._device, self.steps, self._told = device, 0, {}
         self.maps = {
             name: RowMap(table.rows, table.ids, seed, peers, device)
@@ -203,8 +202,8 @@ class ManagedBatches:
         sums = []
         for table, part in self.maps.items():
             ages, before = part.ages(self.steps), self._told.get(table, {})
-            counted = [part.counted[key] - before.get(key, 0) for key in COUNTED]
-            self._told[table] = dict(part.counted)
+            self._told[table] = now = {key: int(part.counted[key]) for key in COUNTED}
+            counted = [now[key] - before.get(key, 0) for key in COUNTED]
             sums.append([len(part), len(ages), int(ages.sum()), *counted])
         out = {}
         totals = self._peers.sum(torch.tensor(sums, device=self._device)).tolist()
@@ -230,22 +229,23 @@ class ManagedBatches:
 
     def _ids(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
         """Managed table → the ids of its features, one feature after the other, on the maps' device."""
-        of_keys = sparse.values().split(sparse.length_per_key())
+        values = sparse.values().to(self._device, non_blocking=True)  # all, from pinned memory
+        of_keys = values.split(sparse.length_per_key())
         return {
-            table: torch.cat([of_keys[place] for place in places]).to(self._device)
-            for table, places in self._keys.items()
+            table: torch.cat([of_keys[place] for place in places]) for table, places in self._keys.items()
         }
 
     def _with_rows(self, sparse: KeyedJaggedTensor, rows: dict[str, torch.Tensor]) -> KeyedJaggedTensor:
-        sizes = sparse.length_per_key()
-        of_keys = list(sparse.values().split(sizes))
-        for table, places in self._keys.items():
-            parts = rows[table].to(sparse.values().device).split([sizes[place] for place in places])
-            for place, part in zip(places, parts, strict=True):
-                of_keys[place] = part
+        sizes, values = sparse.length_per_key(), sparse.values()
+        of_keys = list(values.split(sizes))
+        places = [place for table in rows for place in self._keys[table]]
+        found = torch.cat(list(rows.values())).to(values.device)  # at once: the host waits for a GPU here
+        for place, part in zip(places, found.split([sizes[place] for place in places]), strict=True):
+            of_keys[place] = part
+        joined = torch.empty_like(values, pin_memory=values.is_pinned())
         return KeyedJaggedTensor(
             sparse.keys(),
-            torch.cat(of_keys),
+            torch.cat(of_keys, out=joined),
             sparse.weights_or_none(),
             lengths=sparse.lengths(),
             stride=sparse.stride(),

@@ -56,7 +56,8 @@ def rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
 
 def _draw(keys: torch.Tensor, step: int, seed: int, bits: int) -> torch.Tensor:
     """A function of (seed, step, key) alone, even: int64 [n] of so many bits."""
-    salt = hash_bits(torch.tensor([seed]) ^ hash_bits(torch.tensor([step]))).to(keys.device)
+    of_seed, of_step = (torch.full((1,), number, device=keys.device) for number in (seed, step))
+    salt = hash_bits(of_seed ^ hash_bits(of_step))
     return (hash_bits(keys ^ salt) >> (64 - bits)) & (2**bits - 1)
 
 
@@ -83,13 +84,14 @@ def lowest(scores: torch.Tensor, keys: torch.Tensor, count: int, peers: Peers) -
         count: how many on all ranks; where there are fewer, all are taken.
     """
     device = scores.device
-    ends = [int(scores.min()), int(scores.max())] if len(scores) else [2**63 - 1, 0]
-    sizes, lows, highs = peers.stack(torch.tensor([len(scores), *ends], device=device)).T.tolist()
+    mine = torch.full((3,), len(scores), device=device)
+    mine[1], mine[2] = scores.aminmax() if len(scores) else (2**63 - 1, 0)
+    sizes, lows, highs = peers.stack(mine).T.tolist()
     if count >= sum(sizes):
         return torch.arange(len(scores), device=device)
     score, missing = _threshold(scores, count, min(lows), max(highs), peers)
     ties = (scores == score).nonzero().squeeze(1)
-    before = peers.stack(torch.tensor([len(ties)], device=device))[: peers.rank].sum()
+    before = peers.stack(torch.full((1,), len(ties), device=device))[: peers.rank].sum()
     mine = min(max(missing - int(before), 0), len(ties))
     ties = ties[keys[ties].argsort()[:mine]]
     return torch.cat([(scores < score).nonzero().squeeze(1), ties])
@@ -104,10 +106,13 @@ def _threshold(scores: torch.Tensor, count: int, low: int, high: int, peers: Pee
     while low < high:
         shift = max(0, (high - low).bit_length() - HISTOGRAM_BITS)
         bins = (scores - low) >> shift
-        histogram = peers.sum(torch.bincount(bins, minlength=2**HISTOGRAM_BITS))
+        # Not by bincount, for which the host would wait.
+        nothing = torch.zeros(2**HISTOGRAM_BITS, dtype=torch.int64, device=scores.device)
+        histogram = peers.sum(nothing.index_add_(0, bins, torch.ones_like(bins)))
         upto = histogram.cumsum(0)
-        place = int(torch.searchsorted(upto, count))
-        count -= int(upto[place] - histogram[place])
+        found = torch.searchsorted(upto, torch.full((1,), count, device=scores.device))
+        place, before = torch.cat([found, (upto - histogram).index_select(0, found)]).tolist()
+        count -= before
         low, high = low + (place << shift), min(high, low + ((place + 1) << shift) - 1)
         scores = scores[bins == place]
     return low, count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd, sqrt
 
@@ -57,7 +58,7 @@ class RowMap:
     Attributes:
         capacity: rows that ids can have.
         counted: since it began, ids of this rank that were admitted and evicted; ids of batches that were
-            looked up, those of the fallback among them.
+            looked up, those of the fallback among them (scalars on the device).
     """
 
     def __init__(self, rows: int, policy: ManagedIds, seed: int, peers: Peers, device: torch.device):
@@ -71,7 +72,9 @@ class RowMap:
         self._waiting = KeyMap(share if policy.admit_after > 1 else 0, fields, peers.world, device)
         self._free = Free(0, torch.empty(0, dtype=torch.int64, device=device))
         self._stride = _stride(self.capacity)
-        self.counted = dict.fromkeys(("admitted", "evicted", "lookups", "fallback"), 0)
+        self.counted: dict[str, int | torch.Tensor] = dict.fromkeys(
+            ("admitted", "evicted", "lookups", "fallback"), 0
+        )
 
     def __len__(self) -> int:
         return self._rows.count
@@ -151,8 +154,8 @@ class RowMap:
         return Sighting(step, keys, counts, rows, wanted[enough], sightings[enough])
 
     def admit(
-        self, seen: Sighting, wanted: list[int], waiting: int
-    ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        self, seen: Sighting, wanted: Sequence[int], waiting: int
+    ) -> tuple[torch.Tensor, torch.Tensor, Sequence[int]]:
         """Gives rows to ids; a collective.
 
         Args:
@@ -177,11 +180,12 @@ class RowMap:
             first = sum(of_ranks[: self._peers.rank])
             new_rows = self._take(given)[first : first + len(places)]
             rows = self._enter(seen, places, seen.sightings[chosen], new_rows)
-        self.counted["lookups"] += int(seen.counts.sum())
-        self.counted["fallback"] += int((seen.counts * (rows < 0)).sum())
+        # As numbers of the device, which the host would wait for.
+        self.counted["lookups"] = self.counted["lookups"] + seen.counts.sum()
+        self.counted["fallback"] = self.counted["fallback"] + (seen.counts * (rows < 0)).sum()
         return rows, places, of_ranks
 
-    def _choose(self, seen: Sighting, wanted: list[int]) -> tuple[torch.Tensor, list[int]]:
+    def _choose(self, seen: Sighting, wanted: Sequence[int]) -> tuple[torch.Tensor, Sequence[int]]:
         """(which of `seen.wanted` get a row; of each rank, how many these are); a collective."""
         which, refused = torch.arange(len(seen.wanted), device=self.device), sum(wanted) - self._available
         if refused <= 0:
@@ -189,7 +193,7 @@ class RowMap:
         keys = seen.keys[seen.wanted]
         of_keys = admission_scores(keys, seen.sightings, seen.step, self._seed)
         which = which[~torch.isin(which, lowest(of_keys, keys, refused, self._peers))]
-        count = torch.tensor([len(which)], device=self.device)
+        count = torch.full((1,), len(which), device=self.device)
         return which, self._peers.stack(count).squeeze(1).tolist()
 
     def _see(self, map: KeyMap, slots: torch.Tensor, counts: torch.Tensor, step: int) -> Entries:
@@ -264,7 +268,7 @@ class RowMap:
         collective."""
         rows = self._rows.at(slots).in_order().fields["row"].long()
         self._rows.remove(slots)
-        sizes = self._peers.stack(torch.tensor([len(rows)], device=rows.device)).squeeze(1).tolist()
+        sizes = self._peers.stack(torch.full((1,), len(rows), device=rows.device)).squeeze(1).tolist()
         left = torch.cat([self._free.left, self._peers.concatenate(rows, sizes)])
         self._free = replace(self._free, left=left)
         self.counted["evicted"] += len(rows)

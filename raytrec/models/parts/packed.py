@@ -9,13 +9,12 @@ import torch
 GROUPS = 8  # of rows of about the same length
 
 
-def pack_ids(present: torch.Tensor) -> Packed:
+def pack_ids(present: torch.Tensor, lengths: torch.Tensor | None = None) -> Packed:
     """The ids of sequences as layers take them; while torch exports, in shapes that no values decide.
 
-    Args:
-        present: bool [B, L], the first `length` of each row, the most recent first.
+    Args: see Packed.
     """
-    return Padded(present) if torch.compiler.is_exporting() else Packed(present)
+    return Padded(present) if torch.compiler.is_exporting() else Packed(present, lengths)
 
 
 class Packed:
@@ -28,29 +27,36 @@ class Packed:
 
     Args:
         present: bool [B, L], the first `length` of each row, the most recent first.
+        lengths: int [B], these lengths on the host, from which it knows all sizes; default: it waits until
+            the device has them.
 
     Attributes:
         recency: int64 [N], how many ids of the row are more recent. order: int64 [N], how many are older.
         there: bool [b, T] of each group, where there is an id.
     """
 
-    def __init__(self, present: torch.Tensor):
-        lengths_B = present.sum(1)
-        rows_N, self.recency = present.nonzero(as_tuple=True)
+    def __init__(self, present: torch.Tensor, lengths: torch.Tensor | None = None):
+        lengths_B, self._count = present.sum(1), len(present)
+        known_B = lengths_B.cpu() if lengths is None else lengths.clamp(max=present.shape[1])
+        self._size = max(-(-self._count // GROUPS), 1)
+        of_groups = known_B.sort(descending=True).values[:: self._size].clamp(min=1).tolist()
+        ids, rows = int(known_B.sum()), int(known_B.count_nonzero())
+        starts_B = lengths_B.cumsum(0) - lengths_B
+        rows_B = torch.arange(self._count, device=present.device)
+        rows_N = rows_B.repeat_interleave(lengths_B, output_size=ids)
+        self.recency = torch.arange(ids, device=present.device) - starts_B[rows_N]
         self._recent_first = rows_N * present.shape[1] + self.recency
         self.order = lengths_B[rows_N] - 1 - self.recency
         sorted_B, self._by_length = lengths_B.sort(descending=True, stable=True)
-        self._size = max(-(-len(lengths_B) // GROUPS), 1)
         longest = sorted_B[:: self._size].clamp(min=1)  # of each group
-        widths_B = longest.repeat_interleave(self._size)[: len(lengths_B)]
-        starts_B = torch.empty_like(widths_B)
-        starts_B[self._by_length] = widths_B.cumsum(0) - widths_B
-        self._by_time = starts_B[rows_N] + self.order
-        of_groups = zip(longest.tolist(), sorted_B.split(self._size), strict=True)
-        self.there = [_first(lengths_b.unsqueeze(1), length) for length, lengths_b in of_groups]
-        self._rows = (lengths_B > 0).nonzero().squeeze(1)
-        self._newest = (lengths_B.cumsum(0) - lengths_B)[self._rows]
-        self._count = len(lengths_B)
+        widths_B = longest.repeat_interleave(self._size)[: self._count]
+        padded_B = torch.empty_like(widths_B)
+        padded_B[self._by_length] = widths_B.cumsum(0) - widths_B
+        self._by_time = padded_B[rows_N] + self.order
+        groups = zip(of_groups, sorted_B.split(self._size), strict=True)
+        self.there = [_first(lengths_b.unsqueeze(1), length) for length, lengths_b in groups]
+        self._rows = self._by_length[:rows]
+        self._newest = starts_B[self._rows]
 
     def pack(self, values_BLD: torch.Tensor) -> torch.Tensor:
         """[B, L, D], the most recent first → [N, D]."""

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from standin.device import Gpu
 from standin.tensor import is_on_device, tensors_in
 
 COLLECTIVES = (
     *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter"),
-    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "all_gather_single"),
+    *("reduce_scatter_single", "all_reduce_coalesced", "all_gather_coalesced", "barrier"),
     *("send", "recv", "isend", "irecv"),
 )
 
@@ -72,6 +74,8 @@ def _checked(collective: Callable, name: str, is_nccl: Callable) -> Callable:
             host = [t for t in tensors_in((args, kwargs)) if not is_on_device(t)]
             if host:
                 raise RuntimeError(f"No backend type associated with device type cpu (in {name})")
+            if name == "barrier":
+                Gpu.active.wait(name)  # NCCL's is not done until the current stream is
         return collective(*args, **kwargs)
 
     return checked

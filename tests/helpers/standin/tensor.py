@@ -22,9 +22,11 @@ WAITING = {
 }
 # Operations that take tensors of two devices.
 ACROSS = {
-    *("copy_", "to", "_to_copy", "__getitem__", "__setitem__", "index_put_", "index_put", "__set__"),
-    *("__get__", "set_", "type", "as_subclass", "register_hook", "backward"),
+    *("copy_", "to", "_to_copy", "__set__", "__get__", "set_", "type", "as_subclass", "register_hook"),
+    "backward",
 }
+# Of these, indices may be in host memory where the values are on the device; never the reverse.
+INDEXING = {"__getitem__", "__setitem__", "index", "index_put", "index_put_", "_index_put_impl_"}
 # Operations that take no scalar of the other device either.
 STRICT = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
 COPIED = {"tensor", "as_tensor", "asarray"}  # factories that make values on the host and send them
@@ -220,10 +222,11 @@ def waits(name: str, args: tuple, kwargs: dict) -> bool:
         return isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None
     if name == "where":
         return len(args) == 1
-    if name in ("__getitem__", "index", "index_put_") or (
-        name == "__setitem__" and isinstance(args[2], torch.Tensor) and args[2].dim()
-    ):
-        return any(t.dtype == torch.bool for t in tensors_in(args[1]))
+    if name in INDEXING:
+        sent = any(t.dim() and not is_on_device(t) for t in tensors_in(args[1]))  # as pageable memory
+        masks = any(t.dtype == torch.bool for t in tensors_in(args[1]))
+        fills = name == "__setitem__" and not (isinstance(args[2], torch.Tensor) and args[2].dim())
+        return sent or (masks and not fills)
     return False
 
 
@@ -232,6 +235,15 @@ def _refuse_two_devices(name: str, func: Any, args: tuple, kwargs: dict) -> None
         return
     if torch._C._current_graph_task_id() != -1:  # autograd's engine makes ordinary tensors
         return
+    if name in INDEXING:
+        indices = [t for t in tensors_in(args[1]) if t.dim()]
+        if not is_on_device(args[0]) and any(map(is_on_device, indices)):
+            raise RuntimeError(
+                "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+            )
+        if len(args) < 3 or not indices:
+            return  # what is between slices is copied
+        args = (args[0], args[2])
     host = [t for t in tensors_in((args, kwargs)) if not is_on_device(t) and not t.is_meta]
     if name not in STRICT:
         host = [t for t in host if t.dim()]
