@@ -122,7 +122,7 @@ class DataSection(Section):
     """Concurrent Ray Data read tasks for each worker."""
     read_on: Literal["auto", "gpu_nodes", "cpu_nodes"] = "auto"
     """Where workers on GPUs have their rows read: auto: as many of the readers as they have CPUs for on nodes
-    without GPUs, the others beside the workers; or all on nodes of one kind."""
+    without GPUs, the others on the workers' nodes; or all on nodes of one kind."""
     buffer_gib: PositiveFloat = 0.5
     """GiB of rows read ahead for each worker, in Ray's object store."""
 
