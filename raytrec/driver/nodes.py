@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrec.common.errors import ConfigError
-from raytrec.common.machine import OTHER_DEVICE, built_for, smallest_gpu_memory
+from raytrec.common.machine import OTHER_DEVICE, built_for, gpu_kinds, not_served, smallest_gpu_memory
 from raytrec.compat.ray_core import nodes_without_gpus, starts_nodes
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.driver.session import bundle
 from raytrec.embeddings.planner.footprint import GIB
+from raytrec.embeddings.planner.gpus import known_gpu
 from raytrec.embeddings.planner.hosts import host_memory
-from raytrec.embeddings.planner.validation import validate_constraints
+from raytrec.embeddings.planner.validation import HOST_RESERVE, memory_for_copies, validate_constraints
 
 NODE_ANSWER_S = 60.0  # a node that Ray counts may be gone, or may have to start a process first
 
@@ -28,6 +29,7 @@ class GpuNode:
         built_for: the device that its packages are for; None: it did not answer, or has no torch.
         gpu_memory: bytes of its smallest GPU that programs can use; None: not known.
         host_memory: bytes of main memory; None: not known.
+        kinds: name and compute capability of each of its GPUs; none: not known.
     """
 
     address: str
@@ -35,6 +37,7 @@ class GpuNode:
     built_for: str | None = None
     gpu_memory: int | None = None
     host_memory: int | None = None
+    kinds: tuple[tuple[str, tuple[int, int]], ...] = ()
 
 
 def is_local() -> bool:
@@ -83,7 +86,12 @@ def _answer(ref: Any) -> dict[str, Any]:
 
 def look_here() -> dict[str, Any]:
     """What GpuNode has of the machine that this process runs on."""
-    return {"built_for": built_for(), "gpu_memory": smallest_gpu_memory(), "host_memory": host_memory()}
+    return {
+        "built_for": built_for(),
+        "gpu_memory": smallest_gpu_memory(),
+        "host_memory": host_memory(),
+        "kinds": tuple(gpu_kinds()),
+    }
 
 
 def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
@@ -95,7 +103,8 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
     Raises:
         ConfigError: fewer GPUs or CPUs than the workers and their readers need, and no autoscaler that could
             start more: Ray would wait for ever. Or there is one, and scaling.device is not set. Or
-            scaling.device is cuda, and the packages of a node with GPUs are for CPUs.
+            scaling.device is cuda, and the packages of a node with GPUs are for CPUs. Or FBGEMM has no code
+            for any of the GPUs.
     """
     scaling, grows = config.scaling, starts_nodes()
     if grows and not nodes and scaling.device == "auto":
@@ -120,8 +129,24 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
         )
         device = "cpu"
     if not grows:  # else the run reports for how many workers there is room, while it waits
+        if device == "cuda":
+            _check_kinds(nodes)
         _check_room(config, device, sum(node.gpus for node in nodes))
+    names = sorted({name for node in nodes for name, _ in node.kinds if not known_gpu(name)})
+    if device == "cuda" and names:
+        console.note(f"the bandwidths of {', '.join(names)} are not known: tables are sharded as for a V100")
     return device
+
+
+def _check_kinds(nodes: list[GpuNode]) -> None:
+    """Whether FBGEMM may have code for one of the GPUs. Workers check those that they are given.
+
+    Raises:
+        ConfigError: it has for none.
+    """
+    refusals = [not_served(kind, node.address) for node in nodes for kind in node.kinds]
+    if refusals and refusals[0] and all(refusals) and all(node.kinds for node in nodes):
+        raise refusals[0]
 
 
 def _check_room(config: RunConfig, device: str, gpus: int) -> None:
@@ -161,20 +186,22 @@ def reads_elsewhere(config: RunConfig, device: str) -> bool:
     )
 
 
-def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: list[GpuNode]) -> None:
+def check_constraints(
+    config: RunConfig, schema: Schema, device: str, nodes: list[GpuNode], console: Any
+) -> None:
     """Whether constraints can be kept with every number of workers, as far as hosts and memory are known.
 
     Args:
         nodes: those with GPUs.
     """
-    plan, most, local = config.plan, config.scaling.max_workers, is_local()
+    plan, least, most, local = config.plan, config.scaling.min_workers, config.scaling.max_workers, is_local()
     memory = int(plan.memory_gib * GIB) if plan.memory_gib else None
     if memory is None and device == "cuda":
         memory = min((node.gpu_memory for node in nodes if node.gpu_memory), default=None)
     elif memory is None and local:
         memory = host_memory() // most
-    for workers in range(config.scaling.min_workers, most + 1):
-        validate_constraints(
+    for workers in range(least, most + 1):
+        constraints = validate_constraints(
             config,
             schema,
             device,
@@ -183,6 +210,15 @@ def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: lis
             memory=memory,
             host_share=_host_share(nodes, workers, local),
         )
+    share = _host_share(nodes, least, local)
+    if device == "cuda" and share and config.checkpoint.async_save:
+        copies, ahead = memory_for_copies(config, schema, constraints, least)
+        if copies + ahead > (1 - HOST_RESERVE) * share:
+            console.warn(
+                f"checkpoints copy {copies / GIB:.1f} GiB of each GPU to main memory, {ahead / GIB:.1f} GiB "
+                f"of rows are read ahead, and processes need some of each worker's {share / GIB:.1f} GiB, "
+                "too (checkpoint.async_save=false copies nothing)"
+            )
 
 
 def _host_share(nodes: list[GpuNode], workers: int, local: bool) -> int | None:

@@ -2,20 +2,25 @@
 
 import json
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import parquet
 import pynvml
 import pytest
+from small import a_schema
 from waiting import wait_for
 
+from raytrec.common import machine
 from raytrec.common.errors import ConfigError
 from raytrec.common.machine import smallest_gpu_memory
 from raytrec.config.run_config import RunConfig
 from raytrec.driver import launch, nodes, session
 from raytrec.driver import run as driver
 from raytrec.driver.nodes import GpuNode
+from raytrec.embeddings.planner.constraints import resolve_constraints
+from raytrec.embeddings.planner.validation import memory_for_copies
 
 
 @pytest.fixture
@@ -148,6 +153,8 @@ class FakeNvml:
             nvmlDeviceGetHandleByIndex=lambda index: index,
             nvmlDeviceGetMigMode=mig_mode,
             nvmlDeviceGetMemoryInfo=memory,
+            nvmlDeviceGetName=["NVIDIA L4", "Tesla T4"].__getitem__,
+            nvmlDeviceGetCudaComputeCapability=[(8, 9), (7, 5)].__getitem__,
         )
 
 
@@ -159,6 +166,53 @@ def test_gpu_memory_is_known_without_taking_one(monkeypatch, visible, mig, memor
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with FakeNvml(mig).patches():
         assert smallest_gpu_memory() == memory
+
+
+@pytest.mark.parametrize("room,warns", [(2, 0), (1.05, 1)])
+def test_host_memory_that_is_short_for_checkpoints_is_pointed_out(ray_with_gpus, room, warns):
+    """Copies fit, and leave little for processes."""
+    tables = {"user": {"rows": 10**7, "dim": 64}, "tag": {"rows": 5, "dim": 8}}
+    given, config, said = a_schema(tables=tables), settings(2), []
+    needed = sum(memory_for_copies(config, given, resolve_constraints(config, given), 2))
+    host = [GpuNode("10.0.0.9", 2, host_memory=int(2 * needed * room))]
+    with patch("raytrec.driver.nodes.is_local", lambda: False):
+        nodes.check_constraints(config, given, "cuda", host, SimpleNamespace(warn=said.append))
+    assert len(said) == warns and all("checkpoints copy 1.2 GiB of each GPU" in text for text in said)
+
+
+@pytest.mark.parametrize("visible,refused", [("1", True), ("0,1", False), ("MIG-1", False)])
+def test_gpus_of_which_fbgemm_serves_none_are_refused_by_the_driver(
+    ray_with_gpus, console, monkeypatch, visible, refused
+):
+    """Of some that it does not serve, workers may be given none."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(machine, "installed", lambda package: "1.8.0")
+    with FakeNvml().patches(), patch("raytrec.driver.nodes.built_for", lambda: "cuda"):
+        found = nodes.gpu_nodes()
+    with pytest.raises(ConfigError, match="no code for Tesla T4") if refused else nullcontext():
+        assert nodes.choose_device(settings(), found, console) == "cuda"
+        assert ("bandwidths of Tesla T4 are" in "".join(console.said)) == (visible == "0,1")
+
+
+@pytest.mark.parametrize(
+    "saves,checkpoint,state,copies", [(1, "r", 1, 1), (0, "r/step-8", 0, 0), (0, "", 1, 0)]
+)
+def test_only_who_trains_needs_room_for_training(monkeypatch, saves, checkpoint, state, copies):
+    """On GPUs: a run; an evaluation or predictions of a checkpoint; `raytrec check`."""
+    seen = []
+
+    def check(config, *_):
+        seen.append(config)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(launch, "gpu_nodes", list)
+    monkeypatch.setattr(launch, "choose_device", lambda *_: "cuda")
+    monkeypatch.setattr(launch, "check_constraints", check)
+    with pytest.raises(ConfigError, match="enough"):
+        watch = SimpleNamespace(console=None)
+        launch.run_group(None, settings(), None, {}, checkpoint, watch, saves=bool(saves))
+    assert (seen[0].optim.embeddings.name != "sgd") == state
+    assert seen[0].checkpoint.async_save == copies
 
 
 def test_nccl_is_given_longer_than_the_hub():

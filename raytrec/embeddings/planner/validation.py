@@ -30,6 +30,19 @@ ON_DEVICE = "on one rank", "(plan.memory_gib, or what the device has)"
 ON_HOST = ("of host memory on one rank", "(its share of its host, less what checkpoints are copied to)")
 
 
+def without_saves(config: RunConfig) -> RunConfig:
+    """Without room for copies from which checkpoints are written."""
+    return config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"async_save": False})}
+    )
+
+
+def without_training(config: RunConfig) -> RunConfig:
+    """The same, with tables' optimizers that have no state: Adagrad's takes as much memory as the weights."""
+    optim = config.optim.model_copy(update={"embeddings": EmbeddingOptim(name="sgd"), "tables": {}})
+    return without_saves(config).model_copy(update={"optim": optim})
+
+
 def validate_constraints(
     config: RunConfig,
     schema: Schema,
@@ -230,13 +243,20 @@ def _check_memory(
             _check_fits({table: size.host for table, size in sizes.items()}, room, ON_HOST)
 
 
+def memory_for_copies(
+    config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], world: int
+) -> tuple[float, float]:
+    """Bytes of main memory that each rank on a GPU takes for page-locked copies of its tables, from which
+    checkpoints are written, and for rows read ahead."""
+    sizes = footprints(config, schema, constraints, "cuda").values()
+    return sum(size.device for size in sizes) / world, config.data.buffer_gib * GIB
+
+
 def _check_copies(
     config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], world: int, host_share: int
 ) -> None:
-    """The page-locked copies of tables on GPUs, from which checkpoints are written, against main memory: the
-    first save would end the processes of the host."""
-    sizes = footprints(config, schema, constraints, "cuda").values()
-    copies, ahead = sum(size.device for size in sizes) / world, config.data.buffer_gib * GIB
+    """The first save would end the processes of the host."""
+    copies, ahead = memory_for_copies(config, schema, constraints, world)
     if copies + ahead > host_share:
         raise ConfigError(
             f"checkpoints copy {copies / GIB:.1f} GiB of each GPU to main memory, where each worker also has "
