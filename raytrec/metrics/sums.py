@@ -59,16 +59,28 @@ class Sums:
         self._before = dict(total) if dist.get_rank() == 0 else {}
 
     def reduce(self) -> dict[str, float]:
-        """Figures over all ranks since the last call, by key (Selection.key); a collective.
+        """The `figures` since the last call; a collective, and the host waits for its result."""
+        return self.figures(self.take().cpu())
+
+    def take(self) -> torch.Tensor:
+        """The sums over all ranks since the last call, float64 on the device, for `figures`; a collective."""
+        sums = self._over_ranks()
+        self._before = {}
+        if self._vector is not None:
+            self._vector.zero_()
+        return sums
+
+    def figures(self, taken: torch.Tensor) -> dict[str, float]:
+        """Figures by key (Selection.key).
+
+        Args:
+            taken: of `take`, in host memory.
 
         Returns:
             rows; each SumMetric of each task, NaN where it is not defined, and its counts; of training the
             loss of a step, and of each task where that has several parts: means in which steps count by rows.
         """
-        sums = dict(zip(self._names, self._over_ranks().cpu(), strict=True))
-        self._before = {}
-        if self._vector is not None:
-            self._vector.zero_()
+        sums = dict(zip(self._names, taken, strict=True))
         figures: dict[str, float] = {ROWS: round(float(sums[ROWS])) if ROWS in sums else 0}
         losses = self._own(sums, LOSS_OF)
         for task, metrics in self.selection.of.items():

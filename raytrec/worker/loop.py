@@ -64,10 +64,12 @@ def train_worker(task: WorkerTask) -> None:
                 rows = order.global_rows(train.dataset.rows, progress.step % epoch_steps)
                 progress.count(rows, outputs)
                 if progress.step % config.train.log_every_steps == 0 or progress.step == total:
-                    context.report(messages.Train(step=progress.step, figures=progress.report()))
+                    progress.end_window()
+                progress.report(context)
                 observers.after_step(rows)
                 checkpoints.after_step(outputs)
             progress.clock.pause(context.device)
+            progress.report(context, wait=True)
             if progress.step < total and not progress.evaluated:
                 figures, curves = evaluate(step, valid, context.device, selection, items)
                 progress.evaluation = {"step": progress.step, **figures}
@@ -77,9 +79,11 @@ def train_worker(task: WorkerTask) -> None:
         checkpoints.finish()
         stopping.report(context)
     except Stopped:
+        progress.report(context, wait=True)
         context.report(messages.Stopped(step=progress.step))
         return context.close()
     except messages.Restart:
+        progress.report(context, wait=True)
         context.close()
         raise
     finally:

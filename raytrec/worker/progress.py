@@ -18,6 +18,7 @@ from raytrec.metrics.selection import Figure
 from raytrec.metrics.sums import Sums
 from raytrec.tasks.outputs import Outputs
 from raytrec.worker.context import WorkerContext
+from raytrec.worker.nonfinite import LATE, Fetch
 
 STOPPING_METRIC = "train.early_stopping.metric"
 
@@ -67,7 +68,7 @@ class Progress:
         nan_steps: steps that were skipped because their loss was not finite (train.on_nan: skip).
         window: sums for the metrics since they were last reported.
         clock: seconds and rows of training.
-        reported: the figures of the last window.
+        reported: the figures of the last window that are known.
         evaluation: figures of the last evaluation of train.eval_every_steps, and its step.
         early_stopping: of the evaluations so far the best figure, its step, and how many came since it.
     """
@@ -81,6 +82,8 @@ class Progress:
     reported: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
     early_stopping: dict[str, Any] = field(default_factory=dict)
+    _coming: tuple[int, dict[str, Any], Fetch] | None = None  # a window that has ended: step, counts, sums
+    _ready: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
     @property
     def evaluated(self) -> bool:
@@ -114,6 +117,7 @@ class Progress:
 
     def record(self) -> dict[str, Any]:
         """As JSON; a collective."""
+        self._settle()
         return {
             "step": self.step,
             "rows": self.rows,
@@ -135,16 +139,39 @@ class Progress:
         self.evaluation = record["evaluation"] or {}
         self.early_stopping = dict(record["early_stopping"])
 
-    def report(self) -> dict[str, Any]:
-        """Figures of the window, and of what has been counted since the last report; a collective."""
-        figures = self.reported = self.window.reduce()
-        self.trained += int(figures["rows"])
-        return figures | {
+    def end_window(self) -> None:
+        """Begins the figures of the window, and of what has been counted so far; a collective."""
+        self._settle()
+        counts = {
             "rows": self.rows,
             "rows_per_s": self.clock.rows_per_s,
-            "skipped_rows": self.rows - self.trained,
+            "skipped_rows": 0,  # as soon as the sums are known
             "nan_steps": self.nan_steps,
         }
+        self._coming = self.step, counts, Fetch(self.window.take())
+
+    def report(self, context: WorkerContext, wait: bool = False) -> None:
+        """Reports windows that have ended. A GPU's come LATE steps later: it still has to train the last of
+        their steps, and the host does not wait for that.
+
+        Args:
+            wait: report all.
+        """
+        if self._coming and (wait or context.device.type != "cuda" or self.step >= self._coming[0] + LATE):
+            self._settle()
+        for step, figures in self._ready:
+            context.report(messages.Train(step=step, figures=figures))
+        self._ready = []
+
+    def _settle(self) -> None:
+        if self._coming is None:
+            return
+        step, counts, fetch = self._coming
+        figures = self.reported = self.window.figures(fetch.wait())
+        self.trained += int(figures["rows"])
+        counts["skipped_rows"] = counts["rows"] - self.trained
+        self._ready.append((step, figures | counts))
+        self._coming = None
 
 
 class EarlyStopping:
@@ -196,7 +223,8 @@ class EarlyStopping:
             return
         step = self._progress.step
         if step % context.task.config.train.log_every_steps:
-            context.report(messages.Train(step=step, figures=self._progress.report()))
+            self._progress.end_window()
+            self._progress.report(context, wait=True)
         details = {"step": step, "reason": self._why(self._figure)}
         context.report(messages.Event(event=ENDED_EARLY, details=details))
 

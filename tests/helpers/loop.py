@@ -65,18 +65,19 @@ class Loop:
             after: called with the loop at each step, before what the ranks agree on.
         """
         from raytrec.common.errors import RunError
-        from raytrec.common.messages import Train
 
         try:
             self.observers.begin()
             for outputs in self.step.train(self.batches, steps):
                 self.progress.count(ROWS, outputs)
                 if self.progress.step % self.context.task.config.train.log_every_steps == 0:
-                    self.context.report(Train(step=self.progress.step, figures=self.progress.report()))
+                    self.progress.end_window()
+                self.progress.report(self.context)
                 self.observers.after_step(ROWS)
                 if after:
                     after(self)
                 self.checkpoints.after_step(outputs)
+            self.progress.report(self.context, wait=True)
             self.checkpoints.finish()
         except RunError as error:
             self.error = str(error)

@@ -150,3 +150,25 @@ def test_two_ranks_do_both_at_each_step(tmp_path):
     (count, drawn, expected), (_, other, _) = on_ranks(2, all_reduces, str(tmp_path))
     assert count >= 4
     assert drawn == expected != other
+
+
+def windows(rank, world, folder):
+    """(the steps at which figures of training were reported, their messages)."""
+    made, at = loop.make(rank, world, 23, ["train.log_every_steps=5", "checkpoint.every_s=null"], folder), []
+
+    def after(made):
+        told = sum(message["kind"] == "train" for message in made.said)
+        at.extend([made.progress.step] * (told - len(at)))
+
+    made.train(23, after)
+    messages = [message for message in made.said if message["kind"] == "train"]
+    figures = [{k: v for k, v in m.items() if k not in ("rows_per_s", "time")} for m in messages]
+    return at, [m["step"] for m in messages], figures, made.progress.trained
+
+
+def test_figures_of_gpus_are_those_of_cpus_but_later(tmp_path):
+    plain = on_ranks(2, windows, str(tmp_path / "cpu"))
+    on_gpus = on_ranks(2, windows, str(tmp_path / "cuda"), device="cuda")
+    (at, steps, *figures), (later, same, *others) = plain[0], on_gpus[0]  # whose messages alone are sent
+    assert at == steps == same == [5, 10, 15, 20] and later == [7, 12, 17, 22]
+    assert figures == others
