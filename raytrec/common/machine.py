@@ -10,11 +10,14 @@ import os
 import runpy
 import shutil
 import sysconfig
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from raytrec.common.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def visible_gpus() -> list[str]:
@@ -59,18 +62,35 @@ def smallest_gpu_memory() -> int | None:
     The driver's reserve is not counted, as in torch's total_memory. Of a GPU that is cut into MIG instances
     only these are used, and which ones is not known here: None.
     """
+    return min(_of_gpus(_usable_memory), default=None)
+
+
+def gpu_kinds() -> list[tuple[str, tuple[int, int]]]:
+    """Name and compute capability of each GPU of this machine that programs may use; none where not known."""
+    return _of_gpus(_kind)
+
+
+def _of_gpus(read: Callable[[str], T]) -> list[T]:
+    """What is read of each; nothing where there is no GPU, or one of them cannot be read."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
     except Exception:  # no library, or no driver
-        return None
+        return []
     try:
-        return min(map(_usable_memory, visible_gpus() or map(str, range(pynvml.nvmlDeviceGetCount()))))
+        return [read(name) for name in visible_gpus() or map(str, range(pynvml.nvmlDeviceGetCount()))]
     except (pynvml.NVMLError, ValueError):
-        return None
+        return []
     finally:
         pynvml.nvmlShutdown()
+
+
+def _kind(name: str) -> tuple[str, tuple[int, int]]:
+    import pynvml
+
+    handle = gpu_handle(name)
+    return pynvml.nvmlDeviceGetName(handle), tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
 
 
 def _usable_memory(name: str) -> int:
@@ -103,6 +123,54 @@ OTHER_DEVICE = "make clean, then make install DEVICE={device} (docs/install.md)"
 # on that capability alone, other on newer ones of its major version, too.
 _BOTH = frozenset({(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0)})
 SERVED = {"1.8.0": _BOTH, "1.9.0": _BOTH | {(10, 3)}}
+
+
+def not_served(kind: tuple[str, tuple[int, int]], host: str) -> ConfigError | None:
+    """The error about a GPU that FBGEMM of this environment has no code for; None where it has.
+
+    Args:
+        kind: its name and compute capability. host: where it is.
+    """
+    package = installed("fbgemm-gpu")
+    served = SERVED.get((package or "").partition("+")[0])  # of builds from source, nothing is known
+    gpu, capability = kind
+    if not served or capability in served:
+        return None
+    return ConfigError(
+        f"fbgemm-gpu {package} has no code for {gpu} (compute capability {'.'.join(map(str, capability))})",
+        where=f"scaling.device=cuda, {host}",
+        expected=f"one of {', '.join(f'{a}.{b}' for a, b in sorted(served))}, such as A100, A10G, L4, L40S, "
+        "H100, H200 or B200",
+        do="use such GPUs (docs/gpu.md), or CPUs: scaling.device=cpu",
+    )
+
+
+# What NVIDIA's driver (565 or newer) wants done to a GPU before it is used again: after errors of its memory
+# that were not corrected, and others (Xid).
+_RECOVERIES = {
+    "GPU_RESET": "a reset (nvidia-smi --gpu-reset)",
+    "NODE_REBOOT": "a reboot of its host",
+    "DRAIN_AND_RESET": "a reset, when nothing uses it",
+    "BUS_RESET": "a reset of its bus",
+    "SYSTEM_REBOOT": "a reboot of its host",
+}
+
+
+def awaits_recovery(device: str) -> str | None:
+    """What a device of torch's needs before it can be relied on; None where that is nothing, or not
+    known."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        (field,) = pynvml.nvmlDeviceGetFieldValues(
+            cuda_handle(device), [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
+        )
+    except Exception:  # no library or driver, older ones, a MIG instance
+        return None
+    names = {getattr(pynvml, f"NVML_GPU_RECOVERY_ACTION_{name}", None): name for name in _RECOVERIES}
+    known = field.nvmlReturn == pynvml.NVML_SUCCESS
+    return _RECOVERIES.get(names.get(field.value.uiVal, "")) if known else None
 
 
 def installed(package: str) -> str | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrec.common.errors import ConfigError
-from raytrec.common.machine import OTHER_DEVICE, built_for, smallest_gpu_memory
+from raytrec.common.machine import OTHER_DEVICE, built_for, gpu_kinds, not_served, smallest_gpu_memory
 from raytrec.compat.ray_core import nodes_without_gpus, starts_nodes
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -28,6 +28,7 @@ class GpuNode:
         built_for: the device that its packages are for; None: it did not answer, or has no torch.
         gpu_memory: bytes of its smallest GPU that programs can use; None: not known.
         host_memory: bytes of main memory; None: not known.
+        kinds: name and compute capability of each of its GPUs; none: not known.
     """
 
     address: str
@@ -35,6 +36,7 @@ class GpuNode:
     built_for: str | None = None
     gpu_memory: int | None = None
     host_memory: int | None = None
+    kinds: tuple[tuple[str, tuple[int, int]], ...] = ()
 
 
 def is_local() -> bool:
@@ -83,7 +85,12 @@ def _answer(ref: Any) -> dict[str, Any]:
 
 def look_here() -> dict[str, Any]:
     """What GpuNode has of the machine that this process runs on."""
-    return {"built_for": built_for(), "gpu_memory": smallest_gpu_memory(), "host_memory": host_memory()}
+    return {
+        "built_for": built_for(),
+        "gpu_memory": smallest_gpu_memory(),
+        "host_memory": host_memory(),
+        "kinds": tuple(gpu_kinds()),
+    }
 
 
 def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
@@ -95,7 +102,8 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
     Raises:
         ConfigError: fewer GPUs or CPUs than the workers and their readers need, and no autoscaler that could
             start more: Ray would wait for ever. Or there is one, and scaling.device is not set. Or
-            scaling.device is cuda, and the packages of a node with GPUs are for CPUs.
+            scaling.device is cuda, and the packages of a node with GPUs are for CPUs. Or FBGEMM has no code
+            for any of the GPUs.
     """
     scaling, grows = config.scaling, starts_nodes()
     if grows and not nodes and scaling.device == "auto":
@@ -120,8 +128,21 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
         )
         device = "cpu"
     if not grows:  # else the run reports for how many workers there is room, while it waits
+        if device == "cuda":
+            _check_kinds(nodes)
         _check_room(config, device, sum(node.gpus for node in nodes))
     return device
+
+
+def _check_kinds(nodes: list[GpuNode]) -> None:
+    """Whether FBGEMM may have code for one of the GPUs. Workers check those that they are given.
+
+    Raises:
+        ConfigError: it has for none.
+    """
+    refusals = [not_served(kind, node.address) for node in nodes for kind in node.kinds]
+    if refusals and refusals[0] and all(refusals) and all(node.kinds for node in nodes):
+        raise refusals[0]
 
 
 def _check_room(config: RunConfig, device: str, gpus: int) -> None:

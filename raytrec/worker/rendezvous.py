@@ -18,7 +18,7 @@ from ray.train.torch import TorchConfig
 
 from raytrec.cluster.session import socket_interfaces
 from raytrec.common.errors import ConfigError
-from raytrec.common.machine import OTHER_DEVICE, SERVED, installed
+from raytrec.common.machine import OTHER_DEVICE, awaits_recovery, not_served
 from raytrec.compat.ray_torch import TorchBackend
 from raytrec.compat.torch_ import bind_store
 
@@ -67,42 +67,36 @@ def grow_segments() -> None:
 
 
 def check_gpu() -> None:
-    """
+    """Checks each GPU of this host that the group uses: ranks of a host see those of each other.
+
     Raises:
-        ConfigError: torch cannot use the GPU that Ray has given to this process, or FBGEMM has no code for
-            it.
+        ConfigError: torch cannot use GPUs here, FBGEMM has no code for one, or one has failed.
     """
     import ray
     import torch
 
-    if torch.cuda.is_available():
-        return _check_capability(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
-    built = torch.version.cuda
-    raise ConfigError(
-        f"torch {torch.__version__} cannot use the GPU of {ray.util.get_node_ip_address()}"
-        + ("" if built else ": it is built for CPUs"),
-        where="scaling.device=cuda",
-        expected=f"NVIDIA's driver for CUDA {built} or newer (nvidia-smi shows its version)"
-        if built
-        else "the packages of requirements/cuda.txt wherever there are GPUs",
-        do="update the driver" if built else OTHER_DEVICE.format(device="cuda"),
-    )
-
-
-def _check_capability(gpu: str, capability: tuple[int, int]) -> None:
-    import ray
-
-    package = installed("fbgemm-gpu")
-    served = SERVED.get((package or "").partition("+")[0])  # of builds from source, nothing is known
-    if served and capability not in served:
-        major, minor = capability
+    host, built = ray.util.get_node_ip_address(), torch.version.cuda
+    if not torch.cuda.is_available():
         raise ConfigError(
-            f"fbgemm-gpu {package} has no code for {gpu} (compute capability {major}.{minor})",
-            where=f"the GPU of {ray.util.get_node_ip_address()}",
-            expected=f"one of {', '.join(f'{a}.{b}' for a, b in sorted(served))}, such as A100, A10G, L4, "
-            "L40S, H100, H200 or B200",
-            do="use such GPUs (docs/gpu.md), or CPUs: scaling.device=cpu",
+            f"torch {torch.__version__} cannot use the GPU of {host}"
+            + ("" if built else ": it is built for CPUs"),
+            where="scaling.device=cuda",
+            expected=f"NVIDIA's driver for CUDA {built} or newer (nvidia-smi shows its version)"
+            if built
+            else "the packages of requirements/cuda.txt wherever there are GPUs",
+            do="update the driver" if built else OTHER_DEVICE.format(device="cuda"),
         )
+    for index in range(torch.cuda.device_count()):
+        kind = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        if wrong := not_served(kind, host):
+            raise wrong
+        if recovery := awaits_recovery(f"cuda:{index}"):
+            raise ConfigError(
+                f"GPU {index} of {host} has failed: its driver asks for {recovery}",
+                where="scaling.device=cuda",
+                expected="GPUs that compute as they should (nvidia-smi -q: GPU Recovery Action)",
+                do="do that, or take the node out of the cluster, and resume the run",
+            )
 
 
 def interface_of(address: str) -> str | None:

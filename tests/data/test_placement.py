@@ -89,8 +89,8 @@ def test_reading_keeps_off_the_gpu_nodes(mixed, tmp_path, monkeypatch):
     data = scan(str(folder), ReadPlan(schema, transforms=tuple(transforms)))
 
     @ray.remote(num_gpus=1, num_cpus=1)
-    def train():
-        stream = Stream(data, Order(100, 6, "groups"), rank=0, world=1, readers=2)
+    def train(read_on):
+        stream = Stream(data, Order(100, 6, "groups"), rank=0, world=1, readers=2, read_on=read_on)
         rows = 0
         for batch in stream.batches():
             time.sleep(0.01)
@@ -98,11 +98,14 @@ def test_reading_keeps_off_the_gpu_nodes(mixed, tmp_path, monkeypatch):
         return ray.get_runtime_context().get_node_id(), rows
 
     cluster, plain = mixed
-    node, rows = ray.get(train.remote(), timeout=90)
+    node, rows = ray.get(train.remote("auto"), timeout=90)
     assert rows == 3000 and node != plain.node_id
     nodes = Counter(log.read_text().split())
     assert set(nodes) == {plain.node_id}, f"row groups read by node: {nodes}"
     log.unlink()
+    assert ray.get(train.remote("gpu_nodes"), timeout=90) == (node, 3000)
+    assert set(log.read_text().split()) == {node}
+    log.unlink()
     cluster.remove_node(plain)
-    assert ray.get(train.remote(), timeout=90) == (node, 3000)
+    assert ray.get(train.remote("auto"), timeout=90) == (node, 3000)
     assert set(log.read_text().split()) == {node}, "where no other node is left, GPU nodes read"

@@ -6,18 +6,22 @@ import shutil
 import threading
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import parquet
 import psutil
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import pynvml
 import pytest
 
+from raytrec.common import machine
 from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.config.run_config import load_config
 from raytrec.driver import run as driver
 from raytrec.driver.datasets import open_data
 from raytrec.driver.evaluation import evaluate
+from raytrec.worker.rendezvous import check_gpu
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -273,8 +277,6 @@ def test_gloo_and_nccl_are_told_the_interface_that_ray_uses(monkeypatch, tmp_pat
 def test_a_worker_whose_torch_has_no_gpu_says_so(monkeypatch):
     import torch
 
-    from raytrec.worker.rendezvous import check_gpu
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(ConfigError, match=r"cannot use the GPU of 127.0.0.1: it is built for CPUs") as error:
@@ -299,20 +301,40 @@ def test_memory_of_gpus_grows_unless_the_environment_has_other_settings(monkeypa
             assert os.environ == given | set_for_it
 
 
-@pytest.mark.parametrize("package,capability,works", [("1.8.0", (8, 9), True), ("1.8.0", (7, 5), False)])
-def test_a_gpu_that_fbgemm_has_no_code_for_is_named_before_anything_is_read(
-    monkeypatch, package, capability, works
-):
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Ranks of a host see each other's GPUs; here the second one is to be looked at."""
     import torch
 
-    from raytrec.worker import rendezvous
-
+    kinds = [("Good GPU", (8, 9)), ("Some GPU", (8, 0))]
+    monkeypatch.setattr(machine, "installed", lambda package: "1.8.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(rendezvous, "installed", lambda name: package)
-    with nullcontext() if works else pytest.raises(ConfigError, match=r"no code for Some GPU \(.* 7\.5\)"):
-        rendezvous.check_gpu()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: kinds[index][0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: kinds[index][1])
+    return kinds
+
+
+def test_a_gpu_that_fbgemm_has_no_code_for_is_named_before_anything_is_read(two_gpus):
+    check_gpu()
+    two_gpus[1] = ("Some GPU", (7, 5))
+    with pytest.raises(ConfigError, match=r"no code for Some GPU \(.* 7\.5\)"):
+        check_gpu()
+
+
+@pytest.mark.parametrize(
+    "action,status,asks", [(0, 0, None), (1, 0, "a reset"), (2, 0, "a reboot"), (3, 0, None), (1, 3, None)]
+)
+def test_a_gpu_that_has_failed_is_not_used_again(two_gpus, monkeypatch, action, status, asks):
+    """NVML knows what has to be done to it, with drivers that are new enough."""
+    field = SimpleNamespace(nvmlReturn=status, value=SimpleNamespace(uiVal=action))
+    healthy = SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=0))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetFieldValues", lambda gpu, _: [field if gpu else healthy])
+    with pytest.raises(ConfigError, match=f"GPU 1 of .* asks for {asks}") if asks else nullcontext():
+        check_gpu()
 
 
 def seen(folder):

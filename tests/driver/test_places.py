@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ import pynvml
 import pytest
 from waiting import wait_for
 
+from raytrec.common import machine
 from raytrec.common.errors import ConfigError
 from raytrec.common.machine import smallest_gpu_memory
 from raytrec.config.run_config import RunConfig
@@ -148,6 +150,8 @@ class FakeNvml:
             nvmlDeviceGetHandleByIndex=lambda index: index,
             nvmlDeviceGetMigMode=mig_mode,
             nvmlDeviceGetMemoryInfo=memory,
+            nvmlDeviceGetName=["NVIDIA L4", "Tesla T4"].__getitem__,
+            nvmlDeviceGetCudaComputeCapability=[(8, 9), (7, 5)].__getitem__,
         )
 
 
@@ -159,6 +163,19 @@ def test_gpu_memory_is_known_without_taking_one(monkeypatch, visible, mig, memor
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with FakeNvml(mig).patches():
         assert smallest_gpu_memory() == memory
+
+
+@pytest.mark.parametrize("visible,refused", [("1", True), ("0,1", False), ("MIG-1", False)])
+def test_gpus_of_which_fbgemm_serves_none_are_refused_by_the_driver(
+    ray_with_gpus, console, monkeypatch, visible, refused
+):
+    """Of some that it does not serve, workers may be given none."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(machine, "installed", lambda package: "1.8.0")
+    with FakeNvml().patches(), patch("raytrec.driver.nodes.built_for", lambda: "cuda"):
+        found = nodes.gpu_nodes()
+    with pytest.raises(ConfigError, match="no code for Tesla T4") if refused else nullcontext():
+        assert nodes.choose_device(settings(), found, console) == "cuda"
 
 
 def test_nccl_is_given_longer_than_the_hub():
