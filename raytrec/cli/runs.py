@@ -165,13 +165,14 @@ def plan(
     disk_gib: Annotated[
         float | None, typer.Option(help="Disk of each host for tables in files; default: enough.")
     ] = None,
+    gpu: Annotated[str, typer.Option(help="Which GPUs, as in nvidia-smi, for their bandwidths.")] = "",
     json: Json = False,
 ):
     """Plan the sharding of tables for machines that are not here; needs the schema, no data."""
     from raytrec.driver.plan import plan as make
     from raytrec.driver.plan import print_plan
 
-    found = make(config, overrides or [], hosts, gpus, memory_gib, host_memory_gib, disk_gib)
+    found = make(config, overrides or [], hosts, gpus, memory_gib, host_memory_gib, disk_gib, gpu)
     print_json(found) if json else print_plan(found)
 
 

@@ -12,6 +12,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.driver.session import bundle
 from raytrec.embeddings.planner.footprint import GIB
+from raytrec.embeddings.planner.gpus import known_gpu
 from raytrec.embeddings.planner.hosts import host_memory
 from raytrec.embeddings.planner.validation import validate_constraints
 
@@ -131,6 +132,9 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
         if device == "cuda":
             _check_kinds(nodes)
         _check_room(config, device, sum(node.gpus for node in nodes))
+    names = sorted({name for node in nodes for name, _ in node.kinds if not known_gpu(name)})
+    if device == "cuda" and names:
+        console.note(f"the bandwidths of {', '.join(names)} are not known: tables are sharded as for a V100")
     return device
 
 

@@ -21,6 +21,7 @@ def plan(
     memory_gib: float = 80,
     host_memory_gib: float | None = None,
     disk_gib: float | None = None,
+    gpu: str = "",
 ) -> dict[str, Any]:
     """The plan of a configuration. Reads its schema, and no data.
 
@@ -33,6 +34,7 @@ def plan(
         host_memory_gib: of each host's main memory, where tables with kernel fused_uvm(_caching) are;
             default: twice that of its GPUs.
         disk_gib: of each host's disk, where tables with kernel fused_mmap are; default: enough.
+        gpu: which GPUs, as in nvidia-smi, for their bandwidths; default: TorchRec's, a V100's.
 
     Returns:
         hosts, gpus, device, memory_gib; tables: one mapping each (table, rows, dim, sharding, kernel, ranks,
@@ -47,6 +49,7 @@ def plan(
     from raytrec.driver.prepare import resolve
     from raytrec.embeddings.planner.dry_run import ENOUGH_GIB, dry_run, gib_of_hosts, gib_of_ranks
     from raytrec.embeddings.planner.footprint import GIB, map_share
+    from raytrec.embeddings.planner.gpus import GPUS, known_gpu
 
     config = resolve(load_config(source, overrides), source)
     workers = config.scaling.max_workers
@@ -58,11 +61,14 @@ def plan(
             where="scaling.num_workers, --hosts, --gpus",
             expected="one worker for each GPU",
         )
+    if gpu and not known_gpu(gpu):
+        raise ConfigError(f"the bandwidths of {gpu} are not known", where="--gpu", expected=", ".join(GPUS))
     schema = Schema.load(config.data.schema_uri)
     check_fit(config, schema, here=False)
     with catch_warnings():  # of what TorchRec will change
         simplefilter("ignore", FutureWarning)
-        tables = dry_run(config, schema, hosts, gpus, memory_gib, host_memory_gib, disk_gib or ENOUGH_GIB)
+        disk = disk_gib or ENOUGH_GIB
+        tables = dry_run(config, schema, hosts, gpus, memory_gib, host_memory_gib, disk, gpu)
     memory_gib, maps_gib = config.plan.memory_gib or memory_gib, map_share(schema, workers) / GIB
     return {
         "hosts": hosts,

@@ -176,6 +176,7 @@ def test_gpus_of_which_fbgemm_serves_none_are_refused_by_the_driver(
         found = nodes.gpu_nodes()
     with pytest.raises(ConfigError, match="no code for Tesla T4") if refused else nullcontext():
         assert nodes.choose_device(settings(), found, console) == "cuda"
+        assert ("bandwidths of Tesla T4 are" in "".join(console.said)) == (visible == "0,1")
 
 
 def test_nccl_is_given_longer_than_the_hub():

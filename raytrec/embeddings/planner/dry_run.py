@@ -51,6 +51,7 @@ def dry_run(
     memory_gib: float = 80,
     host_memory_gib: float | None = None,
     disk_gib: float = ENOUGH_GIB,
+    gpu: str = "",
 ) -> list[PlannedTable]:
     """The plan on `hosts` × `gpus` GPUs, or workers on CPU (scaling.device), as a run there would make it.
 
@@ -62,6 +63,7 @@ def dry_run(
         memory_gib: of each GPU or worker, unless plan.memory_gib is set.
         host_memory_gib: of each host's main memory; default: twice that of its GPUs.
         disk_gib: of each host, for tables in files.
+        gpu: name of the GPUs (embeddings.planner.gpus), whose bandwidths the planner then takes.
 
     Raises:
         ConfigError: tables that do not fit, or constraints that cannot be met.
@@ -71,7 +73,7 @@ def dry_run(
     if min(hosts, gpus) < 1:
         raise ConfigError(f"{hosts} hosts with {gpus} GPUs each", expected="at least one of each")
     share = int(host_memory_gib * GIB) // gpus if host_memory_gib else 2 * memory
-    there = Hosts(gpus, (), memory, share, int(disk_gib * GIB) // gpus)
+    there = Hosts(gpus, (), memory, share, int(disk_gib * GIB) // gpus, frozenset([gpu] if gpu else []))
     optimizers = table_optimizers(config, schema)
     with _ranks_per_host(gpus), _quiet():
         constraints, topology = validated(there, world, config, schema, device)

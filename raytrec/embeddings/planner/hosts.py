@@ -12,6 +12,7 @@ from raytrec.compat.ray_core import system_memory
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tables import PlanSection
 from raytrec.embeddings.planner.footprint import GIB, free_disk
+from raytrec.embeddings.planner.gpus import bandwidths
 
 if TYPE_CHECKING:  # the driver reads host_memory without torch
     import torch
@@ -36,6 +37,7 @@ class Place:
         device_memory: bytes of its GPU; None on CPU.
         host_memory: bytes of its host.
         disk: bytes that are free where its host has tables with compute_kernel fused_mmap.
+        gpu: name of its GPU; empty on CPU.
     """
 
     host: str
@@ -44,6 +46,7 @@ class Place:
     device_memory: int | None
     host_memory: int
     disk: int = 0
+    gpu: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Hosts:
         memory: bytes of the smallest rank's device: of its GPU, on CPU of its share of its host.
         host_share: bytes of main memory that each rank has, where the ranks of a host share it evenly.
         disk_share: the same of the disk for tables with compute_kernel fused_mmap.
+        gpus: the names of all GPUs.
     """
 
     ranks_per_host: int
@@ -63,6 +67,7 @@ class Hosts:
     memory: int
     host_share: int
     disk_share: int = 0
+    gpus: frozenset[str] = frozenset()
 
 
 def agree_on_hosts(config: RunConfig, device: torch.device) -> Hosts:
@@ -84,11 +89,12 @@ def _place(config: RunConfig, device: torch.device) -> Place:
     import torch
     import torch.distributed as dist
 
-    memory = None
+    memory, gpu = None, ""
     if device.type == "cuda":
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        memory = torch.cuda.get_device_properties(device).total_memory
+        properties = torch.cuda.get_device_properties(device)
+        memory, gpu = properties.total_memory, properties.name
     return Place(
         # Ray's number of the node, too: machines that were copied may have one name.
         f"{socket.gethostname()}/{os.environ.get('NODE_RANK', '')}",
@@ -97,6 +103,7 @@ def _place(config: RunConfig, device: torch.device) -> Place:
         memory,
         host_memory(),
         free_disk(config),
+        gpu,
     )
 
 
@@ -116,7 +123,8 @@ def hosts_of(places: list[Place], config: PlanSection) -> Hosts:
     on_devices = [place.device_memory for place in places if place.device_memory is not None]
     memory = int(config.memory_gib * GIB) if config.memory_gib else min(on_devices, default=share)
     devices = tuple(place.device for place in places)
-    return Hosts(local if len(places) % local == 0 else 1, devices, memory, share, disk)
+    gpus = frozenset(place.gpu for place in places if place.gpu)
+    return Hosts(local if len(places) % local == 0 else 1, devices, memory, share, disk, gpus)
 
 
 def host_memory() -> int:
@@ -124,14 +132,13 @@ def host_memory() -> int:
     return system_memory()
 
 
-def capacity(device: str, memory: int, room: int, disk: int = 0) -> dict:
-    """What TorchRec's Topology takes: capacity of a rank in bytes and, on CPU, bandwidths in bytes per ms.
+def capacity(hosts: Hosts, device: str, memory: int, room: int) -> dict:
+    """What TorchRec's Topology takes: capacity of a rank in bytes, and bandwidths in bytes per ms.
 
     Args:
         device: cpu or cuda.
         memory: of each rank's device. room: for tables in host memory, of each rank on a GPU.
-        disk: for tables in files, of each rank on a CPU.
     """
     if device == "cuda":
-        return {"hbm_cap": memory, "ddr_cap": room}
-    return {"ddr_cap": memory, "ssd_cap": disk, **CPU_BANDWIDTHS}
+        return {"hbm_cap": memory, "ddr_cap": room, **bandwidths(hosts.gpus)}
+    return {"ddr_cap": memory, "ssd_cap": hosts.disk_share, **CPU_BANDWIDTHS}

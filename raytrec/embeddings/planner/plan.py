@@ -129,7 +129,7 @@ def validated(
     known = {"ranks_per_host": local, "memory": memory, "host_share": hosts.host_share}
     constraints = validate_constraints(config, schema, device, world=world, **known)
     room = host_room(config, schema, constraints, world, hosts.host_share)
-    sizes = capacity(device, memory, room, hosts.disk_share)
+    sizes = capacity(hosts, device, memory, room)
     return constraints, Topology(world_size=world, local_world_size=local, compute_device=device, **sizes)
 
 

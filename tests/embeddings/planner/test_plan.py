@@ -1,6 +1,7 @@
 """What the planner may choose, what it must keep to, and its message when nothing fits."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.planner.dry_run import dry_run, gib_of_hosts, gib_of_ranks
 from raytrec.embeddings.planner.footprint import GIB
 from raytrec.embeddings.planner.hosts import Place, host_memory, hosts_of
-from raytrec.embeddings.planner.plan import describe, name_devices, plan_for, sharders
+from raytrec.embeddings.planner.plan import describe, name_devices, plan_for, sharders, validated
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.worker.build import build_step, plan_of
 from raytrec.worker.initial_state import without_training
@@ -210,6 +211,34 @@ def test_memory_is_the_least_of_any_rank():
     assert hosts_of(on_cpu, section).memory == 16 * GIB
     section.memory_gib = 3
     assert hosts_of(places(4), section).memory == hosts_of(on_cpu, section).memory == 3 * GIB
+
+
+@pytest.mark.parametrize(
+    "gpus,memory,intra_host,inter_host",
+    [
+        (["NVIDIA H100 80GB HBM3"], 3350, 450, 50),
+        (["NVIDIA H100 80GB HBM3", "NVIDIA L40S"], 864, 32, 6.25),
+        (["NVIDIA A100 80GB PCIe"], 1935, 32, None),
+        (["NVIDIA H100 80GB HBM3", "one of next year"], None, None, None),
+    ],
+    ids=["one kind", "the slower", "without a network", "not known"],
+)
+def test_the_planner_knows_how_fast_gpus_are(gpus, memory, intra_host, inter_host):
+    ranks = [replace(place, gpu=gpus[i % len(gpus)]) for i, place in enumerate(places(4, 4))]
+    made = settings(8, {})
+    _, topology = validated(hosts_of(ranks, made.plan), 8, made, schema(), "cuda")
+    default = Topology(8, "cuda")
+    for name, gb in {"hbm_mem_bw": memory, "intra_host_bw": intra_host, "inter_host_bw": inter_host}.items():
+        assert getattr(topology, name) == (gb * 1e6 if gb else getattr(default, name))
+
+
+def test_plans_follow_from_how_fast_gpus_are():
+    tables = {f"t{i}": {"rows": 2000, "dim": 128} for i in range(8)}
+    given = a_schema(sparse={t: {"table": t} for t in tables}, tables=tables)
+    made = settings(8, {"sharding_types": ["table_wise", "data_parallel"]})
+    made.data.global_batch_size = 65536
+    found = {gpu: dry_run(made, given, gpu=gpu)[0].sharding_type for gpu in ("", "L4")}
+    assert found == {"": "table_wise", "L4": "data_parallel"}
 
 
 def trained_on(rank, world, gpus, expected_text):
