@@ -29,6 +29,7 @@ from raytrec.driver.failure_analysis import explain, write_story
 from raytrec.driver.nodes import check_constraints, choose_device, gpu_nodes, reads_elsewhere
 from raytrec.driver.recorder import Watch
 from raytrec.driver.session import bundle
+from raytrec.embeddings.planner.validation import without_saves, without_training
 from raytrec.worker.context import WorkerTask
 
 
@@ -63,7 +64,8 @@ def run_group(
     scaling = config.scaling
     nodes = gpu_nodes() if scaling.device != "cpu" else []
     device = choose_device(config, nodes, watch.console)
-    check_constraints(config, schema, device, nodes)
+    needed = config if saves else without_training(config) if checkpoint else without_saves(config)
+    check_constraints(needed, schema, device, nodes)
     watch.console.phase("starting the workers")
     for name, value in RAY_TRAIN.items():
         os.environ.setdefault(name, value)

@@ -28,7 +28,7 @@ from raytrec.compat.ray_train import (
 )
 from raytrec.driver.failure_analysis import Cause, Kind, find_cause
 
-NUMBER = re.compile(r"\d[\d.]*")
+FIGURE = re.compile(r"\d[\d.]*( bytes| [KMGT]iB)?")
 SETTLE_S = 2.0  # after a failure, until what has gone is no longer counted, and what comes back is
 CONNECT_S = 1.0
 GIVE_UP_S = 10.0  # then the old group is given up, whatever seems to be free
@@ -39,7 +39,8 @@ class FailuresWithReason(FailurePolicy):
     """Starts again after deaths and exceptions, `max_failures` times; at once gives up on errors for people.
 
     Nodes that go, and restarts that were asked for, are free. The same exception at the same step, twice in a
-    row, would come a third time; its numbers may be others (bytes that a GPU had left).
+    row, would come a third time; its figures may be others ("921.60 MiB" that a GPU had
+    left).
     """
 
     def __init__(self, config: Any, coordinator: Any, max_failures: int):
@@ -63,7 +64,7 @@ class FailuresWithReason(FailurePolicy):
         if cause.kind == Kind.OURS:
             return False
         self._left -= 1
-        seen = NUMBER.sub("#", cause.text), self._step()
+        seen = FIGURE.sub("#", cause.text), self._step()
         same = cause.kind == Kind.ERROR and self._last == seen
         self._last = seen
         return self._left >= 0 and not same

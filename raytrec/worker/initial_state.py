@@ -15,8 +15,8 @@ from raytrec.common import messages
 from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.tables import EmbeddingOptim
 from raytrec.embeddings.initial import fill_tables
+from raytrec.embeddings.planner.validation import without_training
 from raytrec.tasks.objective import Objective
 from raytrec.worker.build import build_step
 from raytrec.worker.step import Step
@@ -86,14 +86,6 @@ def _matching(tensors: State, saved: dict[str, dict]) -> State:
         for name, value in tensors.items()
         if not name.startswith("dense/") or (name in saved and saved[name]["shape"] == list(value.shape))
     }
-
-
-def without_training(config: RunConfig) -> RunConfig:
-    """With tables' optimizers that have no state (Adagrad's takes as much memory as the weights), and without
-    room for copies from which checkpoints are written."""
-    optim = config.optim.model_copy(update={"embeddings": EmbeddingOptim(name="sgd"), "tables": {}})
-    checkpoint = config.checkpoint.model_copy(update={"async_save": False})
-    return config.model_copy(update={"optim": optim, "checkpoint": checkpoint})
 
 
 def load_step(context: WorkerContext, objective: type[Objective] = Objective) -> Step:

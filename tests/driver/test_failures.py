@@ -146,8 +146,8 @@ def test_what_is_tried_again(coordinator):
     same = {0: GLOO, 1: KeyError("user")}
     assert decisions(coordinator, 8, same, same) == ["RETRY", "RAISE"], "twice alike at the same step"
     assert decisions(coordinator, 8, same, died, same) == ["RETRY"] * 3
-    memory = [{0: RuntimeError(f"CUDA out of memory. {gib} GiB is free")} for gib in (1.25, 0.9)]
-    assert decisions(coordinator, 8, *memory) == ["RETRY", "RAISE"], "with other numbers"
+    memory = [{0: RuntimeError(f"CUDA out of memory. {left} is free")} for left in ("1.25 GiB", "921.60 MiB")]
+    assert decisions(coordinator, 8, *memory) == ["RETRY", "RAISE"], "with other figures"
     assert decisions(coordinator, 8, ControllerError(ValueError("a bug"))) == ["RAISE"]
 
 

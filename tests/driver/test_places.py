@@ -179,6 +179,27 @@ def test_gpus_of_which_fbgemm_serves_none_are_refused_by_the_driver(
         assert ("bandwidths of Tesla T4 are" in "".join(console.said)) == (visible == "0,1")
 
 
+@pytest.mark.parametrize(
+    "saves,checkpoint,state,copies", [(1, "r", 1, 1), (0, "r/step-8", 0, 0), (0, "", 1, 0)]
+)
+def test_only_who_trains_needs_room_for_training(monkeypatch, saves, checkpoint, state, copies):
+    """On GPUs: a run; an evaluation or predictions of a checkpoint; `raytrec check`."""
+    seen = []
+
+    def check(config, *_):
+        seen.append(config)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(launch, "gpu_nodes", list)
+    monkeypatch.setattr(launch, "choose_device", lambda *_: "cuda")
+    monkeypatch.setattr(launch, "check_constraints", check)
+    with pytest.raises(ConfigError, match="enough"):
+        watch = SimpleNamespace(console=None)
+        launch.run_group(None, settings(), None, {}, checkpoint, watch, saves=bool(saves))
+    assert (seen[0].optim.embeddings.name != "sgd") == state
+    assert seen[0].checkpoint.async_save == copies
+
+
 def test_nccl_is_given_longer_than_the_hub():
     """It ends the process that waits; the coordinator names the rank that is waited for, and comes first."""
     run = settings(hang_timeout_s=45)

@@ -30,6 +30,19 @@ ON_DEVICE = "on one rank", "(plan.memory_gib, or what the device has)"
 ON_HOST = ("of host memory on one rank", "(its share of its host, less what checkpoints are copied to)")
 
 
+def without_saves(config: RunConfig) -> RunConfig:
+    """Without room for copies from which checkpoints are written."""
+    return config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"async_save": False})}
+    )
+
+
+def without_training(config: RunConfig) -> RunConfig:
+    """The same, with tables' optimizers that have no state: Adagrad's takes as much memory as the weights."""
+    optim = config.optim.model_copy(update={"embeddings": EmbeddingOptim(name="sgd"), "tables": {}})
+    return without_saves(config).model_copy(update={"optim": optim})
+
+
 def validate_constraints(
     config: RunConfig,
     schema: Schema,

@@ -18,9 +18,9 @@ from raytrec.embeddings.planner.dry_run import dry_run, gib_of_hosts, gib_of_ran
 from raytrec.embeddings.planner.footprint import GIB
 from raytrec.embeddings.planner.hosts import Place, host_memory, hosts_of
 from raytrec.embeddings.planner.plan import describe, name_devices, plan_for, sharders, validated
+from raytrec.embeddings.planner.validation import without_training
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.worker.build import build_step, plan_of
-from raytrec.worker.initial_state import without_training
 
 
 def schema(rows=100):
