@@ -65,7 +65,7 @@ def run_group(
     nodes = gpu_nodes() if scaling.device != "cpu" else []
     device = choose_device(config, nodes, watch.console)
     needed = config if saves else without_training(config) if checkpoint else without_saves(config)
-    check_constraints(needed, schema, device, nodes)
+    check_constraints(needed, schema, device, nodes, watch.console)
     watch.console.phase("starting the workers")
     for name, value in RAY_TRAIN.items():
         os.environ.setdefault(name, value)

@@ -14,7 +14,7 @@ from raytrec.driver.session import bundle
 from raytrec.embeddings.planner.footprint import GIB
 from raytrec.embeddings.planner.gpus import known_gpu
 from raytrec.embeddings.planner.hosts import host_memory
-from raytrec.embeddings.planner.validation import validate_constraints
+from raytrec.embeddings.planner.validation import HOST_RESERVE, memory_for_copies, validate_constraints
 
 NODE_ANSWER_S = 60.0  # a node that Ray counts may be gone, or may have to start a process first
 
@@ -186,20 +186,22 @@ def reads_elsewhere(config: RunConfig, device: str) -> bool:
     )
 
 
-def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: list[GpuNode]) -> None:
+def check_constraints(
+    config: RunConfig, schema: Schema, device: str, nodes: list[GpuNode], console: Any
+) -> None:
     """Whether constraints can be kept with every number of workers, as far as hosts and memory are known.
 
     Args:
         nodes: those with GPUs.
     """
-    plan, most, local = config.plan, config.scaling.max_workers, is_local()
+    plan, least, most, local = config.plan, config.scaling.min_workers, config.scaling.max_workers, is_local()
     memory = int(plan.memory_gib * GIB) if plan.memory_gib else None
     if memory is None and device == "cuda":
         memory = min((node.gpu_memory for node in nodes if node.gpu_memory), default=None)
     elif memory is None and local:
         memory = host_memory() // most
-    for workers in range(config.scaling.min_workers, most + 1):
-        validate_constraints(
+    for workers in range(least, most + 1):
+        constraints = validate_constraints(
             config,
             schema,
             device,
@@ -208,6 +210,15 @@ def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: lis
             memory=memory,
             host_share=_host_share(nodes, workers, local),
         )
+    share = _host_share(nodes, least, local)
+    if device == "cuda" and share and config.checkpoint.async_save:
+        copies, ahead = memory_for_copies(config, schema, constraints, least)
+        if copies + ahead > (1 - HOST_RESERVE) * share:
+            console.warn(
+                f"checkpoints copy {copies / GIB:.1f} GiB of each GPU to main memory, {ahead / GIB:.1f} GiB "
+                f"of rows are read ahead, and processes need some of each worker's {share / GIB:.1f} GiB, "
+                "too (checkpoint.async_save=false copies nothing)"
+            )
 
 
 def _host_share(nodes: list[GpuNode], workers: int, local: bool) -> int | None:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import parquet
 import pynvml
 import pytest
+from small import a_schema
 from waiting import wait_for
 
 from raytrec.common import machine
@@ -18,6 +19,8 @@ from raytrec.config.run_config import RunConfig
 from raytrec.driver import launch, nodes, session
 from raytrec.driver import run as driver
 from raytrec.driver.nodes import GpuNode
+from raytrec.embeddings.planner.constraints import resolve_constraints
+from raytrec.embeddings.planner.validation import memory_for_copies
 
 
 @pytest.fixture
@@ -163,6 +166,18 @@ def test_gpu_memory_is_known_without_taking_one(monkeypatch, visible, mig, memor
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with FakeNvml(mig).patches():
         assert smallest_gpu_memory() == memory
+
+
+@pytest.mark.parametrize("room,warns", [(2, 0), (1.05, 1)])
+def test_host_memory_that_is_short_for_checkpoints_is_pointed_out(ray_with_gpus, room, warns):
+    """Copies fit, and leave little for processes."""
+    tables = {"user": {"rows": 10**7, "dim": 64}, "tag": {"rows": 5, "dim": 8}}
+    given, config, said = a_schema(tables=tables), settings(2), []
+    needed = sum(memory_for_copies(config, given, resolve_constraints(config, given), 2))
+    host = [GpuNode("10.0.0.9", 2, host_memory=int(2 * needed * room))]
+    with patch("raytrec.driver.nodes.is_local", lambda: False):
+        nodes.check_constraints(config, given, "cuda", host, SimpleNamespace(warn=said.append))
+    assert len(said) == warns and all("checkpoints copy 1.2 GiB of each GPU" in text for text in said)
 
 
 @pytest.mark.parametrize("visible,refused", [("1", True), ("0,1", False), ("MIG-1", False)])

@@ -243,13 +243,20 @@ def _check_memory(
             _check_fits({table: size.host for table, size in sizes.items()}, room, ON_HOST)
 
 
+def memory_for_copies(
+    config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], world: int
+) -> tuple[float, float]:
+    """Bytes of main memory that each rank on a GPU takes for page-locked copies of its tables, from which
+    checkpoints are written, and for rows read ahead."""
+    sizes = footprints(config, schema, constraints, "cuda").values()
+    return sum(size.device for size in sizes) / world, config.data.buffer_gib * GIB
+
+
 def _check_copies(
     config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], world: int, host_share: int
 ) -> None:
-    """The page-locked copies of tables on GPUs, from which checkpoints are written, against main memory: the
-    first save would end the processes of the host."""
-    sizes = footprints(config, schema, constraints, "cuda").values()
-    copies, ahead = sum(size.device for size in sizes) / world, config.data.buffer_gib * GIB
+    """The first save would end the processes of the host."""
+    copies, ahead = memory_for_copies(config, schema, constraints, world)
     if copies + ahead > host_share:
         raise ConfigError(
             f"checkpoints copy {copies / GIB:.1f} GiB of each GPU to main memory, where each worker also has "
