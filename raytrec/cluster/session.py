@@ -250,10 +250,11 @@ def socket_interfaces(interface: str) -> dict[str, str]:
     administrator has written there.
     """
     gloo = {"GLOO_SOCKET_IFNAME": interface}
-    return gloo if _in_nccl_files("NCCL_SOCKET_IFNAME") else gloo | {"NCCL_SOCKET_IFNAME": f"={interface}"}
+    return gloo if in_nccl_files("NCCL_SOCKET_IFNAME") else gloo | {"NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
-def _in_nccl_files(name: str) -> bool:
+def in_nccl_files(name: str) -> bool:
+    """Whether a file of NCCL's on this machine sets a variable."""
     own = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")  # a user may have no home
     for file in (Path(own), Path("/etc/nccl.conf")):
         with suppress(OSError):

@@ -8,7 +8,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from raytrec.common.messages import Message, Phase, beat_s
+from raytrec.common.messages import Message, Phase, Warn, beat_s
 from raytrec.compat.versions import require_versions
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
@@ -47,6 +47,7 @@ class WorkerContext:
     Attributes:
         index: its rank, of `world`.
         attempt: how many groups of this driver there were before.
+        network: see rendezvous.chosen_network.
     """
 
     index: int
@@ -55,6 +56,7 @@ class WorkerContext:
     task: WorkerTask
     heartbeat: Heartbeat
     attempt: int
+    network: str = ""
 
     @classmethod
     def enter(cls, task: WorkerTask) -> WorkerContext:
@@ -70,6 +72,7 @@ class WorkerContext:
         import torch.distributed as dist
 
         from raytrec.worker.process import prepare_process
+        from raytrec.worker.rendezvous import chosen_network
 
         prepare_process(task.config.train)
         if task.folder not in sys.path:
@@ -86,7 +89,10 @@ class WorkerContext:
         attempt = ray.get(entering, timeout=60)
         lease_s = task.config.scaling.hang_timeout_s
         heartbeat = Heartbeat(task.coordinator, group[0], index, lease_s, beat_s(world))
-        return cls(index, world, device, task, heartbeat, attempt)
+        entered = cls(index, world, device, task, heartbeat, attempt, chosen_network())
+        if entered.network == "Socket" and context.get_local_world_size() < world:
+            entered.report(Warn(text="NCCL sends to other hosts over TCP (docs/gpu.md, NCCL)"))
+        return entered
 
     def stream(self, name: str, order: Any):
         """This rank's Stream of a dataset of the task; None where the task has no dataset of that name.

@@ -15,6 +15,7 @@ import raytrec
 from raytrec.checkpoint.state import LogicalState
 from raytrec.checks.live.registry import choose
 from raytrec.checks.live.runner import CheckedRun, LiveChecks, Outcome, Position, verdict
+from raytrec.checks.live.same_environment import NETWORK
 from raytrec.common import messages
 from raytrec.common.machine import installed_versions
 from raytrec.embeddings.taps import Taps
@@ -256,6 +257,7 @@ def describe_environment(context: WorkerContext) -> dict[str, Any]:
         "schema": context.task.schema.to_yaml(),
         "training data": context.task.fingerprint,
         "raytrec's code": code_hash(),
+        **({NETWORK: context.network} if context.device.type == "cuda" else {}),
         **installed_versions(),
     }
 

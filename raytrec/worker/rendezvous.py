@@ -12,15 +12,20 @@ local cluster that is loopback.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkstemp
 
 from ray.train.torch import TorchConfig
 
-from raytrec.cluster.session import socket_interfaces
+from raytrec.cluster.session import in_nccl_files, socket_interfaces
 from raytrec.common.errors import ConfigError
 from raytrec.common.machine import OTHER_DEVICE, awaits_recovery, not_served
 from raytrec.compat.ray_torch import TorchBackend
 from raytrec.compat.torch_ import bind_store
+
+NCCL_LOG = "raytrec-nccl-"  # how names of its files begin
 
 
 class _OwnAddressBackend(TorchBackend):
@@ -28,6 +33,7 @@ class _OwnAddressBackend(TorchBackend):
         worker_group.execute(keep_to_own_address)
         if backend_config.backend == "nccl":
             worker_group.execute(grow_segments)
+            worker_group.execute(log_network)
             worker_group.execute(check_gpu)
         super().on_start(worker_group, backend_config)
 
@@ -64,6 +70,32 @@ def grow_segments() -> None:
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def log_network() -> None:
+    """Has NCCL, which is still to begin, write what it chooses. Where NCCL_DEBUG is set, its messages are for
+    others."""
+    if "NCCL_DEBUG" not in os.environ and not in_nccl_files("NCCL_DEBUG"):
+        file, path = mkstemp(prefix=NCCL_LOG)
+        os.close(file)
+        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": path}
+
+
+def chosen_network() -> str:
+    """What NCCL sends to other hosts over: IB (InfiniBand, RoCE), Socket (TCP), a plugin's name; "" where
+    that is not known. After the first collective on GPUs, and once: what NCCL has written is removed.
+
+    NCCL 2.29.7: src/init.cc.
+    """
+    file = Path(os.environ.get("NCCL_DEBUG_FILE", ""))
+    if not file.name.startswith(NCCL_LOG):
+        return ""
+    try:
+        found = re.findall(r"Using network (.+)", file.read_text(errors="replace"))
+        file.unlink()
+    except OSError:
+        return ""
+    return found[-1].strip() if found else ""
 
 
 def check_gpu() -> None:

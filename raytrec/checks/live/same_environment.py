@@ -6,6 +6,7 @@ from raytrec.checks.live.outcome import START, Check, Outcome, Position, differi
 from raytrec.checks.live.registry import check
 
 VALUE_WIDTH = 60  # characters of a value
+NETWORK = "NCCL's network"
 
 
 @check("same_environment")
@@ -22,6 +23,8 @@ class SameEnvironment(Check):
             one, other = _apart(str(values[odd[0]]), str(usual))
             problems.append(f"{key} is {one!r} on {ranks(odd)} and {other!r} on the others")
         good = f"{len(position.about)} facts are the same on all ranks"
+        if network := position.about.get(NETWORK):
+            good += f"; NCCL's network is {network}"
         return self.outcome(position.step, problems, good, float(len(problems)), 0.0)
 
 

@@ -14,7 +14,7 @@ from raytrec.checks.live.finite import Finite
 from raytrec.checks.live.numerics import Numerics, Sizes
 from raytrec.checks.live.outcome import Position
 from raytrec.checks.live.replicas import Replicas
-from raytrec.checks.live.same_environment import SameEnvironment
+from raytrec.checks.live.same_environment import NETWORK, SameEnvironment
 
 WORLD, TABLES = 48, 6
 NAMES = [f"t{i}" for i in range(TABLES)]
@@ -73,6 +73,7 @@ def replicas(run, rank, bad):
 
 def same_environment(run, rank, bad):
     about = {"config": "x" * 9999, "torch": "2.12" if bad and rank == 37 else "2.13"}
+    about[NETWORK] = "Socket" if bad and rank == 37 else "IB"
     return SameEnvironment(run), Position(7, about=about)
 
 
@@ -84,8 +85,9 @@ TEXTS = {
     numerics: ["table t4: the gradient is NaN or infinite on rank 9", "max |value| is 1e+09 (on rank 9)"],
     finite: ["t5: a value is NaN or infinite on rank 30; t3: a value is NaN or infinite on ranks 5 and 6"],
     replicas: ["t3 on rank 37 is not what it is on the others"],
-    same_environment: ["torch is '2.12' on rank 37 and '2.13' on the others"],
+    same_environment: ["torch is '2.12' on rank 37 and '2.13' on the others", "'Socket' on rank 37"],
 }
+GOOD = {same_environment: "3 facts are the same on all ranks; NCCL's network is IB"}
 
 
 @pytest.mark.parametrize("bad", [False, True])
@@ -98,7 +100,7 @@ def test_ranks_exchange_objects_only_where_something_is_wrong(kind, bad):
     (outcome, spoken), *others = in_threads(WORLD, evaluated)
     assert all(other == (outcome, spoken) for other in others), "the same on all ranks"
     assert outcome.passed != bad and spoken == bad
-    for text in TEXTS[kind] if bad else ():
+    for text in TEXTS[kind] if bad else [GOOD.get(kind, "")]:
         assert text in outcome.text, outcome.text
 
 

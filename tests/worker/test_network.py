@@ -1,0 +1,46 @@
+"""Which network NCCL takes between hosts, from what it writes."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from raytrec.worker import rendezvous
+
+# As NCCL 2.29.7 (src/init.cc, src/debug.cc) writes it.
+WRITTEN = """h:1:2 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.1<0>
+h:1:2 [0] NCCL INFO Assigned NET plugin {0} to comm
+h:1:2 [0] NCCL INFO Using network {0}
+h:1:2 [0] NCCL INFO ncclCommInitRankConfig comm 0x1 rank 0 nranks 16
+"""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "environ", {"HOME": str(tmp_path)})
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+@pytest.mark.parametrize("network", ["IB", "Socket", "AWS Libfabric"])
+def test_the_network_is_read_and_nothing_is_left(tmp_path, network):
+    rendezvous.log_network()
+    assert os.environ["NCCL_DEBUG"] == "INFO"
+    (file,) = tmp_path.iterdir()
+    Path(os.environ["NCCL_DEBUG_FILE"]).write_text(WRITTEN.format(network))
+    assert rendezvous.chosen_network() == network and not file.exists()
+    assert rendezvous.chosen_network() == "", "it is known once"
+
+
+def test_who_wants_messages_of_nccl_gets_them(tmp_path):
+    os.environ |= {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": str(tmp_path / "mine")}
+    before = dict(os.environ)
+    rendezvous.log_network()
+    (tmp_path / "mine").write_text(WRITTEN.format("IB"))
+    assert os.environ == before and rendezvous.chosen_network() == ""
+    assert (tmp_path / "mine").exists()
+
+
+def test_nccls_own_file_comes_first(tmp_path):
+    (tmp_path / ".nccl.conf").write_text("NCCL_DEBUG=INFO\n")
+    rendezvous.log_network()
+    assert "NCCL_DEBUG" not in os.environ
