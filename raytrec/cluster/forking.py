@@ -27,6 +27,7 @@ import socket
 import struct
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 from threading import Thread
@@ -40,13 +41,15 @@ def main() -> None:
     own_path, sys.path[:] = list(sys.path), about["path"]
     with _no_gpu_asked_for():
         _import(about["modules"])
+    ready = _forks_can_use_gpus()
     about, (listener,) = _receive(control)
     os.environ.update(about["env"])
-    _import_ray(about["modules"])
+    if ready:  # else workers, which begin by themselves then, are not to wait for it
+        _import_ray(about["modules"])
+        ready = _forks_can_use_gpus() and _draw_apart()
     sys.path[:] = own_path
     gc.collect()
     gc.freeze()  # what is here stays: collections in those who are forked leave its pages shared
-    ready = _touched_no_device() and _draw_apart()
     _serve(control, socket.socket(fileno=listener), ready)
 
 
@@ -74,38 +77,46 @@ def _no_gpu_asked_for() -> AbstractContextManager[None]:
     return no_gpu_asked_for()
 
 
-def _touched_no_device() -> bool:
-    """A context of CUDA's does not survive a fork."""
+def _forks_can_use_gpus() -> bool:
+    """Whether CUDA has not begun here: its state does not survive a fork, and torch refuses such processes.
+    GPUs of WSL 2 have no device file."""
     places = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
     for place in places:
         with suppress(OSError):
             if os.readlink(place).startswith("/dev/nvidia"):
                 return False
-    return True
+    return _answer_of_fork(_refuses_gpus) == b"no"
+
+
+def _refuses_gpus() -> bytes:
+    from raytrec.compat.torch_ import refuses_gpus
+
+    return b"yes" if refuses_gpus() else b"no"
 
 
 def _draw_apart() -> bool:
-    """Whether two forked processes would give out different ids, and could use GPUs (where there are any:
-    those of WSL 2 have no device file)."""
-    return _drawn() != _drawn()
+    """Whether two forked processes would give out different ids."""
+    return _answer_of_fork(_draw) != _answer_of_fork(_draw)
 
 
-def _drawn() -> bytes:
+def _draw() -> bytes:
+    from ray import ObjectRef
+
+    return ObjectRef.from_random().binary()
+
+
+def _answer_of_fork(ask: Callable[[], bytes]) -> bytes:
+    """What a forked process answers; nothing where it fails."""
     reads, writes = os.pipe()
     if not (pid := os.fork()):
         with suppress(BaseException):
-            from ray import ObjectRef
-
-            from raytrec.compat.torch_ import refuses_gpus
-
-            if not refuses_gpus():
-                os.write(writes, ObjectRef.from_random().binary())
+            os.write(writes, ask())
         os._exit(0)
     os.close(writes)
     with open(reads, "rb") as file:
-        drawn = file.read()
+        answer = file.read()
     os.waitpid(pid, 0)
-    return drawn
+    return answer
 
 
 def _serve(control: socket.socket, listener: socket.socket, ready: bool) -> None:

@@ -110,6 +110,8 @@ def test_each_memory_is_reported_where_it_is(tmp_path, capsys):
     assert hosts.startswith("in host memory: ") and f"{2 * size:.1f} in all" in hosts
     with pytest.raises(ConfigError, match=r"table C2: .* of host memory"):
         plan(*given, host_memory_gib=128)
+    with pytest.raises(ConfigError, match="the bandwidths of T9 are not known"):
+        plan(*given, gpu="T9")
 
 
 def test_what_does_not_fit_says_so():

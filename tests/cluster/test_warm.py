@@ -43,6 +43,7 @@ def folder(tmp_path_factory):
     (folder / "with_gpus.py").write_text(WITH_GPUS)
     (folder / "asks.py").write_text("import torch; torch.cuda.is_available()")
     (folder / "begins.py").write_text("import torch; torch.cuda.device_count()")
+    (folder / "slow.py").write_text(f"open({str(folder / 'slow')!r}, 'w')")
     return folder
 
 
@@ -55,10 +56,10 @@ def place(folder):
 class warm:
     """A warm process that has imported modules as those of Ray's."""
 
-    def __init__(self, folder, *modules):
+    def __init__(self, folder, *modules, early=()):
         self._place = folder / f"{modules[-1]}.socket"
         sys.path.insert(0, str(folder))
-        self.process = Warm(["early", "numpy.random"], list(modules))
+        self.process = Warm(["early", "numpy.random", *early], list(modules))
         sys.path.remove(str(folder))
 
     def __enter__(self):
@@ -114,6 +115,11 @@ def test_who_is_forked_can_use_gpus(folder, module, forks):
     with warm(folder, "with_gpus", module) as place:
         found = outcome(folder, place)
         assert found["warm"] == forks and not found.get("refused")
+
+
+def test_where_nobody_can_be_forked_workers_do_not_wait_for_imports(folder):
+    with warm(folder, "slow", early=["with_gpus", "begins"]) as place:
+        assert not outcome(folder, place)["warm"] and not (folder / "slow").exists()
 
 
 def test_a_worker_and_who_asked_for_it_end_together_and_all_with_the_driver(folder):
