@@ -60,7 +60,7 @@ class Batcher:
         observe: is given the number of rows of each batch.
 
     Attributes:
-        waiting: rows that wait. busy_s: how long it has scored.
+        waiting: rows that wait.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Batcher:
         self._queue: deque[_Work] = deque()
         self._row_s = budget_s / 1024  # that a row takes, by the last batches
         self._running = False
-        self.waiting, self.busy_s = 0, 0.0
+        self.waiting = 0
 
     async def score(self, scorer: Scorer, program: ProgramName, asked: Asked) -> list[np.ndarray]:
         """Scores of a request's rows, as Scorer.score; or of a user's candidates, as Scorer.rank.
@@ -120,7 +120,6 @@ class Batcher:
                 began, batch = perf_counter(), self._next()
                 self._score(batch)
                 seconds, rows = perf_counter() - began, sum(len(work.rows) for work in batch)
-                self.busy_s += seconds
                 self._observe(rows)
                 if rows >= LEAST_ROWS:
                     self._row_s += (seconds / rows - self._row_s) / 8

@@ -12,7 +12,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from threading import Event, Lock, Thread
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -69,7 +69,7 @@ class Replica:
             ("GET", "/metrics"): self._metrics,
             ("GET", "/figures"): self._figures,
         }
-        self._busy = perf_counter(), 0.0
+        self._busy = perf_counter(), process_time()
         self._listener = Listener(App(self.service, more), served.host, served.port)
 
     def _join(self) -> None:
@@ -88,8 +88,9 @@ class Replica:
             raise RunError("the replica does not listen any more", where="HTTP")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """busy: which share of the time since the last call it has scored."""
-        (then, before), now = self._busy, (perf_counter(), self.service.batcher.busy_s)
+        """busy: CPU seconds a second since the last call; 1 is all that a replica can do, which reads, scores
+        and writes in one thread."""
+        (then, before), now = self._busy, (perf_counter(), process_time())
         self._busy = now
         return {"busy": (now[1] - before) / max(now[0] - then, 1e-3)}
 
