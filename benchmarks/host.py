@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 from time import perf_counter
@@ -27,12 +28,11 @@ from unittest.mock import patch
 import torch
 import typer
 from documents import fill, keep
-from gpu import FEATURES, batch_of, schema_of
+from gpu import FEATURES, WHOLE, batch_of, config_of, schema_of
 from rank_group import join_group
 from rich.console import Console
 from rich.table import Table
 
-from raytrec.config.run_config import RunConfig
 from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import Sums
 from raytrec.worker.build import build_step
@@ -112,17 +112,7 @@ class _Loop:
 
     def __init__(self, model: dict[str, Any], batch: Any, **train: Any):
         schema = schema_of(ROWS, WIDTH)
-        optim = {name: {"name": "adagrad", "lr": 0.005} for name in ("embeddings", "dense")}
-        config = RunConfig.model_validate(
-            {
-                "data": {"train": "unused/train", "global_batch_size": 1},
-                "scaling": {"num_workers": 1},
-                "model": model,
-                "optim": optim,
-                "plan": {"sharding_types": ["table_wise"]},
-                "train": train,
-            }
-        )
+        config = config_of(replace(WHOLE, layers=model), 1, **train)
         device = torch.device("cpu")
         with patch("raytrec.embeddings.optim.in_one_kernel", lambda weights: True):  # as on a GPU
             self._step, _ = build_step(config, schema, device)

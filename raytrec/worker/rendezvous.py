@@ -32,9 +32,7 @@ class _OwnAddressBackend(TorchBackend):
     def on_start(self, worker_group, backend_config) -> None:
         worker_group.execute(keep_to_own_address)
         if backend_config.backend == "nccl":
-            worker_group.execute(grow_segments)
-            worker_group.execute(log_network)
-            worker_group.execute(check_gpu)
+            worker_group.execute(prepare_gpu)
         super().on_start(worker_group, backend_config)
 
 
@@ -60,6 +58,17 @@ def keep_to_own_address() -> None:
         for name, value in socket_interfaces(interface).items():
             os.environ.setdefault(name, value)
         bind_store(address)
+
+
+def prepare_gpu() -> None:
+    """What has to be set or known before torch and NCCL begin on this worker's GPU.
+
+    Raises:
+        ConfigError: of `check_gpu`.
+    """
+    grow_segments()
+    log_network()
+    check_gpu()
 
 
 def grow_segments() -> None:
