@@ -31,8 +31,8 @@ class Means(nn.Module):
     def forward(self, dense: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         mean_BD = inputs["history"]
         if not isinstance(mean_BD, torch.Tensor):
-            vectors_BLD, present_BL, _ = mean_BD
-            mean_BD = vectors_BLD.sum(1) / present_BL.sum(1, keepdim=True).clamp(min=1)
+            history = mean_BD
+            mean_BD = history.vectors.sum(1) / history.present.sum(1, keepdim=True).clamp(min=1)
         return self.logit(torch.cat([mean_BD, inputs["item"]], 1)).squeeze(1)
 
 
