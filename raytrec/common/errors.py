@@ -71,6 +71,25 @@ class ConfigError(RaytrecError):
     """A configuration file, an override or a combination of keys is wrong."""
 
 
+class GpuFailed(ConfigError):
+    """A GPU must not be used before it has recovered.
+
+    Attributes:
+        place: ids that Ray has of its node, and of it there.
+    """
+
+    place = "", ""
+
+    def __reduce__(self):
+        return _rebuild_at, (super().__reduce__(), self.place)
+
+
+def _rebuild_at(parts, place):
+    error = parts[0](*parts[1])
+    error.place = place
+    return error
+
+
 class SchemaError(RaytrecError):
     """schema.yaml is wrong in itself."""
 

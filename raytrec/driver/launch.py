@@ -74,6 +74,7 @@ def run_group(
     from raytrec.cluster.lifeline import Lifeline, RayLost, wait_for
     from raytrec.compat.ray_train import ControlledTrainer, LateTorchConfig
     from raytrec.driver.coordinator import start_coordinator
+    from raytrec.driver.failed_gpus import FailedGpus
     from raytrec.driver.policies import FailuresWithReason, RoomOnNodes
 
     coordinator = start_coordinator(scaling.hang_timeout_s, PHASE_TIMEOUT_S)
@@ -94,7 +95,10 @@ def run_group(
         asks=not started_here(),
     )
     failures = FailuresWithReason(
-        ray.train.FailureConfig(), coordinator, scaling.max_failures if saves or restarts else 0
+        ray.train.FailureConfig(),
+        coordinator,
+        scaling.max_failures if saves or restarts else 0,
+        FailedGpus(scaling.min_workers),
     )
     stop = Stop(coordinator, scaling.shutdown_grace_s if saves else 0)
     lifeline = Lifeline(scaling.hang_timeout_s, own=started_here())

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.train.v2.api.exceptions import ControllerError
 
+from raytrec.common.errors import GpuFailed
 from raytrec.common.messages import Command
 from raytrec.compat.ray_core import available_resources, draining_nodes
 from raytrec.compat.ray_train import (
@@ -26,6 +27,7 @@ from raytrec.compat.ray_train import (
     RequestingPolicy,
     ResizeDecision,
 )
+from raytrec.driver.failed_gpus import FailedGpus
 from raytrec.driver.failure_analysis import Cause, Kind, find_cause
 
 FIGURE = re.compile(r"\d[\d.]*( bytes| [KMGT]iB)?")
@@ -39,13 +41,13 @@ class FailuresWithReason(FailurePolicy):
     """Starts again after deaths and exceptions, `max_failures` times; at once gives up on errors for people.
 
     Nodes that go, and restarts that were asked for, are free. The same exception at the same step, twice in a
-    row, would come a third time; its figures may be others ("921.60 MiB" that a GPU had
-    left).
+    row, would come a third time; its figures may be others ("921.60 MiB" that a GPU had left). GPUs that have
+    failed are left out, as long as there are others.
     """
 
-    def __init__(self, config: Any, coordinator: Any, max_failures: int):
+    def __init__(self, config: Any, coordinator: Any, max_failures: int, gpus: FailedGpus):
         super().__init__(config)
-        self._coordinator, self._left = coordinator, max_failures
+        self._coordinator, self._left, self._gpus = coordinator, max_failures, gpus
         self._last: tuple[str, int] | None = None
 
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
@@ -79,6 +81,9 @@ class FailuresWithReason(FailurePolicy):
         """The group did not come up: a node may have gone, or out of reach, in that moment."""
         failure = error.controller_failure
         cause = find_cause({0: failure})
+        if isinstance(cause.error, GpuFailed) and self._gpus.leave_out(cause.error):
+            self._coordinator.failed.remote(None, f"{cause.text}; it is left out", True, True)
+            return FailureDecision.RETRY
         again = isinstance(failure, RETRYABLE_CONTROLLER_ERRORS)
         if not again and cause.kind in (Kind.NODE, Kind.DEATH, Kind.FOLLOWED):
             again = self._again(cause)

@@ -20,8 +20,8 @@ from tempfile import mkstemp
 from ray.train.torch import TorchConfig
 
 from raytrec.cluster.session import in_nccl_files, socket_interfaces
-from raytrec.common.errors import ConfigError
-from raytrec.common.machine import OTHER_DEVICE, awaits_recovery, not_served
+from raytrec.common.errors import ConfigError, GpuFailed
+from raytrec.common.machine import OTHER_DEVICE, awaits_recovery, not_served, visible_gpus
 from raytrec.compat.ray_torch import TorchBackend
 from raytrec.compat.torch_ import bind_store
 
@@ -132,12 +132,15 @@ def check_gpu() -> None:
         if wrong := not_served(kind, host):
             raise wrong
         if recovery := awaits_recovery(f"cuda:{index}"):
-            raise ConfigError(
+            failed = GpuFailed(
                 f"GPU {index} of {host} has failed: its driver asks for {recovery}",
                 where="scaling.device=cuda",
                 expected="GPUs that compute as they should (nvidia-smi -q: GPU Recovery Action)",
                 do="do that, or take the node out of the cluster, and resume the run",
             )
+            gpu = (visible_gpus() or {index: str(index)})[index]
+            failed.place = ray.get_runtime_context().get_node_id(), gpu
+            raise failed
 
 
 def interface_of(address: str) -> str | None:

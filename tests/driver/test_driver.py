@@ -16,7 +16,7 @@ import pynvml
 import pytest
 
 from raytrec.common import machine
-from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.common.errors import ConfigError, DataError, GpuFailed, RunError
 from raytrec.config.run_config import load_config
 from raytrec.driver import run as driver
 from raytrec.driver.datasets import open_data
@@ -333,8 +333,9 @@ def test_a_gpu_that_has_failed_is_not_used_again(two_gpus, monkeypatch, action, 
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetFieldValues", lambda gpu, _: [field if gpu else healthy])
-    with pytest.raises(ConfigError, match=f"GPU 1 of .* asks for {asks}") if asks else nullcontext():
+    with pytest.raises(GpuFailed, match=f"GPU 1 of .* asks for {asks}") if asks else nullcontext() as error:
         check_gpu()
+    assert not asks or error.value.place[1] == "1"
 
 
 def seen(folder):

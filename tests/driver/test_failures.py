@@ -130,9 +130,10 @@ def decisions(coordinator, budget, *failures):
     """What the policy decides on one group error after the other."""
     import ray.train
 
+    from raytrec.driver.failed_gpus import FailedGpus
     from raytrec.driver.policies import FailuresWithReason
 
-    policy = FailuresWithReason(ray.train.FailureConfig(), coordinator, budget)
+    policy = FailuresWithReason(ray.train.FailureConfig(), coordinator, budget, FailedGpus(1))
     errors = [f if isinstance(f, Exception) else WorkerGroupError("", f) for f in failures]
     return [policy.make_decision(training_failed_error=e).value for e in errors]
 

@@ -1,6 +1,7 @@
 """Which device a run takes, and what it sets aside there, on a Ray that counts two GPUs (there are none)."""
 
 import json
+import pickle
 from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from small import a_schema
 from waiting import wait_for
 
 from raytrec.common import machine
-from raytrec.common.errors import ConfigError
+from raytrec.common.errors import ConfigError, GpuFailed
 from raytrec.common.machine import smallest_gpu_memory
 from raytrec.config.run_config import RunConfig
 from raytrec.driver import launch, nodes, session
@@ -130,6 +131,36 @@ def test_an_autoscaler_hears_of_the_cpus_that_read(ray_with_gpus):
     wait_for(lambda: asks(readers=4, workers=2), "request", 120)
     room.before_controller_abort()
     wait_for(lambda: asks(readers=0, workers=0), "end of the request", 120)
+
+
+def test_a_gpu_that_has_failed_is_left_out_where_there_are_others(ray_with_gpus):
+    """The second of two fails; it is reported as workers do, through Ray Train's controller."""
+    import ray
+    from ray.train.v2.api.exceptions import ControllerError
+
+    from raytrec.driver.failed_gpus import FailedGpus
+    from raytrec.driver.policies import FailuresWithReason
+
+    (node,) = nodes.alive_nodes()
+    failed = GpuFailed("GPU 1 of 127.0.0.1 has failed", do="reset it")
+    failed.place = node["NodeID"], "1"
+    failed = pickle.loads(pickle.dumps(failed))
+    assert failed.place[1] == "1" and failed.do == "reset it"
+
+    @ray.remote(num_gpus=1, num_cpus=0)
+    def given():
+        return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+    said = []
+    coordinator = SimpleNamespace(failed=SimpleNamespace(remote=lambda *about: said.append(about)))
+    for least, decision in ((2, "RAISE"), (1, "RETRY")):
+        gpus = FailedGpus(least)
+        policy = FailuresWithReason(ray.train.FailureConfig(), coordinator, 0, gpus)
+        assert policy.make_decision(training_failed_error=ControllerError(failed)).value == decision
+    assert [again for *_, again in said] == [False, True] and "it is left out" in said[1][1]
+    assert ray.get([given.remote() for _ in range(3)], timeout=60) == [["0"]] * 3
+    (holder,) = gpus._held
+    ray.kill(holder)
 
 
 class FakeNvml:
