@@ -134,6 +134,22 @@ def test_a_gpu_gives_the_same():
         assert found == pytest.approx(definition(given, AT), abs=1e-12)
 
 
+def waited(rank, world, given, cells):
+    """How often the host waits for its GPU to rank a batch."""
+    from standin import Gpu
+
+    Gpu.active.waits.clear()
+    ranked(rank, world, given, cells)
+    adds = [w for w in Gpu.active.waits if any(place.endswith("full_ranking.py:add") for place in w.callers)]
+    return len(adds) / 3
+
+
+def test_a_batch_is_ranked_with_few_waits():
+    """Of two ranks; and one for each block of items, where float32 does not decide."""
+    whole, blocks = (on_ranks(2, waited, rows(), cells, device="cuda") for cells in (1 << 22, 100))
+    assert max(whole) <= 12 and max(blocks) <= max(whole) + 5
+
+
 def test_no_row_counts():
     given = rows() | {"labels": np.zeros(ROWS, np.float32)}
     for found in on_ranks(2, ranked, given, 100):

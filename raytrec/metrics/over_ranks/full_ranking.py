@@ -50,7 +50,7 @@ class FullRanking:
         self._coming: deque[Queries] = deque()
         self._items: Items | None = None
         self._sums = torch.zeros(len(selection.of_ranking), dtype=torch.float64, device=device)
-        self._rows = self._unknown = 0
+        self._rows, self._known = 0, torch.zeros((), dtype=torch.int64, device=device)
 
     def take_items(self, step: Any, items: Any) -> None:
         """Computes the vectors of all items; a collective.
@@ -100,16 +100,17 @@ class FullRanking:
         """Ranks the items of the next batch's rows, given the vectors of all of its rows; a collective."""
         asked = self._coming.popleft()
         mine = vectors_BD[asked.rows.to(vectors_BD.device)]
-        queries, items, lengths = self._peers.gather([mine, asked.items, asked.lengths])
-        (seen,) = self._peers.gather([asked.seen])
-        if not len(items):
+        rows, seen = self._peers.stack(torch.tensor([len(asked.items), len(asked.seen)])).T.tolist()
+        if not sum(rows):
             return
+        together = self._peers.concatenate
+        items, lengths = together(torch.stack([asked.items, asked.lengths], 1), rows).unbind(1)
         of = torch.arange(len(items)).repeat_interleave(lengths)
-        ranks_Q, known_Q = self._ranks(queries, items, of, seen)
+        ranks_Q, known_Q = self._ranks(together(mine, rows), items, of, together(asked.seen, seen))
         for place, metric in enumerate(self._selection.of_ranking):
-            self._sums[place] += metric.of_ranks(ranks_Q)[known_Q].sum()
+            self._sums[place] += (metric.of_ranks(ranks_Q) * known_Q).sum()
         self._rows += len(items)
-        self._unknown += len(items) - int(known_Q.sum())
+        self._known += known_Q.sum()
 
     def _ranks(self, queries_QD: torch.Tensor, *asked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(ranks int64 [Q], from 1; which of the items there are bool [Q]); a collective."""
@@ -121,7 +122,7 @@ class FullRanking:
         scores_Q, known_Q = scores_Q.float(), known_Q > 0
         number = torch.arange(len(keys_Q), device=own_Q.device)
         left_out = torch.stack([torch.cat([of_S, number]), torch.cat([place_S, own_Q])])
-        above_Q = self._items.count_above(queries_QD, scores_Q, left_out[:, left_out[1] >= 0], self._cells)
+        above_Q = self._items.count_above(queries_QD, scores_Q, left_out, self._cells)
         return 1 + self._peers.sum(above_Q), known_Q
 
     def figures(self) -> dict[str, float | None]:
@@ -130,8 +131,12 @@ class FullRanking:
             f"{RETRIEVAL}.{metric.name}": total / self._rows if self._rows else None
             for metric, total in zip(self._selection.of_ranking, self._sums.tolist(), strict=True)
         }
-        counts = self._peers.sum(torch.tensor([len(self._items.keys)]))
-        return found | {RANKED_ROWS: self._rows, RANKED_ITEMS: int(counts), UNKNOWN_ITEMS: self._unknown}
+        counts = {
+            RANKED_ROWS: self._rows,
+            RANKED_ITEMS: int(self._peers.sum(torch.tensor([len(self._items.keys)]))),
+            UNKNOWN_ITEMS: self._rows - int(self._known),
+        }
+        return found | counts
 
 
 @dataclass(frozen=True)
@@ -175,12 +180,11 @@ class Items:
 
     def scores(self, queries_QD: torch.Tensor, places_Q: torch.Tensor) -> torch.Tensor:
         """The score of an item for each query, float32 [Q]; 0 where the place is -1."""
-        found = torch.zeros(len(places_Q), device=queries_QD.device)
-        here = places_Q >= 0
-        items = self.vectors[places_Q[here]].to(queries_QD.device).double()
-        here = here.to(queries_QD.device)
-        found[here] = (queries_QD[here].double() * items).sum(1).float()
-        return found
+        if not len(self.keys):
+            return torch.zeros(len(places_Q), device=queries_QD.device)
+        items = self.vectors[places_Q.clamp(min=0)].to(queries_QD.device).double()
+        here = (places_Q >= 0).to(queries_QD.device)
+        return (queries_QD.double() * items).sum(1).float().where(here, 0)
 
     def count_above(
         self, queries_QD: torch.Tensor, scores_Q: torch.Tensor, left_out: torch.Tensor, cells: int
@@ -188,7 +192,7 @@ class Items:
         """How many items have a score that is not below the given one, int64 [Q]; NaN is below nothing.
 
         Args:
-            left_out: [2, P], queries and places of items that do not count for them.
+            left_out: [2, P], queries and places of items that do not count for them; -1: of none.
             cells: queries × items that are held at a time.
         """
         device, block = queries_QD.device, max(1, cells // max(1, len(queries_QD)))
