@@ -1,6 +1,6 @@
 """How fast raytrec computes on a device, against the most that the device could do.
 
-    python benchmarks/gpu.py [--device auto|cpu|cuda] [--only lookup,dense,step,ingest] [--rounds 7]
+    python benchmarks/gpu.py [--device auto|cpu|cuda] [--only lookup,dense,step,kinds,host,ingest,exchange]
 
 The model is MLPerf's DLRM-DCNv2 as in jobs/criteo_1tb_8xa100.yaml, on one device. What is compared:
 
@@ -8,6 +8,9 @@ lookup   FBGEMM's kernels as TorchRec calls them: lookup and Adagrad's update of
          1 id a feature, and with MLPerf's 214 ids a row
 dense    forward, backward and optimizer of the dense layers: fp32, tf32, bf16, and the last two compiled
 step     raytrec's whole training step, of batches in pinned host memory: train.matmul fp32, tf32, bf16
+kinds    whole steps of other kinds, tf32: DLRM with and without managed ids, SASRec and HSTU
+host     steps of one row, which the host alone bounds: eager and compiled
+exchange with several GPUs, NCCL alone (gloo on CPU): a step's vectors to other ranks, dense gradients summed
 ingest   Parquet to batches on the device by raytrec's stream; and the copy to the device alone
 
 The sides of a case take turns in one process, and the median of their turns counts. The least time is what
@@ -19,6 +22,7 @@ which has no such sheet, peaks are measured and sizes small: that shows that the
 from __future__ import annotations
 
 import gc
+import json
 import statistics
 import subprocess
 import sys
@@ -46,6 +50,7 @@ from raytrec.data.read_plan import ReadPlan
 from raytrec.models import build_model
 from raytrec.worker.build import build_step
 from raytrec.worker.process import Numerics
+from raytrec.worker.step import Step
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 DENSE, FEATURES = 13, 26
@@ -362,16 +367,119 @@ def whole_steps(
     batches = [batch_of(batch, size.step_rows, [1] * FEATURES, seed) for seed in range(4)]
     for precision in precisions:
         step, _ = build_step(config_of(size, batch, matmul=precision), schema, device)
-
-        def steps(count: int, step=step) -> None:
-            for _ in step.train((batches[i % len(batches)] for i in range(count)), count):
-                pass
-
         model = step.model.module.head.model
         least = dense_least_s(size, model, batch, precision, peaks)
         least = least and least + batch * lookup_bytes(FEATURES, size.dim) / peaks.memory
-        sides.append(Side(precision, steps, batch, least))
+        sides.append(Side(precision, _steps_of(step, batches), batch, least))
     return sides
+
+
+def _steps_of(step: Step, batches: list[Batch]) -> Callable[[int], None]:
+    def steps(count: int) -> None:
+        fresh = (replace(batches[i % len(batches)]) for i in range(count))  # managed ids become rows in them
+        for _ in step.train(fresh, count):
+            pass
+
+    return steps
+
+
+def host_steps(size: Size, device: torch.device, compiled: bool) -> list[Side]:
+    """Steps of one row."""
+    sides, schema = [], schema_of(size.step_rows, size.dim)
+    batches = [batch_of(1, size.step_rows, [1] * FEATURES)]
+    for name, whether in [("eager", False), ("compiled", True)][: 1 + compiled]:
+        step, _ = build_step(config_of(size, 1, matmul="tf32", compile=whether), schema, device)
+        sides.append(Side(name, _steps_of(step, batches), 1, None))
+    return sides
+
+
+LAYERS = {"name": "dlrm", "bottom_mlp": [64], "top_mlp": [64]}
+NEXT_ITEM = {"negatives": "negatives", "blocks": 2, "heads": 2}
+
+
+def kinds_of_steps(size: Size, batch: int, device: torch.device) -> list[Side]:
+    """Managed ids next to the same tables without, and models of sequences; a tenth of the rows for these."""
+    sides, dim = [], min(size.dim, 64)
+    plain = schema_of(size.step_rows, dim).model_dump(exclude_unset=True)
+    managed = plain | {"tables": {name: {**t, "ids": "managed"} for name, t in plain["tables"].items()}}
+    batches = [batch_of(batch, size.step_rows, [1] * FEATURES, seed) for seed in range(4)]
+    for name, values in (("plain ids", plain), ("managed ids", managed)):
+        config = config_of(replace(size, layers=LAYERS | {"bottom_mlp": [64, dim]}), batch, matmul="tf32")
+        step, _ = build_step(config, Schema.parse(values, "benchmark"), device)
+        sides.append(Side(f"26 tables, {name}", _steps_of(step, batches), batch, None))
+    rows, length = max(2, batch // 10), 50
+    sequences = [sequences_of(rows, size.step_rows, length, seed) for seed in range(4)]
+    for name in ("sasrec", "hstu"):
+        layers = {"name": name, "max_length": length, "max_negatives": length, **NEXT_ITEM}
+        config = config_of(replace(size, layers=layers), rows, matmul="tf32")
+        step, _ = build_step(config, items_schema(size.step_rows, dim), device)
+        sides.append(
+            Side(f"{name}, {rows} rows of up to {length} ids", _steps_of(step, sequences), rows, None)
+        )
+    return sides
+
+
+def items_schema(rows: int, dim: int) -> Schema:
+    """One table of items, which two features read id by id."""
+    read = {"table": "item", "pooling": "sequence"}
+    return Schema.parse(
+        {
+            "labels": ["y"],
+            "dense": [],
+            "sparse": {"item": {"table": "item"}, "history": read, "negatives": read},
+            "tables": {"item": {"rows": rows, "dim": dim}},
+        },
+        "benchmark",
+    )
+
+
+def sequences_of(rows: int, table_rows: int, length: int, seed: int) -> Batch:
+    """Random histories of 1 to `length` ids, each with an item and as many negatives as ids."""
+    g = torch.Generator().manual_seed(seed)
+    own = torch.randint(1, length + 1, (rows,), generator=g, dtype=torch.int32)
+    lengths = torch.cat([torch.ones_like(own), own, own])
+    values = torch.randint(0, table_rows, (int(lengths.sum()),), generator=g)
+    sparse = KeyedJaggedTensor(["item", "history", "negatives"], values, lengths=lengths)
+    batch = Batch(torch.zeros(rows, 0), sparse, torch.ones(rows, 1), torch.ones(rows), rows)
+    return batch.pin_memory() if torch.cuda.is_available() else batch
+
+
+def exchange(size: Size, batch: int, device: torch.device, world: int) -> dict[str, Figures]:
+    """Collectives of a step between `world` processes on this machine, without anything else."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_exchange, (world, device.type, size, batch, folder), nprocs=world)
+        return {side: Figures(**f) for side, f in json.loads(Path(folder, "figures").read_text()).items()}
+
+
+def _exchange(rank: int, world: int, kind: str, size: Size, batch: int, folder: str) -> None:
+    from overhead import join
+
+    device = join(rank, world, kind, folder)
+    vectors = torch.randn(batch * FEATURES * size.dim // world * world, device=device)
+    model = build_model(schema_of(1, size.dim), config_of(size, batch).model)
+    gradients = torch.zeros(sum(p.numel() for p in model.parameters()), device=device)
+    sides = {
+        "all-to-all of vectors, fp32": lambda into, given: dist.all_to_all_single(into, given),
+        "all-to-all of vectors, bf16": lambda into, given: dist.all_to_all_single(into, given),
+        "all-reduce of dense gradients": lambda _, given: dist.all_reduce(given),
+    }
+    given = (vectors, vectors.bfloat16(), gradients)
+    found = {}
+    for (name, call), values in zip(sides.items(), given, strict=True):
+        into, seconds = torch.empty_like(values), []
+        for _ in range(20):
+            _wait(device)
+            began = perf_counter()
+            call(into, values)
+            _wait(device)
+            seconds.append(perf_counter() - began)
+        each = statistics.median(seconds[5:])
+        found[f"{name}, {values.nbytes / 2**20:.1f} MiB a rank"] = asdict(
+            Figures(each * 1e3, batch / each, None, None)
+        )
+    if rank == 0:
+        Path(folder, "figures").write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
 @contextmanager
@@ -472,11 +580,18 @@ def run(
                 "lookup": lambda batch=batch: lookups(size, batch, device, peaks),
                 "dense": lambda batch=batch: dense(size, batch, device, peaks, compiled),
                 "step": lambda batch=batch: whole_steps(size, batch, device, peaks),
+                "kinds": lambda batch=batch: kinds_of_steps(size, batch, device),
             }
             for name, sides in cases.items():
                 if name in only:
                     out[f"{name}, {batch} rows"] = measure(sides(), device, rounds, size.turn_s)
                     free(device)
+        if "host" in only:
+            out["host, 1 row"] = measure(host_steps(size, device, compiled), device, rounds, size.turn_s)
+    world = torch.cuda.device_count() if device.type == "cuda" else 2
+    if "exchange" in only and world > 1:
+        for batch in size.batches:
+            out[f"exchange of {world}, {batch} rows"] = exchange(size, batch, device, world)
     if "ingest" in only:
         with ingest(data, size.batches[0], device, peaks, readers) as sides:
             out[f"ingest, {size.batches[0]} rows"] = measure(sides, device, rounds, size.turn_s)
@@ -503,12 +618,14 @@ def show(found: dict[str, dict[str, Figures]], peaks: Peaks | None, name: str) -
             share = f"{f.share:.0%}" if f.share else "?"
             table.add_row(case, side, f"{f.ms:.2f}", f"{f.rows_per_s:,.0f}", least, share)
         table.add_section()
-    Console(width=110).print(table)
+    Console(width=130).print(table)
 
 
 def main(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    only: Annotated[str, typer.Option(help="Cases, with commas between.")] = "lookup,dense,step,ingest",
+    only: Annotated[
+        str, typer.Option(help="Cases, with commas between.")
+    ] = "lookup,dense,step,kinds,host,exchange,ingest",
     rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 7,
     readers: Annotated[int, typer.Option(help="Ray Data tasks that read.")] = 1,
     data: Annotated[Path, typer.Option(help="A folder of `raytrec prepare synthetic`.")] = Path(
