@@ -96,8 +96,10 @@ def running(export, replicas, folder):
     """`raytrec serve`, until the block ends.
 
     Args:
+        replicas: how many, or as MIN:MAX.
         folder: where its log goes.
     """
+    least = int(str(replicas).partition(":")[0])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -109,7 +111,7 @@ def running(export, replicas, folder):
 
     def answers():
         assert process.poll() is None, (folder / "serve.log").read_text()
-        return len(service.versions()) == replicas
+        return len(service.versions()) == least
 
     try:
         wait_for(answers, "the service", START_S)

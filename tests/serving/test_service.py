@@ -218,3 +218,9 @@ def test_it_listens_on_loopback_alone_and_ends_with_all_it_has_started(service):
     assert service.process.wait(60) == 0
     _, alive = psutil.wait_procs(family, 20)
     assert not alive
+
+
+def test_a_second_replica_comes_under_load(exports, tmp_path):
+    with running(exports[0]["whole"].path, "1:2", tmp_path) as service, Load(service, exports, 16) as load:
+        wait_for(lambda: len(service.versions()) == 2, "a second replica", 180)
+    assert not load.failed, load.failed[:3]
