@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raytrec.metrics.selection import Selection
-from raytrec.metrics.sums import Sums
+from raytrec.metrics.sums import HELD, Sums
 from raytrec.worker.build import build_step
 from raytrec.worker.progress import Progress
 from raytrec.worker.step import Step
@@ -44,7 +44,7 @@ sys.path.append(str(HERE.parent / "tests" / "helpers"))
 from operators import Operators  # noqa: E402
 
 RESULTS = HERE / "results" / "host.json"
-WARM, COUNTED, TIMED = 8, 4, 30  # steps
+WARM, COUNTED, TIMED = HELD, HELD, 5 * HELD  # steps
 ROWS, WIDTH = 1000, 8
 CASES: dict[str, dict[str, Any]] = {
     "dcn": {"name": "dcn", "bottom_mlp": [8] * 3, "cross_layers": 3, "cross_rank": 8, "top_mlp": [8] * 4},

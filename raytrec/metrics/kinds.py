@@ -59,7 +59,8 @@ class SumMetric(Metric):
 
     @staticmethod
     def sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
-        """What a batch of one rank adds, as scalars on its device; it must not make the host wait for that.
+        """What rows of one rank add, of one step or of a few, as scalars on its device; it must not make the
+        host wait for that.
 
         Metrics that share this very function share its sums. The names in it depend on nothing.
         """

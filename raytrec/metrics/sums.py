@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from raytrec.metrics.registry import SumMetric
 from raytrec.metrics.selection import LOSS, Selection
-from raytrec.tasks.outputs import Outputs
+from raytrec.tasks.outputs import Outputs, TaskOutputs
 
 ROWS = "rows"
 LOSS_OF = "loss of "  # begins the names of the tasks' losses (Outputs.losses)
+HELD, HELD_VALUES = 8, 1 << 22  # steps whose rows are summed together; fewer where they have so many logits
 
 
 class Sums:
     """Rows, and what the metrics of all tasks sum up, in float64 on the device: one vector, one all_reduce.
+
+    Rows of HELD steps are kept, and summed together: a GPU is given an eighth of the kernels, each with eight
+    times the work, and the host needs an eighth of the time.
 
     Args:
         selection: the metrics. Those of one task that have the same function `sums` share what it returns.
@@ -30,6 +35,7 @@ class Sums:
         self._names: list[str] = []  # of the vector; known after the functions have first been called
         self._before: dict[str, float] = {}  # what this rank resumes from
         self._vector: torch.Tensor | None = None
+        self._held: list[Outputs] = []  # steps that are not in the vector yet
         self._functions: dict[str, dict[Callable, str]] = {task: {} for task in selection.of}
         for task, metrics in selection.of.items():  # the first metric that has a function gives it its name
             for metric in metrics:
@@ -38,12 +44,23 @@ class Sums:
 
     def add(self, outputs: Outputs) -> None:
         """Adds a step of this rank; the host waits for nothing."""
-        found = {ROWS: outputs.rows.sum()}
-        found |= {LOSS_OF + task: loss for task, loss in outputs.losses.items()}
+        self._held.append(replace(outputs, vectors=None))
+        values = sum(own.logits.numel() for step in self._held for own in step.tasks.values())
+        if len(self._held) == HELD or values >= HELD_VALUES:
+            self._sum()
+
+    def _sum(self) -> None:
+        """Adds the steps that are held to the vector."""
+        if not self._held:
+            return
+        held, self._held = self._held, []
+        found = {ROWS: torch.cat([outputs.rows for outputs in held]).sum()}
+        for task in held[0].losses:
+            found[LOSS_OF + task] = torch.stack([outputs.losses[task] for outputs in held]).double().sum()
         for task, functions in self._functions.items():
+            joined = TaskOutputs.joined([outputs[task] for outputs in held])
             for function, prefix in functions.items():
-                given = function(outputs[task])
-                found |= {prefix + name: value for name, value in given.items()}
+                found |= {prefix + name: value for name, value in function(joined).items()}
         if self._vector is None:
             self._names = list(found)
             self._vector = self._tensor(self._before)
@@ -51,7 +68,8 @@ class Sums:
 
     def total(self) -> dict[str, float]:
         """The sums since the last `reduce` over all ranks, for `resume`; a collective."""
-        return dict(zip(self._names, self._over_ranks().tolist(), strict=True))
+        sums = self._over_ranks().tolist()
+        return dict(zip(self._names, sums, strict=True))
 
     def resume(self, total: dict[str, float]) -> None:
         """Continues from what `total` returned, with any number of ranks."""
@@ -97,6 +115,7 @@ class Sums:
 
     def _over_ranks(self) -> torch.Tensor:
         """The sums so far over all ranks; a collective."""
+        self._sum()
         sums = self._tensor(self._before) if self._vector is None else self._vector.clone()
         if dist.is_initialized():
             dist.all_reduce(sums)

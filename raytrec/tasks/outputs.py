@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,6 +41,18 @@ class TaskOutputs:
     labels: torch.Tensor
     weights: torch.Tensor
     keys: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, steps: Sequence[TaskOutputs]) -> TaskOutputs:
+        """The rows of several steps of a task, one after the other."""
+        import torch
+
+        rows = {
+            name: torch.cat([getattr(step, name) for step in steps])
+            for name in ("logits", "predictions", "labels", "weights")
+        }
+        keys = {name: torch.cat([step.keys[name] for step in steps]) for name in steps[0].keys}
+        return cls(**rows, keys=keys)
 
 
 @dataclass(frozen=True)

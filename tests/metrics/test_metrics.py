@@ -15,7 +15,7 @@ from raytrec.metrics.selection import Selection, figures_of
 from raytrec.tasks.outputs import Outputs, TaskOutputs
 from raytrec.tasks.task import resolve_tasks
 
-BATCHES, ROWS = 7, 40
+BATCHES, ROWS = 13, 40
 SCHEMA = a_schema(labels=["click", "watched"])
 TWO = [{"label": "click"}, {"label": "watched", "loss": "mse", "metrics": ["mae", "mse"]}]
 
@@ -87,16 +87,16 @@ def defined(logits, labels, weights):
 
 
 def test_the_sums_are_torchrecs():
-    """Bit for bit: what TorchRec's functions give, added up in float64."""
+    """Bit for bit: what TorchRec's functions give of the steps held, added up in float64."""
     from torchrec.metrics.calibration import compute_calibration, get_calibration_states
     from torchrec.metrics.ne import compute_logloss, compute_ne, get_ne_states
 
     ((_, figures),) = on_ranks(1, summed, TWO[:1])
     total = torch.zeros(6, dtype=torch.float64)
-    for outputs in batches(selection(TWO[:1])):
-        own = outputs["click"]
-        ne = get_ne_states(own.labels, own.predictions, own.weights, 1e-12)
-        calibration = get_calibration_states(own.labels, own.predictions, own.weights)
+    steps = [outputs["click"] for outputs in batches(selection(TWO[:1]))]
+    for held in steps[:3], steps[3:11], steps[11:]:  # `summed` saves after 3, 8 are held at most
+        own = [torch.cat([getattr(s, name) for s in held]) for name in ("labels", "predictions", "weights")]
+        ne, calibration = get_ne_states(*own, 1e-12), get_calibration_states(*own)
         total += torch.stack([value.double() for value in (*ne.values(), *calibration.values())])
     entropy, rows, positive, negative, predicted, labelled = total
     assert figures["logloss"] == float(compute_logloss(entropy, positive, negative, 1e-12)) * log(2)
@@ -113,6 +113,28 @@ def test_sums_go_on_with_any_number_of_ranks(before, after):
         assert resumed[0][1] == pytest.approx(whole, rel=1e-14)
     forgotten = on_ranks(after, summed, TWO, 3)[0][1]
     assert forgotten["rows"] < whole["rows"]
+
+
+def test_most_steps_launch_nothing_for_their_sums(monkeypatch):
+    """And whatever is held: what has been read is whole, and many logits are not held."""
+    from operators import Operators
+
+    from raytrec.metrics import sums as module
+
+    of = selection(TWO)
+    sums, given = module.Sums(of, torch.device("cpu")), list(batches(of))
+    with Operators() as operators:
+        for outputs in given[: module.HELD - 1]:
+            sums.add(outputs)
+        assert not operators.calls
+        sums.add(given[module.HELD - 1])
+        assert 0 < operators.calls.total() < 12 * module.HELD
+    whole = sums.reduce()
+    monkeypatch.setattr(module, "HELD_VALUES", 3 * 2 * ROWS)  # of both tasks: 3 steps
+    for outputs in given[: module.HELD]:
+        sums.add(outputs)
+        assert len(sums._held) < 3
+    assert sums.reduce() == pytest.approx(whole, rel=1e-6) and whole["rows"] > 0
 
 
 def nothing_yet(rank, world, total):
