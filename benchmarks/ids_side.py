@@ -101,11 +101,9 @@ def stream(ids: int, world: int) -> tuple[float, int]:
     from raytrec.common.collectives import Peers
     from raytrec.config.managed import ManagedIds
     from raytrec.embeddings.managed.batches import IdExchange
-    from raytrec.embeddings.managed.row_map import RowMap
 
     peers, cpu = Peers(), torch.device("cpu")
-    maps = {"item": RowMap(ROWS, ManagedIds(), 0, peers, cpu)}
-    exchange, mine = IdExchange(maps, peers, cpu), AT_ONCE // world
+    exchange, mine = IdExchange({"item": (ROWS, ManagedIds())}, 0, peers, cpu), AT_ONCE // world
     memory, before, began = psutil.Process().memory_info, 0, perf_counter()
     steps = -(-ids // AT_ONCE)
     for step in range(steps):

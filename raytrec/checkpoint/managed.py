@@ -24,7 +24,8 @@ from raytrec.checkpoint.state import State
 from raytrec.common.collectives import Peers, RoundTrip
 from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, sharded_tensor
 from raytrec.config.schema import Table
-from raytrec.embeddings.hashing import count_by_owner, first_keys, keys_of, unhash_bits
+from raytrec.embeddings.hashing import keys_of, unhash_bits
+from raytrec.embeddings.managed.distinct import count_by_owner
 from raytrec.embeddings.managed.key_map import Entries, Free, MapState
 from raytrec.embeddings.managed.row_map import RowMap
 from raytrec.scoring.lookups import IdRows
@@ -153,7 +154,8 @@ def _owned(names: list[str], tensors: State, device: torch.device) -> Entries:
     local = [tensors[name].local_shards() if name in tensors else [] for name in names]
     nothing = torch.empty(0, dtype=torch.int64)
     columns = torch.stack([shards[0].tensor if shards else nothing for shards in local], 1).to(device)
-    sizes = count_by_owner(keys_of(columns[:, 0]), first_keys(peers.world, device))
-    ids, *fields = RoundTrip([columns], [sizes], peers).received[0].unbind(1)
+    keys = keys_of(columns[:, 0])
+    sizes = count_by_owner(torch.zeros_like(keys), keys, 1, peers.world)
+    ids, *fields = RoundTrip(columns, sizes, peers).received.unbind(1)
     kinds = [name.rpartition("/")[2].removeprefix("waiting_") for name in names[1:]]
     return Entries(keys_of(ids), dict(zip(kinds, fields, strict=True)))

@@ -110,6 +110,20 @@ class Peers:
         padded[: len(values)] = values
         return torch.cat([part[:size] for part, size in zip(self.stack(padded), sizes, strict=True)])
 
+    def join(self, values: torch.Tensor, sizes_WT: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """The same of values that belong to tables: of each table, those of all ranks.
+
+        Args:
+            values: [n, ...], those of a table together.
+            sizes_WT: of each rank, how many each table has.
+        """
+        of_ranks = [sum(of_rank) for of_rank in sizes_WT]
+        of_tables = [sum(of_table) for of_table in zip(*sizes_WT, strict=True)]
+        if self.world > 1 and sum(of_ranks):
+            everything = self.concatenate(values, of_ranks)
+            values = everything[regrouped(torch.tensor(sizes_WT, device=values.device), sum(of_ranks))]
+        return list(values.split(of_tables))
+
     def union(self, keys: torch.Tensor) -> torch.Tensor:
         """The keys of all ranks, int64 [n] each: sorted, each once. Nothing is padded for ranks with few."""
         mine = keys.unique()
@@ -181,38 +195,38 @@ class RoundTrip:
     """Values of several tables to the ranks that own them, and the answers back; one exchange each way.
 
     Args:
-        parts: of each table, values [n, ...], in the order of the ranks that they go to.
-        sizes: of each table, how many go to each rank: int64 [ranks].
+        values: [n, ...], those of a table together, in the order of the ranks that they go to.
+        sent_TW: of each table, how many go to each rank: int64 [tables, ranks].
 
     Attributes:
-        received: of each table, the values [m, ...] of all ranks, in their order.
+        received: values [m, ...] of all ranks, those of a table together, in the ranks' order.
+        tables: int64 [m], the number of the table of each.
     """
 
-    def __init__(self, parts: list[torch.Tensor], sizes: list[torch.Tensor], peers: Peers):
+    def __init__(self, values: torch.Tensor, sent_TW: torch.Tensor, peers: Peers):
         self._peers = peers
-        sent_TW = torch.stack(sizes)
         received_WT = peers.transpose(sent_TW.T)
-        both = torch.stack([sent_TW, received_WT.T]).tolist()  # at once: the host waits for a GPU here
-        self._sent, self._received = ([sum(of_rank) for of_rank in zip(*of, strict=True)] for of in both)
-        self._of_tables = [[sum(of_table) for of_table in of] for of in both]
-        self._by_rank = regrouped(sent_TW, sum(self._sent))
-        self._by_table = regrouped(received_WT, sum(self._received))
-        arrived = peers.exchange(torch.cat(parts)[self._by_rank], self._sent, self._received)
-        self.received = list(arrived[self._by_table].split(self._of_tables[1]))
+        both = torch.stack([sent_TW.sum(0), received_WT.sum(1)])
+        self._sent, self._received = both.tolist()  # at once: the host waits for a GPU here
+        self._by_rank, of_all = regrouped(sent_TW, sum(self._sent)), sum(self._received)
+        self._by_table = regrouped(received_WT, of_all)
+        arrived = peers.exchange(values[self._by_rank], self._sent, self._received)
+        self.received = arrived[self._by_table]
+        numbers = torch.arange(len(sent_TW), device=values.device)
+        self.tables = numbers.repeat_interleave(received_WT.sum(0), output_size=of_all)
 
-    def back(self, answers: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The answers to what this rank has sent, of each table in the order of its values.
+    def back(self, answers: torch.Tensor) -> torch.Tensor:
+        """The answers to what this rank has sent, in the order of its values.
 
         Args:
-            answers: of each table [m], in the order of `received`.
+            answers: [m], in the order of `received`.
         """
-        by_table = torch.cat(answers)
-        by_rank = torch.empty_like(by_table)
-        by_rank[self._by_table] = by_table
+        by_rank = torch.empty_like(answers)
+        by_rank[self._by_table] = answers
         arrived = self._peers.exchange(by_rank, self._received, self._sent)
         by_table = torch.empty_like(arrived)
         by_table[self._by_rank] = arrived
-        return list(by_table.split(self._of_tables[0]))
+        return by_table
 
 
 def regrouped(sizes_AB: torch.Tensor, total: int) -> torch.Tensor:

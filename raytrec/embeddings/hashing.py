@@ -63,26 +63,10 @@ def shares(keys: torch.Tensor, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     return scaled >> _BITS, scaled & (2**_BITS - 1)
 
 
-def fallback_of(keys: torch.Tensor, first: int, rows: int) -> torch.Tensor:
+def fallback_of(keys: torch.Tensor, first: int | torch.Tensor, rows: int | torch.Tensor) -> torch.Tensor:
     """The row that each key [n] has as long as it has no own row: int64 [n].
 
     Args:
-        first: of the fallback's rows. rows: how many there are.
+        first: of the fallback's rows. rows: how many there are. Of all keys, or of each: int64 [n].
     """
     return first + keys.remainder(rows)
-
-
-def count_by_owner(keys: torch.Tensor, first_keys: torch.Tensor) -> torch.Tensor:
-    """How many of these keys, ascending, each rank owns: int64 [ranks].
-
-    Args:
-        first_keys: see `first_keys`.
-    """
-    ends = torch.searchsorted(keys, first_keys)
-    return torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_tensor([len(keys)]))
-
-
-def first_keys(world: int, device: torch.device) -> torch.Tensor:
-    """The least key that each rank but the first owns: int64 [world - 1]."""
-    starts = [-(-rank * 2**_BITS // world) - 2 ** (_BITS - 1) for rank in range(1, world)]
-    return torch.tensor(starts, dtype=torch.int64, device=device) << _BITS

@@ -8,11 +8,11 @@ from small import a_schema
 
 from raytrec.common.collectives import Peers
 from raytrec.config.managed import ManagedIds
-from raytrec.embeddings.hashing import NO_KEY, first_keys, hash_bits, keys_of, shares, unhash_bits
+from raytrec.embeddings.hashing import NO_KEY, hash_bits, keys_of, shares, unhash_bits
 from raytrec.embeddings.managed.batches import IdExchange
 from raytrec.embeddings.managed.key_map import Entries, KeyMap
 from raytrec.embeddings.managed.policy import lowest
-from raytrec.embeddings.managed.row_map import RowMap
+from raytrec.embeddings.managed.row_maps import RowMaps
 from raytrec.embeddings.planner.footprint import map_share
 
 CPU, ALONE = torch.device("cpu"), Peers(alone=True)
@@ -37,8 +37,7 @@ def random_batches(steps, seed=0, ids=400, size=60):
 
 def exchange_of(rows, policy=None, seed=0):
     """An IdExchange of one table, t."""
-    one = RowMap(rows, policy or ManagedIds(), seed, ALONE, CPU)
-    return IdExchange({"t": one}, ALONE, CPU)
+    return IdExchange({"t": (rows, policy or ManagedIds())}, seed, ALONE, CPU)
 
 
 def train(exchange, ids, step):
@@ -139,57 +138,90 @@ def test_keys_are_those_of_plain_python_and_lead_back_to_ids():
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_ranks_own_spans_of_keys(world):
-    keys = torch.cat([hash_bits(torch.arange(10_000)), first_keys(world, CPU), first_keys(world, CPU) - 1])
-    keys = keys.sort().values
+    firsts = torch.tensor([-(-rank * 2**32 // world) - 2**31 for rank in range(1, world)]).long() << 32
+    keys = torch.cat([hash_bits(torch.arange(10_000)), firsts, firsts - 1]).sort().values
     owners, within = shares(keys, world)
     assert (owners.diff() >= 0).all() and (owners * 2**32 + within).diff().min() >= 0
-    assert torch.equal(torch.searchsorted(first_keys(world, CPU), keys, right=True), owners)
+    assert torch.equal(torch.searchsorted(firsts, keys, right=True), owners)
     assert torch.bincount(owners, minlength=world).min() > 0.9 * 10_000 / world
 
 
-@pytest.mark.parametrize("made_for,steps", [(500, 60), (3, 30), (90, 60)])
-def test_a_key_map_is_a_dict(made_for, steps):
-    rng = np.random.default_rng(1)
-    map, plain = KeyMap(made_for, {"a": torch.int64, "b": torch.int32}, 1, CPU), {}
+@pytest.mark.parametrize("made_for,steps", [((500, 3), 60), ((3, 500), 30), ((90,), 60), ((0, 90, 5), 60)])
+def test_a_key_map_is_a_dict_for_each_table(made_for, steps):
+    rng, tables = np.random.default_rng(1), range(len(made_for))
+    map = KeyMap(made_for, {"a": torch.int64, "b": torch.int32}, 1, CPU)
+    plain = [{} for _ in tables]
+
+    def arguments(keys):  # of each table
+        numbers = [table for table in tables for _ in keys[table]]
+        return torch.tensor(numbers, dtype=torch.int64), [len(of_table) for of_table in keys]
+
+    def joined(values):
+        return torch.tensor([v for of_table in values for v in of_table], dtype=torch.int64)
+
     for step in range(steps):
-        new = [k for k in {key(int(i)) for i in rng.integers(0, 2000, 60)} if k not in plain]
-        values = rng.integers(0, 2**31, len(new)).tolist()
-        map.insert(Entries(torch.tensor(new), {"a": torch.tensor(values), "b": torch.tensor(values)}))
-        plain |= dict(zip(new, values, strict=True))
+        drawn = [{key(int(i)) for i in rng.integers(0, 2000, 60)} for _ in tables]
+        new = [[k for k in drawn[table] if k not in plain[table]] for table in tables]
+        values = [rng.integers(0, 2**31, len(of_table)).tolist() for of_table in new]
+        entries = Entries(joined(new), {"a": joined(values), "b": joined(values)})
+        map.insert(*arguments(new), entries)
+        for table in tables:
+            plain[table] |= dict(zip(new[table], values[table], strict=True))
         if step >= 8:  # as many leave as come
-            gone = [list(plain)[i] for i in rng.choice(len(plain), len(new), replace=False)]
-            map.remove(map.find(torch.tensor(gone)))
-            plain = {k: v for k, v in plain.items() if k not in gone}
-        sought = torch.tensor([key(i) for i in range(2000)])
-        slots = map.find(sought)
-        assert (slots >= 0).tolist() == [k in plain for k in sought.tolist()]
+            gone = [
+                [list(its)[i] for i in rng.choice(len(its), len(came), replace=False)]
+                for its, came in zip(plain, new, strict=True)
+            ]
+            numbers, sizes = arguments(gone)
+            map.remove(numbers, sizes, map.find(numbers, joined(gone)))
+            plain = [{k: v for k, v in plain[t].items() if k not in gone[t]} for t in tables]
+        sought = [[key(i) for i in range(2000)] for _ in tables]
+        slots = map.find(arguments(sought)[0], joined(sought))
         there = slots >= 0
-        assert map.fields["a"][slots[there]].tolist() == [plain[k] for k in sought[there].tolist()]
-        everything = map.entries()
-        assert dict(zip(everything.keys.tolist(), everything.fields["b"].tolist(), strict=True)) == plain
-        assert map.count == len(plain)
+        assert there.tolist() == [k in plain[t] for t in tables for k in sought[t]]
+        expected = [plain[t][k] for t in tables for k in sought[t] if k in plain[t]]
+        assert map.fields["a"][slots[there]].tolist() == expected
+        for table in tables:
+            its = map.entries(table)
+            assert dict(zip(its.keys.tolist(), its.fields["b"].tolist(), strict=True)) == plain[table]
+            assert map.counts[table] == len(plain[table])
+        few = [table for table in tables if table != 1]
+        which, slots = map.below(few, "b", [2**30 + table for table in few])
+        low = [(n, v) for n, t in enumerate(few) for v in plain[t].values() if v < 2**30 + t]
+        assert sorted(zip(which.tolist(), map.fields["a"][slots].tolist(), strict=True)) == sorted(low)
     # Keys that have left no longer count as passing.
-    map.remove(map.occupied())
-    assert map.count == 0 and not map._passed.any()
+    everything = [map.occupied(table) for table in tables]
+    map.remove(*arguments(everything), torch.cat(everything))
+    assert not any(map.counts) and not map._passed.any()
 
 
 @pytest.mark.parametrize("highest", [1, 3, 5000, 2**62, 2**63 - 1])
 def test_the_lowest_are_those_of_a_sorted_list(highest):
     rng = np.random.default_rng(2)
     scores, keys = torch.tensor(rng.integers(0, highest, 300)), torch.tensor(rng.permutation(300))
-    order = sorted(range(300), key=lambda i: (scores[i], keys[i]))
+
+    def expected(start, end, count):
+        return sorted(range(start, end), key=lambda i: (scores[i], keys[i]))[:count]
+
+    alone = torch.zeros_like(keys)
     for count in (1, 2, 150, 299, 300, 301):
-        assert sorted(lowest(scores, keys, count, ALONE).tolist()) == sorted(order[:count])
-    assert len(lowest(scores[:0], keys[:0], 5, ALONE)) == 0
+        assert lowest(alone, scores, keys, [count], ALONE).tolist() == sorted(expected(0, 300, count))
+    assert len(lowest(alone[:0], scores[:0], keys[:0], [5], ALONE)) == 0
+    tables = torch.tensor([0] * 100 + [2] * 40 + [3] * 160)  # the second has nothing
+    for counts in ([1, 1, 40, 159], [100, 3, 2, 80], [30, 9, 41, 161]):
+        of_tables = zip((0, 100, 100, 140), (100, 100, 140, 300), counts, strict=True)
+        chosen = [place for of_table in of_tables for place in expected(*of_table)]
+        assert lowest(tables, scores, keys, counts, ALONE).tolist() == sorted(chosen)
 
 
 @pytest.mark.parametrize("ids", ["managed", {"admit_after": 2}])
 def test_a_full_map_takes_what_a_plan_counts(ids):
     rows = 100_001
     schema = a_schema(sparse={"f": {"table": "t"}}, tables={"t": {"rows": rows, "dim": 4, "ids": ids}})
-    part = RowMap(rows, schema.tables["t"].ids, 0, ALONE, CPU)
+    part = RowMaps([rows], [schema.tables["t"].ids], 0, ALONE, CPU)
     keys = keys_of(torch.arange(rows - 1))
-    part._rows.insert(Entries(keys, dict.fromkeys(("row", "sightings", "last"), torch.ones_like(keys))))
+    entries = Entries(keys, dict.fromkeys(("row", "sightings", "last"), torch.ones_like(keys)))
+    part.rows.insert(torch.zeros_like(keys), [len(keys)], entries)
     maps = [value for value in vars(part).values() if isinstance(value, KeyMap)]
     held = sum(v.nbytes for m in maps for v in (m._keys, m._passed, *m.fields.values()))
     assert held == pytest.approx(map_share(schema, 1), rel=0.05)

@@ -9,7 +9,6 @@ from test_managed import CPU, POLICIES, Rows, plain_state, random_batches
 from raytrec.common.collectives import Peers
 from raytrec.config.managed import ManagedIds
 from raytrec.embeddings.managed.batches import IdExchange
-from raytrec.embeddings.managed.row_map import RowMap
 
 ROWS = {"one": 90, "other": 41}
 STEPS = 30
@@ -31,8 +30,8 @@ def remap(rank, world, names):
     out = {}
     for name in names:
         peers, policy = Peers(), ManagedIds(**POLICIES[name])
-        maps = {table: RowMap(rows, policy, 7, peers, CPU) for table, rows in ROWS.items()}
-        exchange, steps = IdExchange(maps, peers, CPU), []
+        exchange = IdExchange({table: (rows, policy) for table, rows in ROWS.items()}, 7, peers, CPU)
+        maps, steps = exchange.maps, []
         for step in range(STEPS):
             ids = {table: parts(lists[step], rank, world) for table, lists in of_tables(name).items()}
             given = {table: torch.tensor(part, dtype=torch.int64) for table, part in ids.items()}

@@ -1,50 +1,50 @@
-"""Batches with rows in the place of managed ids. It takes one exchange of ids with their owners, and one of
-rows back."""
+"""Batches with rows in the place of managed ids. For all tables together, ids go to their owners in one
+exchange, and rows come back in one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.common.collectives import Peers, RoundTrip, regrouped
+from raytrec.common.collectives import Peers, RoundTrip
 from raytrec.common.errors import RunError
+from raytrec.config.managed import ManagedIds
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch, NewRows
-from raytrec.embeddings.hashing import count_by_owner, first_keys, keys_of, unhash_bits
+from raytrec.embeddings.hashing import keys_of, unhash_bits
+from raytrec.embeddings.managed.distinct import Distinct, count_by_owner
 from raytrec.embeddings.managed.row_map import RowMap
+from raytrec.embeddings.managed.row_maps import RowMaps
 
 COUNTED = "admitted", "evicted", "lookups", "fallback"  # of RowMap.counted
-
-
-@dataclass(frozen=True)
-class Distinct:
-    """Keys without repetitions.
-
-    Attributes:
-        keys: int64 [n], ascending. counts: int64 [n], occurrences of each.
-        places: int64 [N], which of them each key was that this was made of.
-    """
-
-    keys: torch.Tensor
-    counts: torch.Tensor
-    places: torch.Tensor
 
 
 class IdExchange:
     """The maps of all managed tables. All ranks call its methods together.
 
     Args:
+        tables: name → (rows, those of the fallback included; which ids get them).
+        seed: of draws.
+
+    Attributes:
         maps: table → this rank's part of its map.
     """
 
-    def __init__(self, maps: Mapping[str, RowMap], peers: Peers, device: torch.device):
-        self.maps, self._peers, self._device = dict(maps), peers, device
-        self._first_keys = first_keys(peers.world, device)
+    def __init__(
+        self,
+        tables: Mapping[str, tuple[int, ManagedIds]],
+        seed: int,
+        peers: Peers,
+        device: torch.device,
+    ):
+        rows, policies = zip(*tables.values(), strict=True)
+        self._all, self._peers, self._device = RowMaps(rows, policies, seed, peers, device), peers, device
+        self.maps = {table: RowMap(self._all, number) for number, table in enumerate(tables)}
 
     def train(
         self, ids: Mapping[str, torch.Tensor], step: int
@@ -58,19 +58,13 @@ class IdExchange:
         Returns:
             (table → int64 [n], the row of each id; table → rows that ids have got, on all ranks).
         """
-        maps = list(self.maps.values())
         asked, trip, owned = self._ask(ids)
-        seen = [m.sight(step, d.keys, d.counts) for m, d in zip(maps, owned, strict=True)]
-        sizes = [[len(s.wanted) for s in seen], [m.waiting for m in maps]]
-        of_ranks = zip(*self._peers.stack(torch.tensor(sizes, device=self._device)).tolist(), strict=True)
-        wanted, waiting = (list(zip(*of, strict=True)) for of in of_ranks)
-        rows, new, sizes_TW = [], [], list[Sequence[int]]()
-        for number, (of_table, its_keys) in enumerate(zip(maps, seen, strict=True)):
-            its_rows, places, admitted = of_table.admit(its_keys, wanted[number], sum(waiting[number]))
-            new.append(torch.stack([its_rows[places], unhash_bits(its_keys.keys[places])], 1))
-            rows.append(its_rows)
-            sizes_TW.append(admitted)
-        return self._answer(asked, trip, owned, rows), self._tell(new, sizes_TW)
+        rows, places, sizes_WT = self._all.train(step, owned)
+        # On every rank: the shards of a table are not where its ids are.
+        pairs = torch.stack([rows[places], unhash_bits(owned.keys[places])], 1)
+        new = zip(self.maps, self._peers.join(pairs, sizes_WT), strict=True)
+        told = {table: NewRows(*its.unbind(1)) for table, its in new}
+        return self._answer(ids, asked, trip, owned, rows), told
 
     def look_up(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """table → int64 [n], the row of each id; none gets one by it.
@@ -79,65 +73,41 @@ class IdExchange:
             ids: table → int64 [n], on each rank its own.
         """
         asked, trip, owned = self._ask(ids)
-        rows = [m.look_up(d.keys) for m, d in zip(self.maps.values(), owned, strict=True)]
-        return self._answer(asked, trip, owned, rows)
+        return self._answer(ids, asked, trip, owned, self._all.look_up(owned))
 
-    def _ask(
-        self, ids: Mapping[str, torch.Tensor]
-    ) -> tuple[list[Distinct], RoundTrip | None, list[Distinct]]:
-        """What this rank asks for of each table, its way there, and what it is asked for by all of them; a
-        single rank asks itself."""
-        asked = [_distinct(keys_of(ids[table])) for table in self.maps]
+    def _ask(self, ids: Mapping[str, torch.Tensor]) -> tuple[Distinct, RoundTrip | None, Distinct]:
+        """What this rank asks for, its way there, and what it is asked for by all of them; a single rank asks
+        itself."""
+        keys, count = keys_of(torch.cat([ids[table] for table in self.maps])), len(self.maps)
+        sizes = torch.tensor([len(ids[table]) for table in self.maps], device=self._device)
+        numbers = torch.arange(count, device=self._device)
+        asked = Distinct.of(numbers.repeat_interleave(sizes, output_size=len(keys)), keys)
         if self._peers.world == 1:
             return asked, None, asked
-        sizes = [count_by_owner(d.keys, self._first_keys) for d in asked]
-        trip = RoundTrip([torch.stack([d.keys, d.counts], 1) for d in asked], sizes, self._peers)
-        return asked, trip, [_merged(pairs) for pairs in trip.received]
+        sent_TW = count_by_owner(asked.tables, asked.keys, count, self._peers.world)
+        trip = RoundTrip(torch.stack([asked.keys, asked.counts], 1), sent_TW, self._peers)
+        return asked, trip, Distinct.of(trip.tables, *trip.received.unbind(1))
 
     def _answer(
-        self, asked: list[Distinct], trip: RoundTrip | None, owned: list[Distinct], rows: list[torch.Tensor]
+        self,
+        ids: Mapping[str, torch.Tensor],
+        asked: Distinct,
+        trip: RoundTrip | None,
+        owned: Distinct,
+        rows: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
         """The rows of what has been asked for.
 
         Args:
-            rows: of each table, those of `owned.keys`; -1 where a key has none.
+            rows: those of `owned`; -1 where an id has none.
         """
         if trip:
-            rows = trip.back([r[d.places] for r, d in zip(rows, owned, strict=True)])
-        out = {}
-        for (table, of_table), mine, its_rows in zip(self.maps.items(), asked, rows, strict=True):
-            without = (its_rows < 0).nonzero().squeeze(1)
-            if len(without):
-                its_rows = its_rows.index_copy(0, without, of_table.fallback(mine.keys[without]))
-            out[table] = its_rows.index_select(0, mine.places)
-        return out
-
-    def _tell(self, new: list[torch.Tensor], sizes_TW: Sequence[Sequence[int]]) -> dict[str, NewRows]:
-        """All ranks' new rows on every rank: the shards of a table are not where its ids are.
-
-        Args:
-            new: of each table (row, id) of this rank [n, 2].
-            sizes_TW: of each table, each rank's n.
-        """
-        of_ranks = [sum(sizes) for sizes in zip(*sizes_TW, strict=True)]
-        if not any(of_ranks):
-            return {table: NewRows(*pairs.unbind(1)) for table, pairs in zip(self.maps, new, strict=True)}
-        everything = self._peers.concatenate(torch.cat(new), of_ranks)
-        by_table = regrouped(torch.tensor(sizes_TW, device=self._device).T, sum(of_ranks))
-        parts = everything[by_table].split([sum(sizes) for sizes in sizes_TW])
-        return {table: NewRows(*pairs.unbind(1)) for table, pairs in zip(self.maps, parts, strict=True)}
-
-
-def _distinct(keys: torch.Tensor) -> Distinct:
-    distinct, places, counts = torch.unique(keys, return_inverse=True, return_counts=True)
-    return Distinct(distinct, counts, places)
-
-
-def _merged(pairs: torch.Tensor) -> Distinct:
-    """Of (key, count) [N, 2], with the counts of equal keys added up."""
-    keys, places = torch.unique(pairs[:, 0], return_inverse=True)
-    counts = torch.zeros_like(keys).index_add_(0, places, pairs[:, 1])
-    return Distinct(keys, counts, places)
+            rows = trip.back(rows[owned.places])
+        without = (rows < 0).nonzero().squeeze(1)
+        if len(without):
+            rows = rows.index_copy(0, without, self._all.fallback(asked.tables[without], asked.keys[without]))
+        parts = rows.index_select(0, asked.places).split([len(ids[table]) for table in self.maps])
+        return dict(zip(self.maps, parts, strict=True))
 
 
 def _peers(device: torch.device) -> Peers:
@@ -165,12 +135,9 @@ class ManagedBatches:
     def __init__(self, schema: Schema, seed: int, device: torch.device):
         self._peers = peers = _peers(device)
         self._device, self.steps, self._told = device, 0, {}
-        self.maps = {
-            name: RowMap(table.rows, table.ids, seed, peers, device)
-            for name, table in schema.tables.items()
-            if table.ids
-        }
-        self._exchange = IdExchange(self.maps, peers, device)
+        tables = {name: (table.rows, table.ids) for name, table in schema.tables.items() if table.ids}
+        self._exchange = IdExchange(tables, seed, peers, device)
+        self.maps = self._exchange.maps
         features = list(schema.sparse.values())
         self._keys = {
             table: [place for place, spec in enumerate(features) if spec.table == table]

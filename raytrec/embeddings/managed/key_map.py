@@ -1,17 +1,20 @@
-"""A hash map of keys in torch, on any device. Keys are found, put in and removed many at a time.
+"""A hash map of the keys of several tables in torch, on any device. Keys are found, put in and removed many
+at a time, those of all tables at once, so that on a GPU neither launches nor waits grow with the tables.
 
-Keys stand in buckets of 8, a cache line each. A key's bucket is its place within the span of keys that this
-rank owns; where that bucket is full, the key is in the next one with room, and each bucket that it had to
-pass counts it, so that a search ends at the first bucket that no key has passed. Removing a key takes it out
-of those counts again, so that the map stays as quick as it was however many keys come and go.
+Keys stand in buckets of 8, a cache line each, of which each table has a range. A key's bucket is its place
+within the span of keys that this rank owns; where that bucket is full, the key is in the next one with room,
+and each bucket that it had to pass counts it, so that a search ends at the first bucket that no key has
+passed. Removing a key takes it out of those counts again, so that the map stays as quick as it was however
+many keys come and go.
 
 What is in a map does not depend on which slots keys have: two maps with the same entries are equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -52,7 +55,7 @@ class Entries:
 
 @dataclass(frozen=True)
 class Free:
-    """Rows without an id; the same on all ranks.
+    """Rows of a table without an id; the same on all ranks.
 
     Attributes:
         handed: the number of rows that have been handed out once.
@@ -65,7 +68,7 @@ class Free:
 
 @dataclass(frozen=True)
 class MapState:
-    """The contents of a map, of all ranks or of some.
+    """What a map has of a table, of all ranks or of some.
 
     Attributes:
         rows: keys with a row: row, sightings, last (the step of the last one).
@@ -81,44 +84,47 @@ class MapState:
 class KeyMap:
     """Keys of one rank's span, and integers that belong to each.
 
+    In its arguments, `tables` int64 [n] is the table of each key, ascending, and `sizes` how many of the n
+    each table has.
+
     Args:
-        entries: how many it is made for; it grows where there are more.
+        entries: of each table, how many it is made for; it grows where there are more.
         dtypes: name → dtype of what belongs to a key.
         world: number of ranks that share all keys.
 
     Attributes:
         fields: name → values of all slots, [slots]; what is in a slot without a key has no meaning.
-        count: keys that it has.
+        counts: keys that it has of each table.
     """
 
-    def __init__(self, entries: int, dtypes: Mapping[str, torch.dtype], world: int, device: torch.device):
-        self._world, self._device, self._dtypes = world, device, dict(dtypes)
-        self._make(entries)
-
-    def _make(self, entries: int) -> None:
-        self.count, self._buckets = 0, max(1, -(-int(entries / LOAD) // BUCKET))
-        buckets = self._buckets
-        self._keys = torch.full((buckets, BUCKET), NO_KEY, dtype=torch.int64, device=self._device)
-        self._passed = torch.zeros(buckets, dtype=torch.int32, device=self._device)
+    def __init__(
+        self, entries: Sequence[int], dtypes: Mapping[str, torch.dtype], world: int, device: torch.device
+    ):
+        self._world, self._device, self.counts = world, device, [0] * len(entries)
+        self._buckets = [_buckets(count) for count in entries]
+        total = sum(self._buckets)
+        self._keys = torch.full((total, BUCKET), NO_KEY, dtype=torch.int64, device=device)
+        self._passed = torch.zeros(total, dtype=torch.int32, device=device)
         self.fields = {
-            name: torch.empty(buckets * BUCKET, dtype=dtype, device=self._device)
-            for name, dtype in self._dtypes.items()
+            name: torch.empty(total * BUCKET, dtype=dtype, device=device) for name, dtype in dtypes.items()
         }
+        self._measure()
 
-    @property
-    def slots(self) -> int:
-        """How many keys there is memory for."""
-        return self._buckets * BUCKET
+    def _measure(self) -> None:
+        self._ends = list(accumulate(self._buckets))
+        ranges = torch.tensor([self._ends, self._buckets], device=self._device)
+        self._end_T, self._buckets_T = ranges.unbind()
+        self._start_T = self._end_T - self._buckets_T
 
-    def find(self, keys: torch.Tensor) -> torch.Tensor:
+    def find(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """The slot of each key [n], -1 where it is not there: int64 [n]."""
-        bucket_M = self._home(keys)
+        bucket_M = self._home(tables, keys)
         slots, rest = self._find_in(bucket_M, keys)
         place_M = rest  # which of the keys are still looked for
-        for _ in range(1, self._buckets):
+        for _ in range(1, max(self._buckets)):
             if not len(rest):
                 break
-            bucket_M = (bucket_M[rest] + 1) % self._buckets
+            bucket_M = self._next(tables[place_M], bucket_M[rest])
             found_M, rest = self._find_in(bucket_M, keys[place_M])
             slots.index_copy_(0, place_M, found_M)
             place_M = place_M[rest]
@@ -132,25 +138,39 @@ class KeyMap:
         slots_M = (bucket_M * BUCKET + column_M).masked_fill_(missing_M, -1)
         return slots_M, goes_on_M.nonzero().squeeze(1)
 
-    def insert(self, entries: Entries) -> None:
+    def insert(self, tables: torch.Tensor, sizes: Sequence[int], entries: Entries) -> None:
         """Puts keys in, none of which is there. Slots that were found before may be others afterwards."""
-        needed = self.count + len(entries)
-        if needed > MOST_FILLED * self.slots:
-            self._grow(2 * needed)
-        slots = self._take_slots(entries.keys)
+        for table, size in enumerate(sizes):
+            needed = self.counts[table] + size
+            if needed > MOST_FILLED * BUCKET * self._buckets[table]:
+                self._grow(table, 2 * needed)
+            self.counts[table] = needed
+        self._put(tables, entries)
+
+    def _put(self, tables: torch.Tensor, entries: Entries) -> None:
+        slots = self._take_slots(tables, entries.keys)
         for name, values in entries.fields.items():
             self.fields[name].index_copy_(0, slots, values.to(self.fields[name].dtype))
-        self.count = needed
 
-    def _grow(self, entries: int) -> None:
-        everything = self.entries()
-        self._make(entries)
-        self.insert(everything)
+    def _grow(self, table: int, entries: int) -> None:
+        """Makes a table's range one for so many, one tensor after the other: most of the memory is there once."""
+        everything, start, end = self.entries(table), self._start(table), self._ends[table]
+        buckets = self._buckets[table] = _buckets(entries)
 
-    def _take_slots(self, keys: torch.Tensor) -> torch.Tensor:
+        def grown(values: torch.Tensor, content: int, each: int = 1) -> torch.Tensor:
+            middle = values.new_full((buckets * each, *values.shape[1:]), content)
+            return torch.cat([values[: start * each], middle, values[end * each :]])
+
+        self._keys, self._passed = grown(self._keys, NO_KEY), grown(self._passed, 0)
+        for name in self.fields:
+            self.fields[name] = grown(self.fields[name], 0, BUCKET)
+        self._measure()
+        self._put(torch.full_like(everything.keys, table), everything)
+
+    def _take_slots(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Writes keys into free slots: int64 [n]."""
         slots = torch.empty_like(keys)
-        bucket_M, place_M = self._home(keys), torch.arange(len(keys), device=keys.device)
+        bucket_M, place_M = self._home(tables, keys), torch.arange(len(keys), device=keys.device)
         while len(place_M):
             bucket_M, order = bucket_M.sort(stable=True)
             place_M = place_M[order]
@@ -164,50 +184,86 @@ class KeyMap:
             slots.index_copy_(0, its_place, found)
             self._keys.view(-1).index_copy_(0, found, keys[its_place])
             self._count_passing(bucket_M[rest], 1)
-            place_M, bucket_M = place_M[rest], (bucket_M[rest] + 1) % self._buckets
+            place_M = place_M[rest]
+            bucket_M = self._next(tables[place_M], bucket_M[rest])
         return slots
 
-    def remove(self, slots: torch.Tensor) -> None:
+    def remove(self, tables: torch.Tensor, sizes: Sequence[int], slots: torch.Tensor) -> None:
         """Takes keys out by their slots [n], each once."""
         bucket = slots // BUCKET
-        home = self._home(self._keys.view(-1)[slots])
-        while len(passed := home[home != bucket]):
-            self._count_passing(passed, -1)
-            bucket = bucket[home != bucket]
-            home = (passed + 1) % self._buckets
-        self._keys.view(-1)[slots] = NO_KEY
-        self.count -= len(slots)
+        home = self._home(tables, self._keys.view(-1)[slots])
+        while len(passed := (home != bucket).nonzero().squeeze(1)):
+            bucket, home, tables = bucket[passed], home[passed], tables[passed]
+            self._count_passing(home, -1)
+            home = self._next(tables, home)
+        self._keys.view(-1).index_fill_(0, slots, NO_KEY)
+        self.counts = [count - size for count, size in zip(self.counts, sizes, strict=True)]
 
-    def occupied(self, which: torch.Tensor | None = None) -> torch.Tensor:
-        """The slots that have a key: int64 [n], ascending.
+    def occupied(self, table: int) -> torch.Tensor:
+        """The slots that have a key of a table: int64 [n], ascending."""
+        return self.sample(table, self._buckets[table] * BUCKET)
+
+    def sample(self, table: int, most: int) -> torch.Tensor:
+        """Some of the slots that have a key of a table, of no more than so many, which lie evenly: int64 [n]."""
+        stride = max(1, self._buckets[table] * BUCKET // most)
+        taken = self._of(table, self._keys.view(-1))[::stride] != NO_KEY
+        return taken.nonzero().squeeze(1) * stride + self._start(table) * BUCKET
+
+    def below(
+        self, tables: Sequence[int], field: str, limits: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(which of these tables a key is of, its slot) where a field is less than its table's limit: int64
+        [n] each, ascending.
 
         Args:
-            which: bool [slots], those that are looked at; default: all.
+            limits: of each of the tables.
         """
-        taken = self._keys.view(-1) != NO_KEY
-        return (taken if which is None else taken.logical_and_(which)).nonzero().squeeze(1)
+        values, keys = self.fields[field], self._keys.view(-1)
+        parts = [
+            (self._of(table, values) < limit).logical_and_(self._of(table, keys) != NO_KEY)
+            for table, limit in zip(tables, limits, strict=True)
+        ]
+        starts = [self._start(table) * BUCKET for table in tables]
+        ends = list(accumulate(map(len, parts)))
+        shifts = [start + len(part) - end for start, part, end in zip(starts, parts, ends, strict=True)]
+        ends_P, shifts_P = torch.tensor([ends, shifts], device=self._device)
+        found = torch.cat(parts).nonzero().squeeze(1)
+        which = torch.searchsorted(ends_P, found, right=True)
+        return which, found + shifts_P[which]
 
-    def sample(self, most: int) -> torch.Tensor:
-        """Some of the slots that have a key, of no more than so many, which lie evenly: int64 [n]."""
-        stride = max(1, self.slots // most)
-        return (self._keys.view(-1)[::stride] != NO_KEY).nonzero().squeeze(1) * stride
+    def _of(self, table: int, values: torch.Tensor) -> torch.Tensor:
+        """A table's part of the values of all slots."""
+        return values[self._start(table) * BUCKET : self._ends[table] * BUCKET]
+
+    def _start(self, table: int) -> int:
+        return self._ends[table] - self._buckets[table]
 
     def at(self, slots: torch.Tensor) -> Entries:
         """What is in these slots, each of which has a key."""
         fields = {name: values.index_select(0, slots) for name, values in self.fields.items()}
         return Entries(self._keys.view(-1).index_select(0, slots), fields)
 
-    def entries(self) -> Entries:
-        """All there are, in no particular order."""
-        return self.at(self.occupied())
+    def entries(self, table: int) -> Entries:
+        """All of a table, in no particular order."""
+        return self.at(self.occupied(table))
 
-    def _home(self, keys: torch.Tensor) -> torch.Tensor:
+    def _home(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """The bucket in which each key is, unless that is full."""
-        return (shares(keys, self._world)[1] * self._buckets) >> 32
+        within = (shares(keys, self._world)[1] * self._buckets_T.index_select(0, tables)) >> 32
+        return within.add_(self._start_T.index_select(0, tables))
+
+    def _next(self, tables: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
+        """The bucket in which a key is where it is not in this one; after a table's last comes its first."""
+        after = buckets + 1
+        return after.where(after < self._end_T.index_select(0, tables), self._start_T.index_select(0, tables))
 
     def _count_passing(self, buckets: torch.Tensor, by: int) -> None:
         change = torch.full_like(buckets, by, dtype=self._passed.dtype)
         self._passed.index_add_(0, buckets, change)
+
+
+def _buckets(entries: int) -> int:
+    return max(1, -(-int(entries / LOAD) // BUCKET))
 
 
 def _column(chosen_M8: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 from raytrec.common.collectives import Peers
 from raytrec.config.managed import Eviction
 from raytrec.embeddings.hashing import hash_bits
+from raytrec.embeddings.managed.distinct import in_order
 
 SWEEPS = 8  # searches for expired ids in the steps after which an id expires
 MOST_SIGHTINGS = 2**31 - 1
@@ -16,17 +17,21 @@ MOST_ROWS = 2**20  # that are freed ahead, a list of which every rank keeps
 HISTOGRAM_BITS = 12  # of a score that a histogram, which ranks add up, distinguishes: 32 KiB
 
 
-def scores(eviction: Eviction, sightings: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+def counted_sightings(eviction: Eviction) -> int:
+    """Of an id's sightings, how many its score distinguishes: with lru none."""
+    return 0 if eviction == "lru" else MOST_SIGHTINGS
+
+
+def scores(counted: torch.Tensor, sightings: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """The scores of ids with rows: int64 [n], 0 or more; the lowest leave first.
 
     lru: the step of the last sighting. lfu: sightings, and among equals the last step.
 
     Args:
+        counted: int64 [n], `counted_sightings` of each id's table.
         sightings: int64 [n]. last: integers [n], the step of the last one; -1 or more.
     """
-    if eviction == "lru":
-        return last.long() + 1
-    return (sightings.clamp(max=MOST_SIGHTINGS) << 31) | (last + 1)
+    return (torch.minimum(sightings, counted) << 31) | (last + 1)
 
 
 def admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: int, seed: int) -> torch.Tensor:
@@ -71,48 +76,75 @@ def horizon(ttl_steps: int | None, step: int) -> int | None:
     return step - ttl_steps if due else None
 
 
-def lowest(scores: torch.Tensor, keys: torch.Tensor, count: int, peers: Peers) -> torch.Tensor:
-    """Which of this rank's keys are among the `count` lowest of all ranks, by score and then by key: int64
-    [n], places in `keys`, in no particular order; a collective.
+def lowest(
+    tables: torch.Tensor, scores: torch.Tensor, keys: torch.Tensor, counts: list[int], peers: Peers
+) -> torch.Tensor:
+    """Which of this rank's keys are among the lowest of their table on all ranks, by score and then by key:
+    int64 [n], places in `keys`, ascending; a collective.
 
     Histograms of all ranks' scores, each of the bin that the last one has narrowed it down to, lead to the
     score of the last key that is taken. Of keys with this very score ranks take those that come first, as
     they own spans of keys in their order.
 
     Args:
-        scores: int64 [n], 0 or more. keys: int64 [n].
-        count: how many on all ranks; where there are fewer, all are taken.
+        tables: int64 [n], ascending, from 0. scores: int64 [n], 0 or more. keys: int64 [n].
+        counts: of each table, how many on all ranks; where there are fewer, all are taken.
     """
     device = scores.device
-    mine = torch.full((3,), len(scores), device=device)
-    mine[1], mine[2] = scores.aminmax() if len(scores) else (2**63 - 1, 0)
-    sizes, lows, highs = peers.stack(mine).T.tolist()
-    if count >= sum(sizes):
-        return torch.arange(len(scores), device=device)
-    score, missing = _threshold(scores, count, min(lows), max(highs), peers)
-    ties = (scores == score).nonzero().squeeze(1)
-    before = peers.stack(torch.full((1,), len(ties), device=device))[: peers.rank].sum()
-    mine = min(max(missing - int(before), 0), len(ties))
-    ties = ties[keys[ties].argsort()[:mine]]
-    return torch.cat([(scores < score).nonzero().squeeze(1), ties])
+    mine = torch.tensor([[0, 2**63 - 1, 0]], device=device).expand(len(counts), 3).T.contiguous()
+    mine[0].index_add_(0, tables, torch.ones_like(tables))
+    mine[1].scatter_reduce_(0, tables, scores, "amin")
+    mine[2].scatter_reduce_(0, tables, scores, "amax")
+    sizes, lows, highs = (list(zip(*of, strict=True)) for of in zip(*peers.stack(mine).tolist(), strict=True))
+    lows, highs = [min(of) for of in lows], [max(of) for of in highs]
+    for table, size in enumerate(map(sum, sizes)):
+        if counts[table] >= size:  # all: no score is above this one
+            lows[table] = highs[table] = 2**63 - 1
+    found, missing = _thresholds(tables, scores, counts, lows, highs, peers)
+    limits_T, missing_T = torch.tensor([found, missing], device=device)
+    limits = limits_T[tables]
+    chosen = scores < limits
+    ties = (scores == limits).nonzero().squeeze(1)
+    ties = ties[in_order(tables[ties], keys[ties])]
+    of_table = tables[ties]
+    sizes_T = torch.zeros_like(missing_T).index_add_(0, of_table, torch.ones_like(of_table))
+    before_T = peers.stack(sizes_T)[: peers.rank].sum(0)
+    places = torch.arange(len(ties), device=device) - (sizes_T.cumsum(0) - sizes_T)[of_table]
+    chosen[ties] = places < (missing_T - before_T)[of_table]
+    return chosen.nonzero().squeeze(1)
 
 
-def _threshold(scores: torch.Tensor, count: int, low: int, high: int, peers: Peers) -> tuple[int, int]:
-    """The score of the last of the `count` lowest, and how many with this score are among them.
+def _thresholds(
+    tables: torch.Tensor,
+    scores: torch.Tensor,
+    counts: list[int],
+    lows: list[int],
+    highs: list[int],
+    peers: Peers,
+) -> tuple[list[int], list[int]]:
+    """(of each table the score of the last of its lowest, how many with this score are among them).
 
     Args:
-        low, high: the least and the greatest score of all.
+        lows, highs: the least and the greatest score of all; equal where the score is known.
     """
-    while low < high:
-        shift = max(0, (high - low).bit_length() - HISTOGRAM_BITS)
-        bins = (scores - low) >> shift
+    counts, lows, highs, device = list(counts), list(lows), list(highs), scores.device
+    while any(low < high for low, high in zip(lows, highs, strict=True)):
+        widths = ((high - low).bit_length() for low, high in zip(lows, highs, strict=True))
+        shifts = [max(0, width - HISTOGRAM_BITS) for width in widths]
+        numbers = torch.tensor([lows, highs, shifts, counts], device=device)
+        low, high, shift = numbers[:3].index_select(1, tables)
+        inside = ((scores >= low) & (scores <= high)).nonzero().squeeze(1)
+        tables, scores = tables[inside], scores[inside]
+        bins = ((scores - low[inside]) >> shift[inside]) + (tables << HISTOGRAM_BITS)
         # Not by bincount, for which the host would wait.
-        nothing = torch.zeros(2**HISTOGRAM_BITS, dtype=torch.int64, device=scores.device)
-        histogram = peers.sum(nothing.index_add_(0, bins, torch.ones_like(bins)))
-        upto = histogram.cumsum(0)
-        found = torch.searchsorted(upto, torch.full((1,), count, device=scores.device))
-        place, before = torch.cat([found, (upto - histogram).index_select(0, found)]).tolist()
-        count -= before
-        low, high = low + (place << shift), min(high, low + ((place + 1) << shift) - 1)
-        scores = scores[bins == place]
-    return low, count
+        nothing = torch.zeros(len(counts) << HISTOGRAM_BITS, dtype=torch.int64, device=device)
+        histogram = peers.sum(nothing.index_add_(0, bins, torch.ones_like(bins))).view(len(counts), -1)
+        upto = histogram.cumsum(1)
+        found = torch.searchsorted(upto, numbers[3].unsqueeze(1)).clamp_(max=2**HISTOGRAM_BITS - 1)
+        before = (upto - histogram).gather(1, found)
+        for table, (place, lower) in enumerate(torch.cat([found, before], 1).tolist()):
+            if lows[table] < highs[table]:
+                counts[table] -= lower
+                lows[table] += place << shifts[table]
+                highs[table] = min(highs[table], lows[table] + (1 << shifts[table]) - 1)
+    return lows, counts

@@ -1,0 +1,321 @@
+"""One rank's part of the maps from ids to rows, of all tables together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import gcd, sqrt
+
+import torch
+
+from raytrec.common.collectives import Peers
+from raytrec.config.managed import ManagedIds
+from raytrec.embeddings.hashing import fallback_of
+from raytrec.embeddings.managed.distinct import Distinct, count_tables, in_order
+from raytrec.embeddings.managed.key_map import Entries, Free, KeyMap
+from raytrec.embeddings.managed.policy import (
+    admission_scores,
+    counted_sightings,
+    horizon,
+    lowest,
+    rows_to_free,
+    scores,
+)
+
+KEPT_SHARE = 8  # of the ids that wait for a row, this part leaves when there are too many
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """The ids that a step brings to this rank.
+
+    Attributes:
+        step: its number.
+        ids: with the number of occurrences in the global batch.
+        rows: int64 [n], the row of each; -1 where it has none.
+        wanted: int64 [m], places of those that are to be admitted. sightings: int64 [m], theirs so far.
+    """
+
+    step: int
+    ids: Distinct
+    rows: torch.Tensor
+    wanted: torch.Tensor
+    sightings: torch.Tensor
+
+
+class RowMaps:
+    """This rank's part of the maps from the ids of tables to their rows. A table is a number, from 0.
+
+    The map of a table after a step is a function of the map before it and of the ids of the global batch,
+    each with its number of occurrences: ids are dealt with in the order of their keys, whichever rank has
+    brought them. Neither collectives nor waits for a GPU grow with the tables.
+
+    1. Ids with a row keep it. Of the others, those are to be admitted that the policy takes.
+    2. Expired ids leave. If rows are missing, the ids with the lowest scores leave, those of this batch
+       excepted. Then ids get rows; where there are too few, those that were seen most often. At first each
+       row is handed out once, in an order that spreads over the table, later those of ids that have left.
+
+    Args:
+        rows: of each table, those of the fallback included.
+        policies: of each table, which ids get a row, and which lose theirs.
+        seed: of draws.
+
+    Attributes:
+        capacities: of each table, rows that ids can have.
+        rows: ids that have one. waiting: ids that have been seen, but not often enough.
+        free: of each table.
+        admitted, evicted: of each table, ids of this rank since it began.
+        lookups_T, fallback_T: of each table, ids of batches that were looked up, and those of them that got a
+            row of the fallback; on the device.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        policies: Sequence[ManagedIds],
+        seed: int,
+        peers: Peers,
+        device: torch.device,
+    ):
+        self.policies, self.seed, self.peers, self.device = policies, seed, peers, device
+        self.capacities = [count - policy.fallback_rows for count, policy in zip(rows, policies, strict=True)]
+        self._strides = [_stride(capacity) for capacity in self.capacities]
+        shares = [-(-capacity // peers.world) for capacity in self.capacities]
+        row = torch.int32 if max(rows) <= 2**31 else torch.int64
+        fields = {"row": row, "sightings": torch.int64, "last": torch.int32}
+        self.rows = KeyMap(shares, fields, peers.world, device)
+        del fields["row"]
+        room = [share * (policy.admit_after > 1) for share, policy in zip(shares, policies, strict=True)]
+        self.waiting = KeyMap(room, fields, peers.world, device)
+        self._any_waits = any(room)
+        self.free = [Free(0, torch.empty(0, dtype=torch.int64, device=device)) for _ in rows]
+        self.admitted, self.evicted = ([0] * len(rows) for _ in range(2))
+        self.lookups_T, self.fallback_T = torch.zeros(2, len(rows), dtype=torch.int64, device=device)
+        numbers = [
+            (capacity, policy.fallback_rows, policy.admit_after, counted_sightings(policy.eviction))
+            for capacity, policy in zip(self.capacities, policies, strict=True)
+        ]
+        columns = torch.tensor(numbers, device=device).T.contiguous()
+        self._capacity_T, self._fallback_T, self._admit_after_T, self._counted_T = columns
+
+    def nth_row(self, table: int, numbers: torch.Tensor) -> torch.Tensor:
+        """The rows that are handed out as the n-th, when each is for the first time."""
+        return numbers * self._strides[table] % self.capacities[table]
+
+    def look_up(self, ids: Distinct) -> torch.Tensor:
+        """The row of each id [n], -1 where it has none; changes nothing."""
+        slots = self.rows.find(ids.tables, ids.keys)
+        rows = self.rows.fields["row"].index_select(0, slots.clamp(min=0)).long()
+        return torch.where(slots >= 0, rows, -1)
+
+    def fallback(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """The row that each key [n] has as long as it has no own row."""
+        return fallback_of(keys, self._capacity_T[tables], self._fallback_T[tables])
+
+    def train(self, step: int, ids: Distinct) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
+        """Counts the ids of a global batch that this rank owns, and gives rows to some; a collective.
+
+        Args:
+            step: of the run, from 0.
+
+        Returns:
+            (the row of each id, -1 where it has none; places of those that got a new one; of each rank, how
+            many these are of each table).
+        """
+        seen = self._sight(step, ids)
+        sizes = torch.stack(
+            [
+                count_tables(ids.tables[seen.wanted], len(self.policies)),
+                torch.tensor(self.waiting.counts, device=self.device),
+            ]
+        )
+        wanted_WT, waiting_WT = zip(*self.peers.stack(sizes).tolist(), strict=True)
+        self._expire(step)
+        self._trim_waiting(_total(waiting_WT), step)
+        self._evict(_total(wanted_WT), step)
+        chosen, given_WT = self._choose(seen, list(wanted_WT))
+        rows, places = seen.rows, seen.wanted[chosen]
+        if any(_total(given_WT)):
+            rows = self._enter(seen, places, seen.sightings[chosen], given_WT)
+        # As numbers of the device, which the host would wait for.
+        self.lookups_T.index_add_(0, ids.tables, ids.counts)
+        self.fallback_T.index_add_(0, ids.tables, ids.counts * (rows < 0))
+        return rows, places, given_WT
+
+    def _sight(self, step: int, ids: Distinct) -> Sighting:
+        """Counts ids."""
+        slots = self.rows.find(ids.tables, ids.keys)
+        known, wanted = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
+        before = _see(self.rows, slots[known], ids.counts[known], step)
+        rows = torch.full_like(ids.keys, -1).index_copy_(0, known, before.fields["row"].long())
+        sightings = ids.counts[wanted]
+        if self._any_waits:
+            enough_at = self._admit_after_T[ids.tables[wanted]]
+            waits = (enough_at > 1).nonzero().squeeze(1)
+            sightings[waits] = self._see_waiting(ids, wanted[waits], step)
+            enough = (sightings >= enough_at).nonzero().squeeze(1)
+            wanted, sightings = wanted[enough], sightings[enough]
+        return Sighting(step, ids, rows, wanted, sightings)
+
+    def _see_waiting(self, ids: Distinct, which: torch.Tensor, step: int) -> torch.Tensor:
+        """Counts those of the ids that have no row: the sightings of each so far."""
+        tables, keys, counts = ids.tables[which], ids.keys[which], ids.counts[which]
+        slots = self.waiting.find(tables, keys)
+        known, unknown = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
+        before = _see(self.waiting, slots[known], counts[known], step)
+        new = Entries(keys, {"sightings": counts, "last": torch.full_like(keys, step)})[unknown]
+        tables = tables[unknown]
+        self.waiting.insert(tables, count_tables(tables, len(self.policies)).tolist(), new)
+        return counts.index_add(0, known, before.fields["sightings"])
+
+    def _expire(self, step: int) -> None:
+        of_tables = (horizon(policy.ttl_steps, step) for policy in self.policies)
+        due = {table: oldest for table, oldest in enumerate(of_tables) if oldest is not None}
+        if due:
+            self._give_back(list(due), *self.rows.below(list(due), "last", list(due.values())))
+
+    def _trim_waiting(self, waiting: Sequence[int], step: int) -> None:
+        """Forgets those that were not seen for longest."""
+        counts = {
+            table: count - capacity + capacity // KEPT_SHARE
+            for table, (count, capacity) in enumerate(zip(waiting, self.capacities, strict=True))
+            if count > capacity
+        }
+        if counts:
+            nothing_T = torch.zeros_like(self._counted_T)
+            which, slots = self._lowest(self.waiting, counts, nothing_T, step)
+            sizes = count_tables(which, len(counts)).tolist()
+            self.waiting.remove(self._numbers(counts)[which], self._spread(counts, sizes), slots)
+
+    def _evict(self, wanted: Sequence[int], step: int) -> None:
+        """Frees rows, some of them for the steps to come."""
+        counts = {
+            table: rows_to_free(self.policies[table].eviction, missing, self.capacities[table])
+            for table, missing in self._missing(wanted).items()
+            if self.policies[table].eviction != "none"
+        }
+        if counts:
+            self._give_back(list(counts), *self._lowest(self.rows, counts, self._counted_T, step))
+
+    def _missing(self, wanted: Sequence[int]) -> dict[int, int]:
+        """Table → rows that it has too few of, where it has."""
+        have = (
+            capacity - free.handed + len(free.left)
+            for capacity, free in zip(self.capacities, self.free, strict=True)
+        )
+        missing = (count - available for count, available in zip(wanted, have, strict=True))
+        return {table: count for table, count in enumerate(missing) if count > 0}
+
+    def _lowest(
+        self, map: KeyMap, counts: Mapping[int, int], counted_T: torch.Tensor, step: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(which of some tables each is of, slot) of ids with the lowest scores that were not seen at this
+        step; a collective.
+
+        Args:
+            counts: table → how many on all ranks.
+            counted_T: of all tables, see `policy.scores`.
+        """
+        which, slots = map.below(list(counts), "last", [step] * len(counts))
+        its = map.at(slots)
+        counted = counted_T[self._numbers(counts)][which]
+        of_ids = scores(counted, its.fields["sightings"], its.fields["last"])
+        chosen = lowest(which, of_ids, its.keys, list(counts.values()), self.peers)
+        return which[chosen], slots[chosen]
+
+    def _give_back(self, tables: Sequence[int], which: torch.Tensor, slots: torch.Tensor) -> None:
+        """Ids lose their rows, which come to the end of those to be handed out in the order of keys; a
+        collective.
+
+        Args:
+            which: of the tables each slot is of.
+        """
+        its = self.rows.at(slots)
+        rows = its.fields["row"][in_order(which, its.keys)].long()
+        sizes_WP = self.peers.stack(count_tables(which, len(tables))).tolist()
+        mine = sizes_WP[self.peers.rank]
+        self.rows.remove(self._numbers(tables)[which], self._spread(tables, mine), slots)
+        for table, left, count in zip(tables, self.peers.join(rows, sizes_WP), mine, strict=True):
+            free = self.free[table]
+            self.free[table] = replace(free, left=torch.cat([free.left, left]))
+            self.evicted[table] += count
+
+    def _choose(self, seen: Sighting, wanted_WT: list[list[int]]) -> tuple[torch.Tensor, list[list[int]]]:
+        """(which of `seen.wanted` get a row; of each rank, how many these are of each table): collective."""
+        refused = self._missing(_total(wanted_WT))
+        if not refused:
+            return torch.arange(len(seen.wanted), device=self.device), wanted_WT
+        tables = seen.ids.tables[seen.wanted]
+        number_T = torch.full_like(self._capacity_T, -1)
+        number_T[self._numbers(refused)] = torch.arange(len(refused), device=self.device)
+        numbers = number_T[tables]
+        which = (numbers >= 0).nonzero().squeeze(1)
+        keys = seen.ids.keys[seen.wanted[which]]
+        of_keys = admission_scores(keys, seen.sightings[which], seen.step, self.seed)
+        out = lowest(numbers[which], of_keys, keys, list(refused.values()), self.peers)
+        kept = torch.ones_like(tables, dtype=torch.bool).index_fill_(0, which[out], False)
+        chosen = kept.nonzero().squeeze(1)
+        return chosen, self.peers.stack(count_tables(tables[chosen], len(self.policies))).tolist()
+
+    def _enter(
+        self, seen: Sighting, places: torch.Tensor, sightings: torch.Tensor, given_WT: list[list[int]]
+    ) -> torch.Tensor:
+        """Ids get rows: the row of each of `seen.ids`."""
+        tables, keys, sizes = seen.ids.tables[places], seen.ids.keys[places], given_WT[self.peers.rank]
+        new_rows, last = self._take(given_WT), torch.full_like(keys, seen.step)
+        self.rows.insert(
+            tables, sizes, Entries(keys, {"row": new_rows, "sightings": sightings, "last": last})
+        )
+        if self._any_waits:
+            slots = self.waiting.find(tables, keys)
+            there = (slots >= 0).nonzero().squeeze(1)
+            waited = [
+                size * (policy.admit_after > 1) for size, policy in zip(sizes, self.policies, strict=True)
+            ]
+            self.waiting.remove(tables[there], waited, slots[there])
+        self.admitted = [count + size for count, size in zip(self.admitted, sizes, strict=True)]
+        return seen.rows.index_copy(0, places, new_rows)
+
+    def _take(self, given_WT: list[list[int]]) -> torch.Tensor:
+        """This rank's part of the next rows without an id, table after table: int64 [n]."""
+        rank, parts = self.peers.rank, []
+        for table, given in enumerate(zip(*given_WT, strict=True)):
+            free, count = self.free[table], sum(given)
+            fresh = min(count, self.capacities[table] - free.handed)
+            first, end = sum(given[:rank]), sum(given[: rank + 1])
+            numbers = range(free.handed + min(first, fresh), free.handed + min(end, fresh))
+            if numbers:
+                numbers_F = torch.arange(numbers.start, numbers.stop, device=self.device)
+                parts.append(self.nth_row(table, numbers_F))
+            parts.append(free.left[max(first - fresh, 0) : max(end - fresh, 0)])
+            self.free[table] = Free(free.handed + fresh, free.left[count - fresh :])
+        return torch.cat(parts)
+
+    def _numbers(self, tables: Sequence[int] | Mapping[int, int]) -> torch.Tensor:
+        return torch.tensor(list(tables), device=self.device)
+
+    def _spread(self, tables: Sequence[int] | Mapping[int, int], values: Sequence[int]) -> list[int]:
+        """Values of some tables as of all; 0 of the others."""
+        of_table = dict(zip(tables, values, strict=True))
+        return [of_table.get(table, 0) for table in range(len(self.policies))]
+
+
+def _see(map: KeyMap, slots: torch.Tensor, counts: torch.Tensor, step: int) -> Entries:
+    """Counts keys, each once: what the map had of them before."""
+    before = map.at(slots)
+    map.fields["sightings"].index_copy_(0, slots, before.fields["sightings"] + counts)
+    map.fields["last"].index_fill_(0, slots, step)
+    return before
+
+
+def _total(sizes_WT: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(of_ranks) for of_ranks in zip(*sizes_WT, strict=True)]
+
+
+def _stride(rows: int) -> int:
+    """How far apart rows are that are handed out one after the other: near the golden section of the table,
+    of which any number of them in a row divides it evenly, and without a common divisor, so that all come."""
+    stride = max(1, round(min(rows, 2**62 // max(rows, 1)) * (sqrt(5) - 1) / 2))
+    while gcd(stride, rows) > 1:
+        stride += 1
+    return stride
