@@ -15,7 +15,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.compat.torchrec_ import gives_each_id, replicated_kernels, sharded_kernels, tables_of
+from raytrec.compat.torchrec_ import replicated_kernels, sharded_kernels, tables_of
 from raytrec.embeddings.row_gradients import Part, split_lookup
 
 
@@ -26,7 +26,6 @@ class Lookup:
     Attributes:
         features: its keys' names, in order; a feature that several of its tables' shards read comes again.
         tables: of each key, the table.
-        columns: of each key, the columns of this rank's shard.
         replicated: whether the tables are data-parallel.
         received: int64 [keys], ids looked up in training, since the start.
         ids: of the probed step: the ids that were looked up, as rows of this rank's shards.
@@ -37,16 +36,10 @@ class Lookup:
     kernel: nn.Module
     features: list[str]
     tables: list[str]
-    columns: list[int]
     replicated: bool
     received: torch.Tensor
     ids: KeyedJaggedTensor | None = None
     gradient: torch.Tensor | None = None
-
-    @property
-    def by_id(self) -> bool:
-        """Whether it gives each id's vector, of one table (bags.embeddings_by_id)."""
-        return gives_each_id(self.kernel)
 
     def gradients(self) -> list[Part]:
         """Of each key in the probed step: the shard that it looked up, its ids, the gradients of its bags."""
@@ -103,14 +96,10 @@ class Taps:
             lookup.ids = lookup.gradient = None
 
     def _tap(self, kernel: nn.Module, replicated: bool, device: torch.device) -> Lookup:
-        keys = [
-            (feature, table.name, table.local_cols)
-            for table in tables_of(kernel)
-            for feature in table.feature_names
-        ]
-        features, tables, columns = map(list, zip(*keys, strict=True))
+        keys = [(feature, table.name) for table in tables_of(kernel) for feature in table.feature_names]
+        features, tables = map(list, zip(*keys, strict=True))
         received = torch.zeros(len(keys), dtype=torch.int64, device=device)
-        lookup = Lookup(kernel, features, tables, columns, replicated, received)
+        lookup = Lookup(kernel, features, tables, replicated, received)
 
         def after(_: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
             if not (kernel.training and torch.is_grad_enabled()):

@@ -71,7 +71,7 @@ def build_step(
             model,
             device=device,
             plan=plan,
-            sharders=sharders(cache, codecs),
+            sharders=sharders(cache, codecs, device.type),
             data_parallel_wrapper=_Alone() if world == 1 else None,
         )
     pad_empty_shards(sharded)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_sharding import USE_ONE_TBE_PER_TABLE
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.proposers import GridSearchProposer, UniformProposer
@@ -60,7 +61,13 @@ class BagSharder(EmbeddingBagCollectionSharder):
 
 
 class IdSharder(EmbeddingCollectionSharder):
-    """The same for tables that give the vector of each id, which TorchRec shards in fewer ways."""
+    """The same for tables that give the vector of each id, which TorchRec shards in fewer ways.
+
+    On CPU each of them has a lookup of its own (compat.fbgemm_lookups.FusedBagsOfOne).
+    """
+
+    def __init__(self, fused_params: dict[str, Any] | None, codecs: Codecs | None, device: str):
+        super().__init__({**(fused_params or {}), USE_ONE_TBE_PER_TABLE: device == "cpu"}, codecs)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return list(BY_ID_TYPES)
@@ -73,14 +80,17 @@ def _kernels(sharding_type: str) -> list[str]:
     return ["dense"] if sharding_type == "data_parallel" else ["fused", "fused_uvm", "fused_uvm_caching"]
 
 
-def sharders(fused_params: dict[str, Any] | None = None, codecs: Codecs | None = None) -> list[ModuleSharder]:
+def sharders(
+    fused_params: dict[str, Any] | None = None, codecs: Codecs | None = None, device: str = "cpu"
+) -> list[ModuleSharder]:
     """Of all collections of tables.
 
     Args:
         fused_params: FBGEMM's settings of kernels that update in backward.
         codecs: of what travels between ranks; default: as it is.
+        device: cpu or cuda.
     """
-    return [kind(fused_params, codecs) for kind in (BagSharder, IdSharder)]
+    return [BagSharder(fused_params, codecs), IdSharder(fused_params, codecs, device)]
 
 
 def sharders_for_planning(config: RunConfig, schema: Schema, world: int) -> list[ModuleSharder]:
