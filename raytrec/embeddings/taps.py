@@ -15,7 +15,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.compat.torchrec_ import replicated_kernels, sharded_kernels, tables_of
+from raytrec.compat.torchrec_ import replicated_kernels, sharded_kernels, tables_of, watch_distinct_ids
 from raytrec.embeddings.row_gradients import Part, split_lookup
 
 
@@ -73,7 +73,8 @@ class Taps:
 
     Attributes:
         lookups: of this rank.
-        sent: int64 [features], ids in this rank's part of the batches, since the start.
+        sent: int64 [features], ids in this rank's part of the batches, since the start. Where each distinct
+            id of a table is sent once, these, under any of the table's features.
         rows: int64 scalar, rows in it that are not padding.
         probing: set it before a step to keep what passes at that step.
         input: of the probed step.
@@ -83,10 +84,12 @@ class Taps:
         device = model.device  # the head of mf, for example, has no parameters
         self.features, self.probing = features, False
         self.input: Input | None = None
+        self._distinct: dict[tuple[str, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self.sent = torch.zeros(len(features), dtype=torch.int64, device=device)
         self.rows = torch.zeros((), dtype=torch.int64, device=device)
         self.lookups = [self._tap(kernel, False, device) for kernel in sharded_kernels(model)]
         self.lookups += [self._tap(kernel, True, device) for kernel in replicated_kernels(model)]
+        watch_distinct_ids(model, self._count_distinct)
         head.register_forward_pre_hook(self._before_head)
 
     def forget(self) -> None:
@@ -118,12 +121,23 @@ class Taps:
         if not head.training:
             return
         # A batch has fewer than 2³¹ ids, as TorchRec's offsets need; sums in int64 take four times as long.
-        self.sent += batch.sparse.lengths().view(len(self.features), -1).sum(1, dtype=torch.int32)
+        sent = batch.sparse.lengths().view(len(self.features), -1).sum(1, dtype=torch.int32)
+        for places, distinct in self._distinct.values():
+            sent.index_copy_(0, places, distinct)
+        self.sent += sent
         self.rows += torch.count_nonzero(batch.weights)
         if self.probing:
             self.input = Input({name: values.detach() for name, values in pooled.items()}, {}, batch)
             for name, values in pooled.items():
                 values.register_hook(lambda gradient, name=name: self._keep(name, gradient))
+
+    def _count_distinct(self, ids: KeyedJaggedTensor) -> None:
+        keys, lengths = tuple(ids.keys()), ids.lengths()
+        if keys not in self._distinct:
+            places = torch.tensor([self.features.index(key) for key in keys], device=lengths.device)
+            self._distinct[keys] = places, places
+        distinct = lengths.view(len(keys), -1).sum(1, dtype=torch.int32)
+        self._distinct[keys] = self._distinct[keys][0], distinct
 
     def _keep(self, feature: str, gradient: torch.Tensor) -> None:
         self.input.gradient[feature] = gradient

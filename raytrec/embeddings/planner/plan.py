@@ -63,11 +63,13 @@ class BagSharder(EmbeddingBagCollectionSharder):
 class IdSharder(EmbeddingCollectionSharder):
     """The same for tables that give the vector of each id, which TorchRec shards in fewer ways.
 
-    On CPU each of them has a lookup of its own (compat.fbgemm_lookups.FusedBagsOfOne).
+    On CPU each of them has its own lookup (compat.fbgemm_lookups.FusedBagsOfOne).
     """
 
-    def __init__(self, fused_params: dict[str, Any] | None, codecs: Codecs | None, device: str):
-        super().__init__({**(fused_params or {}), USE_ONE_TBE_PER_TABLE: device == "cpu"}, codecs)
+    def __init__(
+        self, fused_params: dict[str, Any] | None, codecs: Codecs | None, device: str, distinct: bool
+    ):
+        super().__init__({**(fused_params or {}), USE_ONE_TBE_PER_TABLE: device == "cpu"}, codecs, distinct)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return list(BY_ID_TYPES)
@@ -81,7 +83,10 @@ def _kernels(sharding_type: str) -> list[str]:
 
 
 def sharders(
-    fused_params: dict[str, Any] | None = None, codecs: Codecs | None = None, device: str = "cpu"
+    fused_params: dict[str, Any] | None = None,
+    codecs: Codecs | None = None,
+    device: str = "cpu",
+    distinct: bool = False,
 ) -> list[ModuleSharder]:
     """Of all collections of tables.
 
@@ -89,8 +94,9 @@ def sharders(
         fused_params: FBGEMM's settings of kernels that update in backward.
         codecs: of what travels between ranks; default: as it is.
         device: cpu or cuda.
+        distinct: whether ids that are read one by one are sent once, however often a batch has them.
     """
-    return [BagSharder(fused_params, codecs), IdSharder(fused_params, codecs, device)]
+    return [BagSharder(fused_params, codecs), IdSharder(fused_params, codecs, device, distinct)]
 
 
 def sharders_for_planning(config: RunConfig, schema: Schema, world: int) -> list[ModuleSharder]:
