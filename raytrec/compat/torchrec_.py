@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.train_pipeline.runtime_forwards import BaseForward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.compat.versions import private
 
@@ -46,6 +47,22 @@ def sharded_collections(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             yield module
+
+
+def watch_distinct_ids(model: nn.Module, called: Callable[[KeyedJaggedTensor], object]) -> None:
+    """Has a function called, at each lookup of a collection that sends each id of a batch once
+    (use_index_dedup), with what it has sent for each way of sharding: ids of a table, under any of the
+    features that read it; a feature comes again for each set of columns."""
+    for module in sharded_collections(model):
+        if not getattr(module, "_use_index_dedup", False):
+            continue
+
+        def look_up(ctx: Any, ids: Any, theirs: Callable = module.compute_and_output_dist) -> Any:
+            for context in ctx.sharding_contexts:
+                called(context.features_before_input_dist)
+            return theirs(ctx, ids)
+
+        module.compute_and_output_dist = look_up
 
 
 def gives_each_id(kernel: nn.Module) -> bool:

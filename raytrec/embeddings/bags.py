@@ -11,13 +11,16 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
+from raytrec.embeddings.planner.constraints import TableConstraint
 
 BY_ID = "by_id"  # of PooledEmbeddings: part of the names that TorchRec gives these tables' weights
 Collection = EmbeddingBagCollection | EmbeddingCollection
 
 
 def embedding_bags(
-    schema: Schema, dtypes: Mapping[str, str] | None = None, leave_out: Mapping[str, object] | None = None
+    schema: Schema,
+    constraints: Mapping[str, TableConstraint] | None = None,
+    leave_out: Mapping[str, object] | None = None,
 ) -> EmbeddingBagCollection | None:
     """The tables that give sums of bags, without memory (meta device), as TorchRec shards them.
 
@@ -25,7 +28,7 @@ def embedding_bags(
     means are divided outside (`pooling.Inputs`).
 
     Args:
-        dtypes: table → fp32 or fp16; default: all fp32.
+        constraints: of every table, for its dtype; default: all fp32.
         leave_out: tables that are not among them. None are left: None.
     """
     features_of: dict[str, list[str]] = {
@@ -46,7 +49,7 @@ def embedding_bags(
                 embedding_dim=schema.tables[name].dim,
                 feature_names=names,
                 pooling=PoolingType.SUM,
-                data_type=_data_type(dtypes, name),
+                data_type=_data_type(constraints, name),
                 init_fn=_leave,
             )
             for name, names in features_of.items()
@@ -54,29 +57,30 @@ def embedding_bags(
     )
 
 
-def embeddings_by_id(features: Features, dtypes: Mapping[str, str] | None = None) -> nn.ModuleDict:
-    """Table → the collection that gives the vector of each of its ids, without memory.
+def embeddings_by_id(
+    features: Features, constraints: Mapping[str, TableConstraint] | None = None
+) -> nn.ModuleList:
+    """The collections that give the vector of each id, without memory.
 
-    One for each table, because those of one collection must have one dim, and as many column shards
-    (torchrec 1.8.0), and because lookups that take ids for bags are of one table (compat.fbgemm_lookups).
+    Tables of one collection share its exchanges; they must have one dim, and as many column shards (torchrec
+    1.8.0). The planner cuts tables of one dim alike, unless their ranks are given.
     """
-    return nn.ModuleDict(
-        {
-            name: EmbeddingCollection(
-                device=torch.device("meta"),
-                tables=[
-                    EmbeddingConfig(
-                        name=name,
-                        num_embeddings=features.schema.tables[name].rows,
-                        embedding_dim=features.schema.tables[name].dim,
-                        feature_names=names,
-                        data_type=_data_type(dtypes, name),
-                        init_fn=_leave,
-                    )
-                ],
+    together: dict[tuple[int, int], list[EmbeddingConfig]] = {}
+    for name, names in features.tables_by_id.items():
+        table, constraint = features.schema.tables[name], (constraints or {}).get(name, TableConstraint(()))
+        columns = len(constraint.ranks or ()) if "column_wise" in constraint.sharding else 0
+        together.setdefault((table.dim, columns), []).append(
+            EmbeddingConfig(
+                name=name,
+                num_embeddings=table.rows,
+                embedding_dim=table.dim,
+                feature_names=names,
+                data_type=_data_type(constraints, name),
+                init_fn=_leave,
             )
-            for name, names in features.tables_by_id.items()
-        }
+        )
+    return nn.ModuleList(
+        EmbeddingCollection(device=torch.device("meta"), tables=tables) for tables in together.values()
     )
 
 
@@ -85,8 +89,8 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _data_type(dtypes: Mapping[str, str] | None, table: str) -> DataType:
-    return DataType[(dtypes or {}).get(table, "fp32").upper()]
+def _data_type(constraints: Mapping[str, TableConstraint] | None, table: str) -> DataType:
+    return DataType[constraints[table].dtype.upper() if constraints else "FP32"]
 
 
 def tables_in(collection: nn.Module) -> dict[str, nn.Module]:
@@ -109,5 +113,5 @@ def table_of(fqn: str) -> str | None:
     if len(parts) < 3 or parts[-1] != "weight":
         return None
     table = parts[-2]
-    of_bags, of_ids = parts[-3] == "embedding_bags", parts[-5:-1] == [BY_ID, table, "embeddings", table]
-    return table if of_bags or of_ids else None
+    of_ids = parts[-3] == "embeddings" and parts[-5:-4] == [BY_ID]
+    return table if parts[-3] == "embedding_bags" or of_ids else None

@@ -14,6 +14,7 @@ from raytrec.compat.torchrec_ import is_pipelined
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.embeddings.bags import Collection, embedding_bags, embeddings_by_id
+from raytrec.embeddings.planner.constraints import TableConstraint
 
 
 class PooledEmbeddings(FixedDtype):
@@ -21,14 +22,14 @@ class PooledEmbeddings(FixedDtype):
 
     Args:
         schema: the features, their pooling and their tables.
-        dtypes: table → fp32 or fp16; default: all fp32. They are fixed: a cast later would part what is
-            read from what is trained, so `.to(dtype)`, `.half()`, `.bfloat16()` and the like raise.
+        constraints: of every table; default: all are fp32. Their dtypes are fixed: a cast later would part
+            what is read from what is trained, so `.to(dtype)`, `.half()`, `.bfloat16()` and the like raise.
         sequences: features that are read id by id → how many ids, at most (config.features); default: none,
             and sequences give the mean of their bag.
 
     Attributes:
         bags: the tables that give sums of bags; None where there are none.
-        by_id: table → the collection of those that give the vector of each id.
+        by_id: the collections of those that give the vector of each id.
 
     Returns (forward):
         dict of feature → float32 [B, dim of its table]. With bag ids i and weights wᵢ (1 when there are
@@ -39,26 +40,26 @@ class PooledEmbeddings(FixedDtype):
     def __init__(
         self,
         schema: Schema,
-        dtypes: Mapping[str, str] | None = None,
+        constraints: Mapping[str, TableConstraint] | None = None,
         sequences: Mapping[str, int] | None = None,
     ):
         super().__init__()
         features = Features(schema, sequences or {})
-        self.bags = embedding_bags(schema, dtypes, features.tables_by_id)
-        self.by_id = embeddings_by_id(features, dtypes)
+        self.bags = embedding_bags(schema, constraints, features.tables_by_id)
+        self.by_id = embeddings_by_id(features, constraints)
         self._dtypes = {table.dtype for table in self.parameters()}
         self.inputs = Inputs(features)
 
     @property
     def collections(self) -> list[Collection]:
         """All collections of tables."""
-        return [*([] if self.bags is None else [self.bags]), *self.by_id.values()]
+        return [*([] if self.bags is None else [self.bags]), *self.by_id]
 
     def forward(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
         # TorchRec's pipeline traces this with a Proxy, and later has exchanged copies of the ids before.
         given = sparse if is_pipelined(self.collections[0], sparse) else own_copy(sparse)
         sums = None if self.bags is None else self.bags(given)
-        return self.inputs(sums, [collection(given) for collection in self.by_id.values()], sparse)
+        return self.inputs(sums, [collection(given) for collection in self.by_id], sparse)
 
     def before_cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         refuse_cast(fn, self._dtypes)
@@ -144,14 +145,14 @@ class Inputs(nn.Module):
 
         Args:
             sums: [B, Σ dims] of the features whose tables give sums.
-            by_id: of each other table, feature → the vectors of its ids, float32 [N, dim].
+            by_id: of each collection of other tables, feature → the vectors of its ids, float32 [N, dim].
             sparse: the ids that were looked up.
         """
         if not by_id:
             return self.means(sums, sparse)
         bags, sequences = {} if sums is None else sums.to_dict(), {}
         weights = self._weights(sparse)
-        for feature, found in (pair for of_table in by_id for pair in of_table.items()):
+        for feature, found in (pair for each in by_id for pair in each.items()):
             vectors_ND = found.values()
             if feature in weights:
                 vectors_ND = vectors_ND * weights[feature].unsqueeze(1)

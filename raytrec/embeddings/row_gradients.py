@@ -97,8 +97,8 @@ def row_gradients_squared(
     Args:
         kernel, features: as in `split_lookup`. gradient: of what the lookup gave.
     """
-    if gives_each_id(kernel):  # of one table (bags.embeddings_by_id)
-        return _squared(features.values(), gradient)
+    if gives_each_id(kernel):
+        return _squared(_apart(kernel, features), gradient)
     total = torch.zeros((), dtype=torch.float64, device=gradient.device)
     grads = dict(zip(features.keys(), gradient.split(kernel.config.embedding_dims(), dim=1), strict=True))
     for table in tables_of(kernel):
@@ -113,6 +113,17 @@ def row_gradients_squared(
             ids.append(feature.values())
         total += _squared(torch.cat(ids), torch.cat(per_id))
     return total
+
+
+def _apart(kernel: nn.Module, features: KeyedJaggedTensor) -> torch.Tensor:
+    """Ids looked up, with those of each table behind those of the tables before it: int64 [N]."""
+    ids_N, rows = features.values(), [table.local_rows for table in tables_of(kernel)]
+    if len(rows) == 1:
+        return ids_N
+    firsts = [sum(rows[:i]) for i, table in enumerate(tables_of(kernel)) for _ in table.feature_names]
+    lengths_KB = features.lengths().view(len(firsts), -1)
+    first_K = torch.tensor(firsts).to(ids_N.device, non_blocking=True)
+    return ids_N + first_K.repeat_interleave(lengths_KB.sum(1), output_size=len(ids_N))
 
 
 def _squared(ids_N: torch.Tensor, grads_ND: torch.Tensor) -> torch.Tensor:

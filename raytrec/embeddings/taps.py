@@ -15,7 +15,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.compat.torchrec_ import gives_each_id, replicated_kernels, sharded_kernels, tables_of
+from raytrec.compat.torchrec_ import replicated_kernels, sharded_kernels, tables_of, watch_distinct_ids
 from raytrec.embeddings.row_gradients import Part, split_lookup
 
 
@@ -26,7 +26,6 @@ class Lookup:
     Attributes:
         features: its keys' names, in order; a feature that several of its tables' shards read comes again.
         tables: of each key, the table.
-        columns: of each key, the columns of this rank's shard.
         replicated: whether the tables are data-parallel.
         received: int64 [keys], ids looked up in training, since the start.
         ids: of the probed step: the ids that were looked up, as rows of this rank's shards.
@@ -37,16 +36,10 @@ class Lookup:
     kernel: nn.Module
     features: list[str]
     tables: list[str]
-    columns: list[int]
     replicated: bool
     received: torch.Tensor
     ids: KeyedJaggedTensor | None = None
     gradient: torch.Tensor | None = None
-
-    @property
-    def by_id(self) -> bool:
-        """Whether it gives each id's vector, of one table (bags.embeddings_by_id)."""
-        return gives_each_id(self.kernel)
 
     def gradients(self) -> list[Part]:
         """Of each key in the probed step: the shard that it looked up, its ids, the gradients of its bags."""
@@ -80,7 +73,8 @@ class Taps:
 
     Attributes:
         lookups: of this rank.
-        sent: int64 [features], ids in this rank's part of the batches, since the start.
+        sent: int64 [features], ids in this rank's part of the batches, since the start. Where each distinct
+            id of a table is sent once, these, under any of the table's features.
         rows: int64 scalar, rows in it that are not padding.
         probing: set it before a step to keep what passes at that step.
         input: of the probed step.
@@ -90,10 +84,12 @@ class Taps:
         device = model.device  # the head of mf, for example, has no parameters
         self.features, self.probing = features, False
         self.input: Input | None = None
+        self._distinct: dict[tuple[str, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self.sent = torch.zeros(len(features), dtype=torch.int64, device=device)
         self.rows = torch.zeros((), dtype=torch.int64, device=device)
         self.lookups = [self._tap(kernel, False, device) for kernel in sharded_kernels(model)]
         self.lookups += [self._tap(kernel, True, device) for kernel in replicated_kernels(model)]
+        watch_distinct_ids(model, self._count_distinct)
         head.register_forward_pre_hook(self._before_head)
 
     def forget(self) -> None:
@@ -103,14 +99,10 @@ class Taps:
             lookup.ids = lookup.gradient = None
 
     def _tap(self, kernel: nn.Module, replicated: bool, device: torch.device) -> Lookup:
-        keys = [
-            (feature, table.name, table.local_cols)
-            for table in tables_of(kernel)
-            for feature in table.feature_names
-        ]
-        features, tables, columns = map(list, zip(*keys, strict=True))
+        keys = [(feature, table.name) for table in tables_of(kernel) for feature in table.feature_names]
+        features, tables = map(list, zip(*keys, strict=True))
         received = torch.zeros(len(keys), dtype=torch.int64, device=device)
-        lookup = Lookup(kernel, features, tables, columns, replicated, received)
+        lookup = Lookup(kernel, features, tables, replicated, received)
 
         def after(_: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
             if not (kernel.training and torch.is_grad_enabled()):
@@ -129,12 +121,23 @@ class Taps:
         if not head.training:
             return
         # A batch has fewer than 2³¹ ids, as TorchRec's offsets need; sums in int64 take four times as long.
-        self.sent += batch.sparse.lengths().view(len(self.features), -1).sum(1, dtype=torch.int32)
+        sent = batch.sparse.lengths().view(len(self.features), -1).sum(1, dtype=torch.int32)
+        for places, distinct in self._distinct.values():
+            sent.index_copy_(0, places, distinct)
+        self.sent += sent
         self.rows += torch.count_nonzero(batch.weights)
         if self.probing:
             self.input = Input({name: values.detach() for name, values in pooled.items()}, {}, batch)
             for name, values in pooled.items():
                 values.register_hook(lambda gradient, name=name: self._keep(name, gradient))
+
+    def _count_distinct(self, ids: KeyedJaggedTensor) -> None:
+        keys, lengths = tuple(ids.keys()), ids.lengths()
+        if keys not in self._distinct:
+            places = torch.tensor([self.features.index(key) for key in keys], device=lengths.device)
+            self._distinct[keys] = places, places
+        distinct = lengths.view(len(keys), -1).sum(1, dtype=torch.int32)
+        self._distinct[keys] = self._distinct[keys][0], distinct
 
     def _keep(self, feature: str, gradient: torch.Tensor) -> None:
         self.input.gradient[feature] = gradient

@@ -114,10 +114,9 @@ def build_recommender(
     """
     torch.manual_seed(config.run.seed)
     model = build_model(schema, config.model, outputs, vectors, tasks).to(device)
-    dtypes = {table: c.dtype for table, c in resolve_constraints(config, schema).items()}
-    features = resolve_features(schema, config.model)
+    constraints, features = resolve_constraints(config, schema), resolve_features(schema, config.model)
     call = ModelCall(Sequences(features) if features.sequences else None, config.train.matmul == "bf16")
-    return Recommender(PooledEmbeddings(schema, dtypes, features.sequences), model, call)
+    return Recommender(PooledEmbeddings(schema, constraints, features.sequences), model, call)
 
 
 def compile_dense(model: nn.Module, device: torch.device) -> None:

@@ -71,7 +71,7 @@ def build_step(
             model,
             device=device,
             plan=plan,
-            sharders=sharders(cache, codecs),
+            sharders=sharders(cache, codecs, device.type, _sends_distinct_ids(config, device, world)),
             data_parallel_wrapper=_Alone() if world == 1 else None,
         )
     pad_empty_shards(sharded)
@@ -101,6 +101,14 @@ def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> Sharding
     """The plan that `build_step` would use, without making any table; a collective."""
     offered = sharders_for_planning(config, schema, dist.get_world_size())
     return make_plan(_unsharded(config, schema, device), offered, schema, config, device)
+
+
+def _sends_distinct_ids(config: RunConfig, device: torch.device, world: int) -> bool:
+    """Whether each id that is read by itself is sent to other ranks once a batch, and its gradients as a sum.
+
+    FBGEMM (1.8.0) finds distinct ids on GPUs alone. In fp16 the sum of many gradients may be infinite.
+    """
+    return device.type == "cuda" and world > 1 and config.plan.qcomms.backward_precision != "fp16"
 
 
 def _cache_settings(plan: ShardingPlan, device: torch.device) -> dict[str, Any] | None:

@@ -172,7 +172,14 @@ SOURCES = {
     ],
     KERNELS + "BatchedFusedEmbeddingBag": ["**fused_params", "self._emb_module", "def emb_module("],
     "torchrec.distributed.embeddingbag:ShardedEmbeddingBagCollection": ["self._lookups"],
-    "torchrec.distributed.embedding:ShardedEmbeddingCollection": ["self._lookups"],
+    "torchrec.distributed.embedding:ShardedEmbeddingCollection": [
+        "self._lookups",
+        "features_by_shards = self._dedup_indices(ctx, features_by_shards)",
+        "features_before_input_dist=features",
+    ],
+    "torchrec.distributed.embedding:ShardedEmbeddingCollection.compute_and_output_dist": [
+        "ctx.sharding_contexts"
+    ],
     LOOKUP + "GroupedPooledEmbeddingsLookup": ["self._emb_modules"],
     LOOKUP + "GroupedEmbeddingsLookup": ["self._emb_modules"],
     KERNELS + "BatchedDenseEmbedding": [

@@ -86,6 +86,34 @@ def test_a_step_costs_no_more_than_that(step, what):
     assert MOST[what] * 0.7 <= step[what] <= MOST[what], "far below: lower the bound"
 
 
+def exchanges(rank, world, tables):
+    """Collectives of a step over three sequences that are read id by id from these tables."""
+    from operators import Operators
+    from small import a_schema, batches, build, config
+
+    from raytrec.config.features import resolve_features
+
+    sparse = {
+        name: {"table": table, "pooling": "sequence"} for name, table in zip("abc", tables, strict=True)
+    }
+    sparse["target"] = {"table": tables[0]}
+    schema = a_schema(sparse=sparse, tables={table: {"rows": 40, "dim": 8} for table in tables})
+    model = {"name": "sequence", "max_length": 3, "target": "target", "top_mlp": [6]}
+    settings = config(world, {"sharding_type": "row_wise"}, model=model)
+    step = build(settings, schema)
+    local = batches(12, rank, world, schema=schema, features=resolve_features(schema, settings.model))[1]
+    steps = step.train(iter(local), len(local))
+    list(islice(steps, 4))
+    with Operators() as operators:
+        list(islice(steps, 4))
+    return sum(n for name, n in operators.calls.items() if name.startswith("c10d::")) / 4
+
+
+def test_tables_of_one_dim_that_are_read_id_by_id_share_their_exchanges():
+    one, three = (on_ranks(2, exchanges, tables)[0] for tables in ("xxx", "xyz"))
+    assert one == three > 0
+
+
 def saved_bytes(rank, world, folder):
     """Bytes of a checkpoint of a table of 1,000 rows, and of one of 3,000."""
     from growth_point import Point, _save

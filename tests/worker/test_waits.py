@@ -31,7 +31,13 @@ ALLOWED = {
         "nonfinite.py:step",
     ): "on_nan=skip: the forward pass decides whether optimizers step; the backward pass is queued behind it",
 }
-BY_ID = {("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pooling.py:<listcomp>"): SPLITS}
+BY_ID = {
+    ("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pooling.py:<listcomp>"): SPLITS,
+    (
+        "torchrec/distributed/embedding.py:_dedup_indices",
+        "pipeline.py:start_sparse_data_dist",
+    ): "how many distinct ids there are; on the stream of the ids' exchange",
+}
 AHEAD = {("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pipeline.py:_prefetch"): SPLITS}
 # In `assign`, on the stream that copies batches: how many ids come and go decides what is done next.
 ASSIGNED = 72  # in a step, with two tables that both evict

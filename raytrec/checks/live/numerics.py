@@ -136,13 +136,7 @@ class Numerics(Check):
             if p.grad is not None
         ]
         for lookup in self.run.taps.lookups:
-            if lookup.gradient is None:
-                continue
-            if lookup.by_id:  # of one table
-                found.append((f"table {lookup.tables[0]}", lookup.gradient.square().sum()))
-            else:
-                parts = lookup.gradient.square().sum(0).split(lookup.columns)
-                found += [(f"table {t}", part.sum()) for t, part in zip(lookup.tables, parts, strict=True)]
+            found += [(f"table {t.name}", part.square().sum()) for t, _, part in lookup.gradients()]
         out: dict[str, float] = defaultdict(float)
         if found:
             for (name, _), (value,) in zip(found, read([v for _, v in found]), strict=True):

@@ -77,8 +77,7 @@ def dry_run(
     optimizers = table_optimizers(config, schema)
     with _ranks_per_host(gpus), _quiet():
         constraints, topology = validated(there, world, config, schema, device)
-        dtypes = {table: constraint.dtype for table, constraint in constraints.items()}
-        tables = PooledEmbeddings(schema, dtypes, resolve_features(schema, config.model).sequences)
+        tables = PooledEmbeddings(schema, constraints, resolve_features(schema, config.model).sequences)
         fuse(tables.collections, optimizers, device)  # from which the planner knows of the optimizers' state
         offered = sharders_for_planning(config, schema, world)
         plan = plan_for(topology, constraints, schema, config, tables, offered)

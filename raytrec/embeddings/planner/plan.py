@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_sharding import USE_ONE_TBE_PER_TABLE
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.proposers import GridSearchProposer, UniformProposer
@@ -60,7 +61,15 @@ class BagSharder(EmbeddingBagCollectionSharder):
 
 
 class IdSharder(EmbeddingCollectionSharder):
-    """The same for tables that give the vector of each id, which TorchRec shards in fewer ways."""
+    """The same for tables that give the vector of each id, which TorchRec shards in fewer ways.
+
+    On CPU each of them has its own lookup (compat.fbgemm_lookups.FusedBagsOfOne).
+    """
+
+    def __init__(
+        self, fused_params: dict[str, Any] | None, codecs: Codecs | None, device: str, distinct: bool
+    ):
+        super().__init__({**(fused_params or {}), USE_ONE_TBE_PER_TABLE: device == "cpu"}, codecs, distinct)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return list(BY_ID_TYPES)
@@ -73,14 +82,21 @@ def _kernels(sharding_type: str) -> list[str]:
     return ["dense"] if sharding_type == "data_parallel" else ["fused", "fused_uvm", "fused_uvm_caching"]
 
 
-def sharders(fused_params: dict[str, Any] | None = None, codecs: Codecs | None = None) -> list[ModuleSharder]:
+def sharders(
+    fused_params: dict[str, Any] | None = None,
+    codecs: Codecs | None = None,
+    device: str = "cpu",
+    distinct: bool = False,
+) -> list[ModuleSharder]:
     """Of all collections of tables.
 
     Args:
         fused_params: FBGEMM's settings of kernels that update in backward.
         codecs: of what travels between ranks; default: as it is.
+        device: cpu or cuda.
+        distinct: whether ids that are read one by one are sent once, however often a batch has them.
     """
-    return [kind(fused_params, codecs) for kind in (BagSharder, IdSharder)]
+    return [BagSharder(fused_params, codecs), IdSharder(fused_params, codecs, device, distinct)]
 
 
 def sharders_for_planning(config: RunConfig, schema: Schema, world: int) -> list[ModuleSharder]:

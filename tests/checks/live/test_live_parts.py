@@ -190,7 +190,7 @@ def test_rows_that_a_probed_step_touched_are_looked_at():
     whole = Parts((rows, 2), values.dtype, [Shard(0, range(rows), range(2), values)], False, values.device)
     table = Table("t", (rows, 2), values.dtype, "table_wise", "fused", whole, None, {}, None)
     ids = KeyedJaggedTensor(["a", "b"], torch.tensor([5, 6, 777]), lengths=torch.tensor([1, 1, 1, 0]))
-    lookup = Lookup(None, ["a", "b"], ["other", "t"], [2, 2], False, torch.zeros(2), ids)
+    lookup = Lookup(None, ["a", "b"], ["other", "t"], False, torch.zeros(2), ids)
     for touched, expected in [(777, True), (778, False)]:
         ids.values()[2] = touched
         run = CheckedRun(

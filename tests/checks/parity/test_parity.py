@@ -3,18 +3,18 @@
 import pytest
 import torch
 from ranks import on_ranks
-from small import SCHEMA, config
+from small import PARTS, SCHEMA, a_schema, config
 
 from raytrec.config.tables import QCommsSection, Schedule
 
 
-def compared(rank, world, settings, device="cpu", steps=2, build=None):
+def compared(rank, world, settings, device="cpu", steps=2, build=None, schema=SCHEMA):
     """Findings of some steps as (check, name, whether it is within its limit)."""
     from raytrec.checks.parity.compare import compare
     from raytrec.worker.build import build_step
 
     given = settings.model_copy(deep=True)
-    found = compare(build or build_step, settings, SCHEMA, torch.device(device), rows=12, steps=steps)
+    found = compare(build or build_step, settings, schema, torch.device(device), rows=12, steps=steps)
     assert settings == given, "the caller's has been changed"
     return [(f.check, f.name, f.error <= f.limit) for f in found]
 
@@ -55,6 +55,21 @@ def test_replicas_that_differ(part, name):
 )
 def test_gpus_are_compared_with_one_process_on_cpu(plan, optimizer):
     found = on_ranks(2, compared, config(2, plan, optimizer), "cuda", device="cuda")[0]
+    assert {check for check, _, _ in found} == {"forward", "gradient", "weights", "state"} and not wrong(
+        found
+    )
+
+
+@pytest.mark.parametrize("sharding", ["row_wise", "column_wise", "table_wise"])
+def test_so_are_distinct_ids_that_are_sent_between_gpus(sharding):
+    """Of two tables in one lookup."""
+    sparse = {
+        name: spec | {"pooling": "sequence"} if "pooling" in spec else spec
+        for name, spec in PARTS["sparse"].items()
+    }
+    model = {"name": "sequence", "max_length": 3, "target": "user", "top_mlp": [6]}
+    settings = config(2, {"sharding_type": sharding}, model=model, max_grad_norm=0.05)
+    found = on_ranks(2, compared, settings, "cuda", 2, None, a_schema(sparse=sparse), device="cuda")[0]
     assert {check for check, _, _ in found} == {"forward", "gradient", "weights", "state"} and not wrong(
         found
     )

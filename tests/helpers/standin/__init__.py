@@ -10,7 +10,8 @@ CPU code computes them, so whole training steps run and their results are right.
 - Host memory is pageable or pinned, and only a copy from or to pinned memory is asynchronous.
 - Tables of fused kernels lie on the device; planners, shards and checkpoints see them there.
 
-What is not: speed, rounding, CUDA's own kernels (FBGEMM's fused Adam, caches of UVM tables), memory that
+What is not: speed, rounding, CUDA's own kernels (FBGEMM's fused Adam, caches of UVM tables, dense ones that
+give each id's vector of several tables), memory that
 runs out. Gradients inside backward are not distinguished by device, as autograd's engine makes them as
 ordinary tensors.
 

@@ -17,6 +17,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 
 from standin.tensor import place
 
+library = torch.library.Library("fbgemm", "IMPL")
 # What lies on the device in FBGEMM's kernels for CUDA (1.8.0); learning rates lie in host memory.
 ON_DEVICE = ("weights", "momentum")
 
@@ -41,6 +42,37 @@ def kernels() -> Iterator[None]:
         patch.object(DenseTableBatchedEmbeddingBagsCodegen, "__init__", init_dense),
     ):
         yield
+
+
+def jagged_unique_indices(
+    first_rows: torch.Tensor, first_features: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Each table's distinct ids, in its bags one as many as the other, or one more.
+
+    Args:
+        first_rows: int64 [features + 1], of each feature's table among the rows of all.
+        first_features: int64 [features + 1]; tables are between those that differ.
+        offsets: int64 [features × rows + 1]. ids: int64 [N].
+
+    Returns:
+        lengths and offsets of bags, ids, and of each id that was given its place among these.
+    """
+    features = len(first_rows) - 1
+    of_features = offsets[:: (len(offsets) - 1) // features].diff()
+    rows = ids + first_rows[:-1].repeat_interleave(of_features)
+    distinct, places = rows.unique(return_inverse=True)
+    starts = first_rows[first_features.unique()]  # of tables
+    counts = torch.searchsorted(distinct, starts).diff().tolist()
+    lengths = []
+    for count, wide in zip(counts, first_features.unique().diff().tolist(), strict=True):
+        bags = torch.arange(wide * (len(offsets) - 1) // features)
+        lengths.append(count // len(bags) + (bags < count % len(bags)).long())
+    lengths = torch.cat(lengths)
+    own = distinct - starts[:-1].repeat_interleave(torch.tensor(counts))
+    return lengths, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), own, places
+
+
+library.impl("jagged_unique_indices", jagged_unique_indices, "CPU")
 
 
 def _place(kernel: torch.nn.Module) -> None:

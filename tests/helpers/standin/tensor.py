@@ -18,7 +18,7 @@ from standin.device import Gpu
 WAITING = {
     *("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "is_nonzero"),
     *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal", "allclose"),
-    *("bincount", "multinomial", "__contains__", "__repr__", "__format__"),
+    *("bincount", "multinomial", "jagged_unique_indices", "__contains__", "__repr__", "__format__"),
 }
 # Operations that take tensors of two devices.
 ACROSS = {
