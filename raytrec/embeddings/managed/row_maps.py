@@ -11,7 +11,7 @@ import torch
 from raytrec.common.collectives import Peers
 from raytrec.config.managed import ManagedIds
 from raytrec.embeddings.hashing import fallback_of
-from raytrec.embeddings.managed.distinct import Distinct, count_tables, in_order
+from raytrec.embeddings.managed.distinct import Distinct, count_tables, in_order, of_table
 from raytrec.embeddings.managed.key_map import Entries, Free, KeyMap
 from raytrec.embeddings.managed.policy import (
     admission_scores,
@@ -110,7 +110,7 @@ class RowMaps:
 
     def fallback(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """The row that each key [n] has as long as it has no own row."""
-        return fallback_of(keys, self._capacity_T[tables], self._fallback_T[tables])
+        return fallback_of(keys, of_table(self._capacity_T, tables), of_table(self._fallback_T, tables))
 
     def train(self, step: int, ids: Distinct) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
         """Counts the ids of a global batch that this rank owns, and gives rows to some; a collective.
@@ -146,7 +146,8 @@ class RowMaps:
         """Counts ids."""
         slots = self.rows.find(ids.tables, ids.keys)
         known, wanted = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
-        before = _see(self.rows, slots[known], ids.counts[known], step)
+        counts = ids.counts.index_select(0, known)
+        before = _see(self.rows, slots.index_select(0, known), counts, step)
         rows = torch.full_like(ids.keys, -1).index_copy_(0, known, before.fields["row"].long())
         sightings = ids.counts[wanted]
         if self._any_waits:
@@ -218,7 +219,7 @@ class RowMaps:
         """
         which, slots = map.below(list(counts), "last", [step] * len(counts))
         its = map.at(slots)
-        counted = counted_T[self._numbers(counts)][which]
+        counted = of_table(counted_T[self._numbers(counts)], which)
         of_ids = scores(counted, its.fields["sightings"], its.fields["last"])
         chosen = lowest(which, of_ids, its.keys, list(counts.values()), self.peers)
         return which[chosen], slots[chosen]
@@ -231,7 +232,7 @@ class RowMaps:
             which: of the tables each slot is of.
         """
         its = self.rows.at(slots)
-        rows = its.fields["row"][in_order(which, its.keys)].long()
+        rows = its.fields["row"][in_order(which, its.keys)[1]].long()
         sizes_WP = self.peers.stack(count_tables(which, len(tables))).tolist()
         mine = sizes_WP[self.peers.rank]
         self.rows.remove(self._numbers(tables)[which], self._spread(tables, mine), slots)
