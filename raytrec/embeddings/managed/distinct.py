@@ -25,21 +25,28 @@ class Distinct:
     places: torch.Tensor
 
     @classmethod
-    def of(cls, tables: torch.Tensor, keys: torch.Tensor, counts: torch.Tensor | None = None) -> Distinct:
+    def of(
+        cls, tables: torch.Tensor, keys: torch.Tensor, count: int, counts: torch.Tensor | None = None
+    ) -> Distinct:
         """Of N keys, the tables of which ascend.
 
         Args:
+            count: of tables.
             counts: occurrences, which add up where keys are equal; default: of each one.
         """
-        ordered, order = in_order(tables, keys)
-        first = torch.ones_like(keys, dtype=torch.bool)
-        torch.ne(ordered[1:], ordered[:-1], out=first[1:])
-        first[1:] |= tables[1:] != tables[:-1]
-        starts = first.nonzero().squeeze(1)
-        places = torch.empty_like(order).scatter_(0, order, first.cumsum(0) - 1)
+        if count == 1:  # quicker on a CPU
+            distinct, places = torch.unique(keys, return_inverse=True)
+            of_distinct = torch.zeros_like(distinct)
+        else:
+            ordered, order = in_order(tables, keys)
+            first = torch.ones_like(keys, dtype=torch.bool)
+            first[1:] = (ordered[1:] != ordered[:-1]).logical_or_(tables[1:] != tables[:-1])
+            starts = first.nonzero().squeeze(1)
+            places = torch.empty_like(order).scatter_(0, order, first.cumsum(0) - 1)
+            distinct, of_distinct = ordered.index_select(0, starts), tables.index_select(0, starts)
         counts = torch.ones_like(keys) if counts is None else counts
-        totals = torch.zeros_like(starts).index_add_(0, places, counts)
-        return cls(tables.index_select(0, starts), ordered.index_select(0, starts), totals, places)
+        totals = torch.zeros_like(distinct).index_add_(0, places, counts)
+        return cls(of_distinct, distinct, totals, places)
 
 
 def count_by_owner(tables: torch.Tensor, keys: torch.Tensor, count: int, world: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from itertools import accumulate
 
 import torch
 
+from raytrec.common.collectives import on_device
 from raytrec.embeddings.hashing import NO_KEY, shares
 from raytrec.embeddings.managed.distinct import of_table
 
@@ -113,7 +114,7 @@ class KeyMap:
 
     def _measure(self) -> None:
         self._ends = list(accumulate(self._buckets))
-        ranges = torch.tensor([self._ends, self._buckets], device=self._device)
+        ranges = on_device([self._ends, self._buckets], self._device)
         self._end_T, self._buckets_T = ranges.unbind()
         self._start_T = self._end_T - self._buckets_T
 
@@ -227,7 +228,7 @@ class KeyMap:
         starts = [self._start(table) * BUCKET for table in tables]
         ends = list(accumulate(map(len, parts)))
         shifts = [start + len(part) - end for start, part, end in zip(starts, parts, ends, strict=True)]
-        ends_P, shifts_P = torch.tensor([ends, shifts], device=self._device)
+        ends_P, shifts_P = on_device([ends, shifts], self._device)
         found = torch.cat(parts).nonzero().squeeze(1)
         sizes_P = torch.searchsorted(found, ends_P).diff(prepend=ends_P.new_zeros(1))
         which = torch.arange(len(tables), device=self._device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from raytrec.common.collectives import Peers
+from raytrec.common.collectives import Peers, on_device
 from raytrec.config.managed import Eviction
 from raytrec.embeddings.hashing import hash_bits
 from raytrec.embeddings.managed.distinct import count_tables, in_order, of_table
@@ -106,7 +106,7 @@ def lowest(
     found, missing = _thresholds(tables, scores, counts, lows, highs, peers)
     for table in all_of:
         found[table] = 2**63 - 1
-    limits_T, missing_T = torch.tensor([found, missing], device=device)
+    limits_T, missing_T = on_device([found, missing], device)
     limits = of_table(limits_T, tables)
     chosen = scores < limits
     ties = (scores == limits).nonzero().squeeze(1)
@@ -137,7 +137,7 @@ def _thresholds(
         widths = ((high - low).bit_length() for low, high in zip(lows, highs, strict=True))
         # Where the score is known already, what falls into bins does not matter, but not outside them.
         shifts = [max(0, width - HISTOGRAM_BITS) if width else 62 for width in widths]
-        low_T, shift_T, count_T = torch.tensor([lows, shifts, counts], device=device)
+        low_T, shift_T, count_T = on_device([lows, shifts, counts], device)
         starts_T = torch.arange(len(counts), device=device) << HISTOGRAM_BITS
         bins = ((scores - of_table(low_T, tables)) >> of_table(shift_T, tables)) + of_table(starts_T, tables)
         # Not by bincount, for which the host would wait.

@@ -8,7 +8,7 @@ from math import gcd, sqrt
 
 import torch
 
-from raytrec.common.collectives import Peers
+from raytrec.common.collectives import Peers, on_device
 from raytrec.config.managed import ManagedIds
 from raytrec.embeddings.hashing import fallback_of
 from raytrec.embeddings.managed.distinct import Distinct, count_tables, in_order, of_table
@@ -95,7 +95,7 @@ class RowMaps:
             (capacity, policy.fallback_rows, policy.admit_after, counted_sightings(policy.eviction))
             for capacity, policy in zip(self.capacities, policies, strict=True)
         ]
-        columns = torch.tensor(numbers, device=device).T.contiguous()
+        columns = on_device(numbers, device).T.contiguous()
         self._capacity_T, self._fallback_T, self._admit_after_T, self._counted_T = columns
 
     def nth_row(self, table: int, numbers: torch.Tensor) -> torch.Tensor:
@@ -126,7 +126,7 @@ class RowMaps:
         sizes = torch.stack(
             [
                 count_tables(ids.tables[seen.wanted], len(self.policies)),
-                torch.tensor(self.waiting.counts, device=self.device),
+                on_device(self.waiting.counts, self.device),
             ]
         )
         wanted_WT, waiting_WT = zip(*self.peers.stack(sizes).tolist(), strict=True)
@@ -293,7 +293,7 @@ class RowMaps:
         return torch.cat(parts)
 
     def _numbers(self, tables: Sequence[int] | Mapping[int, int]) -> torch.Tensor:
-        return torch.tensor(list(tables), device=self.device)
+        return on_device(list(tables), self.device)
 
     def _spread(self, tables: Sequence[int] | Mapping[int, int], values: Sequence[int]) -> list[int]:
         """Values of some tables as of all; 0 of the others."""
