@@ -121,7 +121,7 @@ class Peers:
         of_tables = [sum(of_table) for of_table in zip(*sizes_WT, strict=True)]
         if self.world > 1 and sum(of_ranks):
             everything = self.concatenate(values, of_ranks)
-            values = everything[regrouped(torch.tensor(sizes_WT, device=values.device), sum(of_ranks))]
+            values = everything[regrouped(on_device(sizes_WT, values.device), sum(of_ranks))]
         return list(values.split(of_tables))
 
     def union(self, keys: torch.Tensor) -> torch.Tensor:
@@ -241,3 +241,10 @@ def regrouped(sizes_AB: torch.Tensor, total: int) -> torch.Tensor:
     sizes_BA = sizes_AB.T.flatten()
     shifts = starts_BA - (sizes_BA.cumsum(0) - sizes_BA)
     return shifts.repeat_interleave(sizes_BA, output_size=total) + torch.arange(total, device=flat.device)
+
+
+def on_device(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Integers, nested or not, as a tensor: int64 [...]. From page-locked memory, so that the host does not
+    wait for a GPU."""
+    made = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return made.to(device, non_blocking=True)

@@ -3,8 +3,10 @@
 A step is ordinary when nothing is recorded, checked, saved or evaluated at it.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import loop
 import managed_ids
@@ -40,7 +42,8 @@ BY_ID = {
 }
 AHEAD = {("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pipeline.py:_prefetch"): SPLITS}
 # In `assign`, on the stream that copies batches: how many ids come and go decides what is done next.
-ASSIGNED = 72  # in a step, with two tables that both evict
+ASSIGNED = 56  # in a step, with tables that both evict
+MOST_WAITS, MOST_COLLECTIVES = 65, 21  # in a step, of any number of tables
 SCHEMAS = {
     "bags": SCHEMA,
     "managed ids": managed_ids.schema(),
@@ -168,6 +171,60 @@ def test_ordinary_steps_wait_only_where_they_may(name, tmp_path):
         dry = {keys[where, *callers] for where, callers, drains in found if drains}
         assert not dry, "the GPU has nothing to do meanwhile"
         assert (0 < assigned <= ASSIGNED) if case.schema == "managed ids" else not assigned
+
+
+def alike(copies):
+    """A Schema of so many pairs of tables, one of each evicting by lru, and one by lfu."""
+    names = [f"{name}_{copy}" for copy in range(copies) for name in ("user", "tag")]
+    return a_schema(
+        sparse={f"of_{name}": {"table": name, "pooling": "mean"} for name in names},
+        tables={name: {**managed_ids.TABLES[name.split("_")[0]], "rows": 60} for name in names},
+    )
+
+
+def costs_of_ids(rank, world, copies, folder):
+    """([waits, collectives] of each step where ids are given rows, the same ones in each pair of tables;
+    table → figures)."""
+    import torch
+    import torch.distributed as dist
+    from standin import Gpu
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    def same_ids(rank, batches):
+        drawn = torch.Generator().manual_seed(rank)
+        for step, batch in enumerate(batches):
+            of_pair = torch.randint(0, 6, (2 * len(batch.weights),), generator=drawn)
+            ids = torch.randint(15 * step, 15 * step + 45, (int(of_pair.sum()),), generator=drawn)
+            lengths = of_pair.int().repeat(copies)
+            batch.sparse = KeyedJaggedTensor(batch.sparse.keys(), ids.repeat(copies), lengths=lengths)
+            batch.lengths = lengths
+
+    made = loop.make(rank, world, 12, (), folder, same_ids, schema=alike(copies))
+    assign, counts, gpu = made.step.managed.assign, [], Gpu.active
+    names = "all_reduce", "all_gather_into_tensor", "all_to_all_single"
+
+    def counted(batch, step):
+        with ExitStack() as stack:
+            its = [stack.enter_context(patch.object(dist, n, Mock(wraps=getattr(dist, n)))) for n in names]
+            before = len(gpu.waits)
+            out = assign(batch, step)
+            counts.append([len(gpu.waits) - before, sum(one.call_count for one in its)])
+        return out
+
+    made.step.managed.assign = counted
+    made.train(12)
+    assert made.error is None, made.error
+    return counts[FIRST:], made.step.managed.figures()
+
+
+def test_ids_of_more_tables_take_no_more_waits_and_collectives(tmp_path):
+    (of_two, figures), (of_eight, _) = (
+        on_ranks(2, costs_of_ids, copies, str(tmp_path / str(copies)), device="cuda")[0] for copies in (1, 4)
+    )
+    assert all(of_table["evicted_ids"] > 0 for of_table in figures.values())
+    assert of_eight == of_two
+    assert max(waits for waits, _ in of_two) <= MOST_WAITS
+    assert max(collectives for _, collectives in of_two) <= MOST_COLLECTIVES
 
 
 def waits_of_prediction(rank, world, folder):

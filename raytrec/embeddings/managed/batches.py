@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.common.collectives import Peers, RoundTrip
+from raytrec.common.collectives import Peers, RoundTrip, on_device
 from raytrec.common.errors import RunError
 from raytrec.config.managed import ManagedIds
 from raytrec.config.schema import Schema
@@ -79,14 +79,15 @@ class IdExchange:
         """What this rank asks for, its way there, and what it is asked for by all of them; a single rank asks
         itself."""
         keys, count = keys_of(torch.cat([ids[table] for table in self.maps])), len(self.maps)
-        sizes = torch.tensor([len(ids[table]) for table in self.maps], device=self._device)
+        sizes = on_device([len(ids[table]) for table in self.maps], self._device)
         numbers = torch.arange(count, device=self._device)
-        asked = Distinct.of(numbers.repeat_interleave(sizes, output_size=len(keys)), keys)
+        asked = Distinct.of(numbers.repeat_interleave(sizes, output_size=len(keys)), keys, count)
         if self._peers.world == 1:
             return asked, None, asked
         sent_TW = count_by_owner(asked.tables, asked.keys, count, self._peers.world)
         trip = RoundTrip(torch.stack([asked.keys, asked.counts], 1), sent_TW, self._peers)
-        return asked, trip, Distinct.of(trip.tables, *trip.received.unbind(1))
+        keys, counts = trip.received.unbind(1)
+        return asked, trip, Distinct.of(trip.tables, keys, count, counts)
 
     def _answer(
         self,

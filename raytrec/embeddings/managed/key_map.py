@@ -18,7 +18,9 @@ from itertools import accumulate
 
 import torch
 
+from raytrec.common.collectives import on_device
 from raytrec.embeddings.hashing import NO_KEY, shares
+from raytrec.embeddings.managed.distinct import of_table
 
 BUCKET = 8  # slots
 LOAD = 0.6  # of slots that are filled when a map is as full as it was made for
@@ -112,7 +114,7 @@ class KeyMap:
 
     def _measure(self) -> None:
         self._ends = list(accumulate(self._buckets))
-        ranges = torch.tensor([self._ends, self._buckets], device=self._device)
+        ranges = on_device([self._ends, self._buckets], self._device)
         self._end_T, self._buckets_T = ranges.unbind()
         self._start_T = self._end_T - self._buckets_T
 
@@ -153,7 +155,7 @@ class KeyMap:
             self.fields[name].index_copy_(0, slots, values.to(self.fields[name].dtype))
 
     def _grow(self, table: int, entries: int) -> None:
-        """Makes a table's range one for so many, one tensor after the other: most of the memory is there once."""
+        """Makes a table's range one for so many, one tensor after the other to have little memory twice."""
         everything, start, end = self.entries(table), self._start(table), self._ends[table]
         buckets = self._buckets[table] = _buckets(entries)
 
@@ -204,7 +206,7 @@ class KeyMap:
         return self.sample(table, self._buckets[table] * BUCKET)
 
     def sample(self, table: int, most: int) -> torch.Tensor:
-        """Some of the slots that have a key of a table, of no more than so many, which lie evenly: int64 [n]."""
+        """The slots that have a key of a table, of no more than so many that lie evenly: int64 [n]."""
         stride = max(1, self._buckets[table] * BUCKET // most)
         taken = self._of(table, self._keys.view(-1))[::stride] != NO_KEY
         return taken.nonzero().squeeze(1) * stride + self._start(table) * BUCKET
@@ -226,10 +228,12 @@ class KeyMap:
         starts = [self._start(table) * BUCKET for table in tables]
         ends = list(accumulate(map(len, parts)))
         shifts = [start + len(part) - end for start, part, end in zip(starts, parts, ends, strict=True)]
-        ends_P, shifts_P = torch.tensor([ends, shifts], device=self._device)
+        ends_P, shifts_P = on_device([ends, shifts], self._device)
         found = torch.cat(parts).nonzero().squeeze(1)
-        which = torch.searchsorted(ends_P, found, right=True)
-        return which, found + shifts_P[which]
+        sizes_P = torch.searchsorted(found, ends_P).diff(prepend=ends_P.new_zeros(1))
+        which = torch.arange(len(tables), device=self._device)
+        which = which.repeat_interleave(sizes_P, output_size=len(found))
+        return which, found + of_table(shifts_P, which)
 
     def _of(self, table: int, values: torch.Tensor) -> torch.Tensor:
         """A table's part of the values of all slots."""
@@ -249,13 +253,13 @@ class KeyMap:
 
     def _home(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """The bucket in which each key is, unless that is full."""
-        within = (shares(keys, self._world)[1] * self._buckets_T.index_select(0, tables)) >> 32
-        return within.add_(self._start_T.index_select(0, tables))
+        within = (shares(keys, self._world)[1] * of_table(self._buckets_T, tables)) >> 32
+        return within.add_(of_table(self._start_T, tables))
 
     def _next(self, tables: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
         """The bucket in which a key is where it is not in this one; after a table's last comes its first."""
         after = buckets + 1
-        return after.where(after < self._end_T.index_select(0, tables), self._start_T.index_select(0, tables))
+        return after.where(after < of_table(self._end_T, tables), of_table(self._start_T, tables))
 
     def _count_passing(self, buckets: torch.Tensor, by: int) -> None:
         change = torch.full_like(buckets, by, dtype=self._passed.dtype)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from raytrec.common.collectives import Peers
+from raytrec.common.collectives import Peers, on_device
 from raytrec.config.managed import Eviction
 from raytrec.embeddings.hashing import hash_bits
-from raytrec.embeddings.managed.distinct import in_order
+from raytrec.embeddings.managed.distinct import count_tables, in_order, of_table
 
 SWEEPS = 8  # searches for expired ids in the steps after which an id expires
 MOST_SIGHTINGS = 2**31 - 1
@@ -91,26 +91,31 @@ def lowest(
         counts: of each table, how many on all ranks; where there are fewer, all are taken.
     """
     device = scores.device
-    mine = torch.tensor([[0, 2**63 - 1, 0]], device=device).expand(len(counts), 3).T.contiguous()
-    mine[0].index_add_(0, tables, torch.ones_like(tables))
-    mine[1].scatter_reduce_(0, tables, scores, "amin")
-    mine[2].scatter_reduce_(0, tables, scores, "amax")
+    mine = torch.full((3, len(counts)), 2**63 - 1, device=device)
+    mine[0], mine[2] = count_tables(tables, len(counts)), 0
+    if len(counts) > 1:
+        mine[1].scatter_reduce_(0, tables, scores, "amin")
+        mine[2].scatter_reduce_(0, tables, scores, "amax")
+    elif len(scores):  # quicker on a CPU
+        mine[1], mine[2] = scores.aminmax()
     sizes, lows, highs = (list(zip(*of, strict=True)) for of in zip(*peers.stack(mine).tolist(), strict=True))
     lows, highs = [min(of) for of in lows], [max(of) for of in highs]
-    for table, size in enumerate(map(sum, sizes)):
-        if counts[table] >= size:  # all: no score is above this one
-            lows[table] = highs[table] = 2**63 - 1
+    all_of = [table for table, size in enumerate(map(sum, sizes)) if counts[table] >= size]
+    for table in all_of:
+        lows[table] = highs[table] = 0
     found, missing = _thresholds(tables, scores, counts, lows, highs, peers)
-    limits_T, missing_T = torch.tensor([found, missing], device=device)
-    limits = limits_T[tables]
+    for table in all_of:
+        found[table] = 2**63 - 1
+    limits_T, missing_T = on_device([found, missing], device)
+    limits = of_table(limits_T, tables)
     chosen = scores < limits
     ties = (scores == limits).nonzero().squeeze(1)
-    ties = ties[in_order(tables[ties], keys[ties])]
-    of_table = tables[ties]
-    sizes_T = torch.zeros_like(missing_T).index_add_(0, of_table, torch.ones_like(of_table))
+    its_tables = tables[ties]
+    ties = ties[in_order(its_tables, keys[ties])[1]]
+    sizes_T = count_tables(its_tables, len(counts))
     before_T = peers.stack(sizes_T)[: peers.rank].sum(0)
-    places = torch.arange(len(ties), device=device) - (sizes_T.cumsum(0) - sizes_T)[of_table]
-    chosen[ties] = places < (missing_T - before_T)[of_table]
+    places = torch.arange(len(ties), device=device) - (sizes_T.cumsum(0) - sizes_T)[its_tables]
+    chosen[ties] = places < (missing_T - before_T)[its_tables]
     return chosen.nonzero().squeeze(1)
 
 
@@ -130,18 +135,19 @@ def _thresholds(
     counts, lows, highs, device = list(counts), list(lows), list(highs), scores.device
     while any(low < high for low, high in zip(lows, highs, strict=True)):
         widths = ((high - low).bit_length() for low, high in zip(lows, highs, strict=True))
-        shifts = [max(0, width - HISTOGRAM_BITS) for width in widths]
-        numbers = torch.tensor([lows, highs, shifts, counts], device=device)
-        low, high, shift = numbers[:3].index_select(1, tables)
-        inside = ((scores >= low) & (scores <= high)).nonzero().squeeze(1)
-        tables, scores = tables[inside], scores[inside]
-        bins = ((scores - low[inside]) >> shift[inside]) + (tables << HISTOGRAM_BITS)
+        # Where the score is known already, what falls into bins does not matter, but not outside them.
+        shifts = [max(0, width - HISTOGRAM_BITS) if width else 62 for width in widths]
+        low_T, shift_T, count_T = on_device([lows, shifts, counts], device)
+        starts_T = torch.arange(len(counts), device=device) << HISTOGRAM_BITS
+        bins = ((scores - of_table(low_T, tables)) >> of_table(shift_T, tables)) + of_table(starts_T, tables)
         # Not by bincount, for which the host would wait.
         nothing = torch.zeros(len(counts) << HISTOGRAM_BITS, dtype=torch.int64, device=device)
         histogram = peers.sum(nothing.index_add_(0, bins, torch.ones_like(bins))).view(len(counts), -1)
         upto = histogram.cumsum(1)
-        found = torch.searchsorted(upto, numbers[3].unsqueeze(1)).clamp_(max=2**HISTOGRAM_BITS - 1)
+        found = torch.searchsorted(upto, count_T.unsqueeze(1)).clamp_(max=2**HISTOGRAM_BITS - 1)
         before = (upto - histogram).gather(1, found)
+        inside = (bins == of_table(found.squeeze(1) + starts_T, tables)).nonzero().squeeze(1)
+        tables, scores = tables[inside], scores[inside]
         for table, (place, lower) in enumerate(torch.cat([found, before], 1).tolist()):
             if lows[table] < highs[table]:
                 counts[table] -= lower

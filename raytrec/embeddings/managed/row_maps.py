@@ -8,10 +8,10 @@ from math import gcd, sqrt
 
 import torch
 
-from raytrec.common.collectives import Peers
+from raytrec.common.collectives import Peers, on_device
 from raytrec.config.managed import ManagedIds
 from raytrec.embeddings.hashing import fallback_of
-from raytrec.embeddings.managed.distinct import Distinct, count_tables, in_order
+from raytrec.embeddings.managed.distinct import Distinct, count_tables, in_order, of_table
 from raytrec.embeddings.managed.key_map import Entries, Free, KeyMap
 from raytrec.embeddings.managed.policy import (
     admission_scores,
@@ -95,7 +95,7 @@ class RowMaps:
             (capacity, policy.fallback_rows, policy.admit_after, counted_sightings(policy.eviction))
             for capacity, policy in zip(self.capacities, policies, strict=True)
         ]
-        columns = torch.tensor(numbers, device=device).T.contiguous()
+        columns = on_device(numbers, device).T.contiguous()
         self._capacity_T, self._fallback_T, self._admit_after_T, self._counted_T = columns
 
     def nth_row(self, table: int, numbers: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ class RowMaps:
 
     def fallback(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """The row that each key [n] has as long as it has no own row."""
-        return fallback_of(keys, self._capacity_T[tables], self._fallback_T[tables])
+        return fallback_of(keys, of_table(self._capacity_T, tables), of_table(self._fallback_T, tables))
 
     def train(self, step: int, ids: Distinct) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
         """Counts the ids of a global batch that this rank owns, and gives rows to some; a collective.
@@ -126,7 +126,7 @@ class RowMaps:
         sizes = torch.stack(
             [
                 count_tables(ids.tables[seen.wanted], len(self.policies)),
-                torch.tensor(self.waiting.counts, device=self.device),
+                on_device(self.waiting.counts, self.device),
             ]
         )
         wanted_WT, waiting_WT = zip(*self.peers.stack(sizes).tolist(), strict=True)
@@ -146,7 +146,8 @@ class RowMaps:
         """Counts ids."""
         slots = self.rows.find(ids.tables, ids.keys)
         known, wanted = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
-        before = _see(self.rows, slots[known], ids.counts[known], step)
+        counts = ids.counts.index_select(0, known)
+        before = _see(self.rows, slots.index_select(0, known), counts, step)
         rows = torch.full_like(ids.keys, -1).index_copy_(0, known, before.fields["row"].long())
         sightings = ids.counts[wanted]
         if self._any_waits:
@@ -218,7 +219,7 @@ class RowMaps:
         """
         which, slots = map.below(list(counts), "last", [step] * len(counts))
         its = map.at(slots)
-        counted = counted_T[self._numbers(counts)][which]
+        counted = of_table(counted_T[self._numbers(counts)], which)
         of_ids = scores(counted, its.fields["sightings"], its.fields["last"])
         chosen = lowest(which, of_ids, its.keys, list(counts.values()), self.peers)
         return which[chosen], slots[chosen]
@@ -231,7 +232,7 @@ class RowMaps:
             which: of the tables each slot is of.
         """
         its = self.rows.at(slots)
-        rows = its.fields["row"][in_order(which, its.keys)].long()
+        rows = its.fields["row"][in_order(which, its.keys)[1]].long()
         sizes_WP = self.peers.stack(count_tables(which, len(tables))).tolist()
         mine = sizes_WP[self.peers.rank]
         self.rows.remove(self._numbers(tables)[which], self._spread(tables, mine), slots)
@@ -292,7 +293,7 @@ class RowMaps:
         return torch.cat(parts)
 
     def _numbers(self, tables: Sequence[int] | Mapping[int, int]) -> torch.Tensor:
-        return torch.tensor(list(tables), device=self.device)
+        return on_device(list(tables), self.device)
 
     def _spread(self, tables: Sequence[int] | Mapping[int, int], values: Sequence[int]) -> list[int]:
         """Values of some tables as of all; 0 of the others."""
