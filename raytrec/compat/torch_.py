@@ -44,6 +44,7 @@ __all__ = [
     "save_memory",
     "sharded_tensor",
     "time_waits",
+    "watch_compiler",
     "with_local_shards",
 ]
 
@@ -191,6 +192,14 @@ def time_waits(timed: Callable[[Callable], Callable]) -> None:
         timed: torch.distributed.Work.wait → what takes its place; what an earlier call has put there goes.
     """
     dist.Work.wait = timed(_untimed_wait)
+
+
+def watch_compiler(begins: Callable[[], object], ends: Callable[[], object]) -> None:
+    """Has functions called before and after torch compiles something, in the thread that waits for it."""
+    from torch._dynamo.callback import callback_handler  # what is not compiled does without its import
+
+    callback_handler.register_start_callback(lambda _: begins())
+    callback_handler.register_end_callback(lambda _: ends())
 
 
 def record_memory() -> None:

@@ -87,6 +87,7 @@ class NextItem(nn.Module, ABC):
         query = self._query(states_ND, packed) / self.config.temperature
         return result(query, item_BD, self.outputs, self.vectors, own_B)
 
+    @torch.compiler.disable
     def _own_loss(self, states_ND: torch.Tensor, packed: Packed, inputs: dict) -> torch.Tensor:
         """float32 [B]."""
         history, drawn = inputs[self.config.history], inputs[self.config.negatives]
@@ -169,15 +170,20 @@ class Attention(nn.Module):
         self.inputs, self.output = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
     def forward(self, x_ND: torch.Tensor, packed: Packed) -> torch.Tensor:
+        return self.output(self._read(self.inputs(x_ND), packed))
+
+    @torch.compiler.disable
+    def _read(self, of_all_NE: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """Σ_j a_ij v_j: [N, 3 · D] → [N, D]."""
         rate, read = self.rate if self.training else 0.0, []
-        for group_bTE in packed.by_time(self.inputs(x_ND)):
+        for group_bTE in packed.by_time(of_all_NE):
             of_all = group_bTE.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, b, H, T, D ÷ H]
             query_bHTd, key_bHTd, value_bHTd = of_all.unbind(0)
             read_bHTd = scaled_dot_product_attention(
                 query_bHTd, key_bHTd, value_bHTd, dropout_p=rate, is_causal=True
             )
             read.append(read_bHTd.transpose(1, 2).flatten(2))
-        return self.output(packed.from_time(read))
+        return packed.from_time(read)
 
 
 class HSTU(NextItem):
@@ -210,6 +216,7 @@ class HSTU(NextItem):
             x_ND = layer(x_ND, packed, buckets)
         return x_ND
 
+    @torch.compiler.disable
     def _buckets(self, history: Sequence, packed: Packed) -> list[torch.Tensor]:
         """Of the times between every two items: int64 [b, T, T] of each group; 0: none, or before."""
         assert history.side_features is not None
@@ -239,15 +246,20 @@ class Layer(nn.Module):
     def forward(self, x_ND: torch.Tensor, packed: Packed, buckets: list[torch.Tensor] | None) -> torch.Tensor:
         of_all_NW = silu(self.inputs(layer_norm(x_ND, x_ND.shape[1:])))
         gate_NW, others_NW = of_all_NW.tensor_split([of_all_NW.shape[1] // 4], dim=1)
-        groups = packed.by_time(others_NW)
-        read_NW = packed.from_time(
-            [self._read(group, buckets and buckets[place]) for place, group in enumerate(groups)]
-        )
+        read_NW = self._read(others_NW, packed, buckets)
         read_NW = gate_NW * layer_norm(read_NW, read_NW.shape[1:])
         return x_ND + self.output(self.dropout(read_NW))
 
-    def _read(self, group_bTW: torch.Tensor, buckets_bTT: torch.Tensor | None) -> torch.Tensor:
-        """Σ_j a_ij v_j: [b, T, 3 · width] → [b, T, width]."""
+    @torch.compiler.disable
+    def _read(
+        self, others_NW: torch.Tensor, packed: Packed, buckets: list[torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Σ_j a_ij v_j: [N, 3 · width] → [N, width]."""
+        groups = packed.by_time(others_NW)
+        return packed.from_time([self._of_group(g, buckets and buckets[i]) for i, g in enumerate(groups)])
+
+    def _of_group(self, group_bTW: torch.Tensor, buckets_bTT: torch.Tensor | None) -> torch.Tensor:
+        """Of one group: [b, T, 3 · width] → [b, T, width]."""
         rows, length, _ = group_bTW.shape
         by_head = group_bTW.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         value_nTd, query_nTd, key_nTd = by_head.flatten(1, 2).unbind(0)  # n = b · heads

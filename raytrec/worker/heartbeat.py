@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from raytrec.common.errors import RunError
 from raytrec.common.messages import BEAT_S, Command
+from raytrec.compat.torch_ import watch_compiler
 
 T = TypeVar("T")
 REPLY_S = 10.0  # that the coordinator may take to answer
@@ -52,6 +53,16 @@ class Heartbeat:
                 the phase of training ("" where that is not known); None: it has finished all, or is a CPU.
         """
         self._unfinished = unfinished
+
+    def watch_compiler(self) -> None:
+        """From now on also notes when torch compiles: that takes as long as the start, whenever it is."""
+        phases: list[str] = []
+
+        def begin() -> None:
+            phases.append(self.phase)
+            self.tick("start")
+
+        watch_compiler(begin, lambda: self.tick(phases.pop()))
 
     def tick(self, phase: str | None = None, step: int | None = None) -> None:
         """Notes progress, with another phase or step if given."""

@@ -32,6 +32,8 @@ def train_worker(task: WorkerTask) -> None:
     epoch_steps, total = order.steps(train.dataset.rows), total_steps(config, train.dataset.rows)
 
     context.enter_phase("building the model", "plan")
+    if config.train.compile:
+        context.heartbeat.watch_compiler()
     step, plan = build_step(config, task.schema, context.device, fill=False, steps=total)
     selection = Selection.of_config(config, task.schema)
     window = Sums(selection, context.device)

@@ -123,6 +123,10 @@ SOURCES = {
     "torch.nn:Module.half": ["self._apply("],
     "torch.nn:Module._apply": ["module._apply(fn)"],
     "torch.distributed.checkpoint.api:CheckpointException": ["self._failures"],
+    "torch._dynamo.callback:CompilationCallbackHandler.install_callbacks": [
+        "self.run_start_callbacks(args)",
+        "self.run_end_callbacks(args)",
+    ],
     # torchrec_pipeline.py
     "torchrec.distributed.embedding_sharding:FusedKJTListSplitsAwaitable.__init__": [
         "t_list = _safe_tolist(t)"

@@ -5,7 +5,7 @@ from functools import partialmethod
 import pytest
 import torch
 from ranks import on_ranks
-from small import batches, build, config, train
+from small import a_schema, batches, build, config, train
 from torch import nn
 
 from raytrec.common.errors import ConfigError
@@ -50,6 +50,73 @@ def test_a_compiled_model_learns_the_same(world, backend):
             torch.testing.assert_close(other[1][name], value, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(other[2], own[2], rtol=1e-4, atol=1e-6)
         assert (own[3], other[3]) == (0, 2), "one for training and one for evaluation, whatever the sizes"
+
+
+def trained_on_lengths(rank, world, name):
+    """Of batches of other numbers of rows, with histories of other lengths, plain and compiled: each step's
+    logits; and how many graphs there are compiled after each step."""
+    import torch._dynamo.utils
+
+    from raytrec.checks.parity.batches import local_batch, random_batches
+    from raytrec.config.features import resolve_features
+
+    sparse = {
+        "item": {"table": "item"},
+        "history": {"table": "item", "pooling": "sequence"},
+        "negatives": {"table": "item", "pooling": "sequence"},
+    }
+    schema = a_schema(dense=[], sparse=sparse, tables={"item": {"rows": 31, "dim": 8}})
+    model = {"name": name, "max_length": 12, "negatives": "negatives", "max_negatives": 3}
+    torch.compiler.reset()
+    stats, plain, logits, graphs = torch._dynamo.utils.counters["stats"], nn.Module.compile, [], []
+    before = stats["unique_graphs"]
+    for compile in (False, True):
+        nn.Module.compile = partialmethod(plain, backend="eager")
+        try:
+            settings = config(world, ROWS, model=model, compile=compile)
+            step = build(settings, schema)
+        finally:
+            nn.Module.compile = plain
+        features = resolve_features(schema, settings.model)
+        for number, (rows, most) in enumerate([(24, 8), (31, 13), (24, 3), (40, 10), (24, 2), (13, 6)]):
+            (whole,) = random_batches(schema, rows, 1, seed=number)
+            g = torch.Generator().manual_seed(number)
+            lengths = torch.randint(0, most, (rows,), generator=g)
+            ids = torch.randint(0, 31, (int(lengths.sum()),), generator=g)
+            bag = torch.arange(rows).repeat_interleave(lengths)
+            whole.bags["history"] = ids, bag, torch.ones(len(ids))
+            (outputs,) = train(step, [local_batch(whole, schema, [0, rows], 0, features)])
+            logits.append(outputs["y"].logits)
+            graphs.append(stats["unique_graphs"] - before)
+    return logits[:6], logits[6:], graphs
+
+
+@pytest.mark.parametrize("name", ["sasrec", pytest.param("hstu", marks=pytest.mark.survive)])
+def test_other_lengths_of_sequences_are_not_compiled_again(name):
+    ((plain, compiled, graphs),) = on_ranks(1, trained_on_lengths, name)
+    torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)
+    assert graphs[:6] == [0] * 6 and graphs[6] == graphs[-1] > 0
+
+
+def phases_of_compiling(rank, world):
+    """The heartbeat's phase while a graph is compiled in a step, and after it."""
+    from raytrec.worker.heartbeat import Heartbeat
+
+    heartbeat, seen = Heartbeat(None, "attempt", 0, 60.0, every_s=60.0), []
+    heartbeat.watch_compiler()
+    heartbeat.tick("step", 3)
+
+    def backend(graph, inputs):
+        seen.append(heartbeat.phase)
+        return graph
+
+    torch.compile(lambda x: x.sin() + 1, backend=backend)(torch.ones(3))
+    heartbeat.close()
+    return [*seen, heartbeat.phase]
+
+
+def test_what_is_compiled_in_a_step_may_take_as_long_as_the_start():
+    assert on_ranks(1, phases_of_compiling) == [["start", "step"]]
 
 
 @pytest.mark.parametrize(

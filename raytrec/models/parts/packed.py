@@ -1,4 +1,8 @@
-"""Ids of sequences without padding between them."""
+"""Ids of sequences without padding between them.
+
+train.compile leaves out (torch.compiler.disable) what takes groups of rows: it would be compiled again for
+other lengths, in step after step.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import torch
 GROUPS = 8  # of rows of about the same length
 
 
+@torch.compiler.disable
 def pack_ids(present: torch.Tensor, lengths: torch.Tensor | None = None) -> Packed:
     """The ids of sequences as layers take them; while torch exports, in shapes that no values decide.
 
@@ -58,10 +63,12 @@ class Packed:
         self._rows = self._by_length[:rows]
         self._newest = starts_B[self._rows]
 
+    @torch.compiler.disable
     def pack(self, values_BLD: torch.Tensor) -> torch.Tensor:
         """[B, L, D], the most recent first → [N, D]."""
         return _Take.apply(values_BLD.flatten(0, 1), self._recent_first)
 
+    @torch.compiler.disable
     def newest(self, values_ND: torch.Tensor) -> torch.Tensor:
         """The most recent one's of each row: [N, D] → [B, D], 0 where there is none."""
         return _Put.apply(_Take.apply(values_ND, self._newest), self._rows, self._count)
