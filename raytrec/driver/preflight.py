@@ -54,8 +54,8 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     Raises:
         ConfigError, SchemaError: tasks, metrics, dims or features that the model cannot take; tables in
             plan.tables or optim.tables that the schema does not have; weight decay that kernels do
-            not keep; train.compile without a compiler, or with graphs of sizes that change; tables larger than
-            the machine; an address that no MLflow store has.
+            not keep; train.compile without a compiler, or with graphs of sizes that change; tables larger
+            than the machine; an address that no MLflow store has.
     """
     # With `auto` on GPUs there is also adam to refuse, by the workers: only they know.
     device = "cuda" if config.scaling.device == "cuda" else "cpu"
