@@ -83,9 +83,13 @@ class RunConfig(Section):
                 f"data.global_batch_size is {self.data.global_batch_size} and scaling.num_workers "
                 f"{workers}: each worker needs at least one row of a batch"
             )
+        if self.train.compile == "graphs" and self.scaling.device == "cpu":
+            raise ValueError(
+                "train.compile=graphs records CUDA graphs, and scaling.device is cpu; set train.compile=true"
+            )
         if self.train.compile and self.train.activation_checkpointing:
             raise ValueError(
-                "train.compile and train.activation_checkpointing are both true; set one of them to false: "
+                "train.compile and train.activation_checkpointing are both set; set one of them to false: "
                 "torch.compile chooses by itself what is computed again"
             )
         if self.checkpoint.keep_best and not self.train.eval_every_steps:

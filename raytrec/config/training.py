@@ -125,9 +125,11 @@ class TrainSection(Section):
     """Precision of the dense layers' matrix products, in training and evaluation. tf32: float32 with 10 bits
     of fraction, on tensor cores; on CPU, fp32. bf16: autocast to bfloat16; parameters, losses, embeddings and
     optimizers stay fp32."""
-    compile: bool = False
+    compile: bool | Literal["graphs"] = False
     """Compile the dense layers (torch.compile), which takes a while in the first step and the first
-    evaluation. Needs a C++ compiler on nodes with CPU workers, a C compiler on those with GPUs."""
+    evaluation. Needs a C++ compiler on nodes with CPU workers, a C compiler on those with GPUs. graphs: on
+    GPUs, also record them as CUDA graphs, which are replayed for every batch but a last, smaller one; not for
+    models that read sequences id by id."""
     profile: ProfileSection | None = None
     """Write a trace of some steps of each rank (torch.profiler), and on GPUs the allocator's history, to
     profile/ in the run folder; null: of none."""

@@ -104,7 +104,7 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
         ConfigError: fewer GPUs or CPUs than the workers and their readers need, and no autoscaler that could
             start more: Ray would wait for ever. Or there is one, and scaling.device is not set. Or
             scaling.device is cuda, and the packages of a node with GPUs are for CPUs. Or FBGEMM has no code
-            for any of the GPUs.
+            for any of the GPUs. Or train.compile is graphs, and there are none.
     """
     scaling, grows = config.scaling, starts_nodes()
     if grows and not nodes and scaling.device == "auto":
@@ -128,6 +128,13 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
             f"there are GPUs, but {what}: training on CPUs. For GPUs: {OTHER_DEVICE.format(device='cuda')}"
         )
         device = "cpu"
+    if config.train.compile == "graphs" and device == "cpu":
+        raise ConfigError(
+            "CUDA graphs are to be recorded, and training is on CPUs",
+            where="train.compile=graphs",
+            expected="GPUs that Ray knows of, and the packages for them",
+            do="set train.compile=true",
+        )
     if not grows:  # else the run reports for how many workers there is room, while it waits
         if device == "cuda":
             _check_kinds(nodes)

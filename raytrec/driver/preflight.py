@@ -5,7 +5,7 @@ from __future__ import annotations
 from raytrec.checkpoint.files import find
 from raytrec.checkpoint.table_starts import schema_of, table_starts
 from raytrec.cluster.session import stays_here
-from raytrec.common.errors import ConfigError, SchemaError
+from raytrec.common.errors import ConfigError, SchemaError, some
 from raytrec.common.machine import built_for, require_compiler
 from raytrec.config.features import resolve_features
 from raytrec.config.models import check_model
@@ -54,8 +54,8 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     Raises:
         ConfigError, SchemaError: tasks, metrics, dims or features that the model cannot take; tables in
             plan.tables or optim.tables that the schema does not have; weight decay that kernels do
-            not keep; train.compile without a compiler; tables larger than the machine; an address that no
-            MLflow store has.
+            not keep; train.compile without a compiler, or with graphs of sizes that change; tables larger
+            than the machine; an address that no MLflow store has.
     """
     # With `auto` on GPUs there is also adam to refuse, by the workers: only they know.
     device = "cuda" if config.scaling.device == "cuda" else "cpu"
@@ -63,7 +63,14 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     check_drawn(config, schema)
     if config.tracking.enabled and config.tracking.uri:
         check_address(config.tracking.uri)
-    resolve_features(schema, config.model)
+    features = resolve_features(schema, config.model)
+    if config.train.compile == "graphs" and features.sequences:
+        raise ConfigError(
+            f"the model reads {some(list(features.sequences))} id by id: sizes change from batch to batch",
+            where="train.compile=graphs",
+            expected="a model whose batches all have one size",
+            do="set train.compile=true",
+        )
     tasks = resolve_tasks(config.tasks, schema)
     check_model(schema, config.model, needs_vectors(tasks), columns_of(tasks))
     check_model_learns(tasks, config.model)

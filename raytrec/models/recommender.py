@@ -56,7 +56,12 @@ class ModelCall:
     Args:
         sequences: makes the model's inputs of what was looked up; default: they are that.
         bf16: have the model multiply matrices in bfloat16 (autocast), and its logits made float32 again.
+
+    Attributes:
+        graph_rows: rows of the batches that are replayed as CUDA graphs; None: none are (`compile_dense`).
     """
+
+    graph_rows: int | None = None
 
     def __init__(self, sequences: Sequences | None = None, bf16: bool = False):
         self._sequences, self._bf16 = sequences, bf16
@@ -87,6 +92,15 @@ class ModelCall:
 
     def run(self, called: Callable[..., torch.Tensor], dense: torch.Tensor, *inputs: Any) -> torch.Tensor:
         """What a model, or one of its methods, gives: float32."""
+        if self.graph_rows is None:
+            return self._run(called, dense, *inputs)
+        if len(dense) != self.graph_rows:  # for which a graph more would be compiled and recorded
+            with torch.compiler.set_stance("force_eager"):
+                return self._run(called, dense, *inputs)
+        torch.compiler.cudagraph_mark_step_begin()
+        return self._run(called, dense, *inputs).clone()  # the next replay writes over it
+
+    def _run(self, called: Callable[..., torch.Tensor], dense: torch.Tensor, *inputs: Any) -> torch.Tensor:
         if not self._bf16:
             return called(dense, *inputs)
         with torch.autocast(dense.device.type, torch.bfloat16):
@@ -119,17 +133,28 @@ def build_recommender(
     return Recommender(PooledEmbeddings(schema, constraints, features.sequences), model, call)
 
 
-def compile_dense(model: nn.Module, device: torch.device) -> None:
-    """Has a dense model compiled at its first forward, in place: its parameters keep their names.
+def compile_dense(
+    model: nn.Module, call: ModelCall, device: torch.device, graph_rows: int | None = None
+) -> None:
+    """Has a dense model compiled at its first forward, in place: its parameters keep their names. Training
+    and evaluation each compile it once, in the first step and in the first evaluation.
 
-    Sizes are left open, so that a smaller batch does not compile it again. Training and
-    evaluation each compile it once, in the first step and in the first evaluation.
+    Without CUDA graphs sizes are left open, so that a smaller batch does not compile it again. With them,
+    batches of other sizes are not compiled. A replay writes over what the one before has given: logits are
+    copied; gradients have been used by then, and TorchRec's optimizers let go of them before a forward.
+
+    Args:
+        call: how the model is called.
+        graph_rows: of the batches to be recorded as CUDA graphs, and replayed; None: none are.
 
     Raises:
         ConfigError: what torch compiles with is not installed on this node.
     """
     require_compiler(device.type)
-    model.compile(dynamic=True)
+    if graph_rows is None:
+        return model.compile(dynamic=True)
+    model.compile(dynamic=False, mode="reduce-overhead")
+    call.graph_rows = graph_rows
 
 
 def checkpoint_activations(model: nn.Module) -> None:

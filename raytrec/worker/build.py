@@ -29,6 +29,7 @@ from raytrec.models.recommender import build_recommender, checkpoint_activations
 from raytrec.tasks.global_batch import require_gradient_division
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import columns_of, needs_vectors
+from raytrec.worker.loop import train_order
 from raytrec.worker.nonfinite import SkipBad
 from raytrec.worker.process import prepare_process
 from raytrec.worker.step import LossModel, Step
@@ -57,7 +58,9 @@ def build_step(
     model = _unsharded(config, schema, device, objective)
     optimizers = table_optimizers(config, schema)
     if config.train.compile:
-        compile_dense(model.head.model, device)
+        rows = train_order(config).padded_rows(config.data.global_batch_size, 0, dist.get_world_size())
+        graph_rows = rows if config.train.compile == "graphs" else None
+        compile_dense(model.head.model, model.head.call, device, graph_rows)
     if config.train.activation_checkpointing:
         checkpoint_activations(model.head.model)
     fuse(model.embeddings.collections, optimizers, device.type)

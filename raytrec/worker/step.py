@@ -65,7 +65,7 @@ class Head(nn.Module):
 
     def __init__(self, recommender: Recommender, objective: Objective, query_vectors: bool = False):
         super().__init__()
-        self.model, self._call = recommender.model, recommender.call
+        self.model, self.call = recommender.model, recommender.call
         self._objective, self._query_vectors = objective, query_vectors
 
     def forward(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, Outputs]:
@@ -84,7 +84,7 @@ class Head(nn.Module):
     def _of_model(
         self, pooled: dict[str, torch.Tensor], batch: Batch, tower: TowerName | None = None
     ) -> torch.Tensor:
-        return self._call(
+        return self.call(
             self.model, batch.dense, pooled, batch.sparse, tower, batch.side_features, batch.lengths
         )
 

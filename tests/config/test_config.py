@@ -105,6 +105,8 @@ def test_resolved_yaml_loads_to_the_same():
         ("plan.tables.user.dtype=fp8", "plan.tables.user.dtype"),
         ("plan.colocate=[user]", "plan.colocate"),
         ("train={compile: true, activation_checkpointing: true}", "set one of them to false"),
+        ("train={compile: graphs, activation_checkpointing: true}", "set one of them to false"),
+        ("train.compile=graph", "train.compile"),
         ("optim.dense.lr=.inf", "optim.dense.lr: Input should be a finite number"),
         ("optim.embeddings.lr=.nan", "optim.embeddings.lr"),
         ("optim.embeddings.eps=1e400", "optim.embeddings.eps"),

@@ -51,6 +51,14 @@ def test_auto_trains_on_cpus_where_torch_is_built_for_them(ray_with_gpus, for_cp
     assert "make install DEVICE=cuda" in said
 
 
+def test_cuda_graphs_are_refused_where_training_is_on_cpus(ray_with_gpus, for_cpus, console):
+    values = settings()
+    values.train.compile = "graphs"
+    with pytest.raises(ConfigError, match="training is on CPUs") as error:
+        nodes.choose_device(values, nodes.gpu_nodes(), console)
+    assert error.value.do == "set train.compile=true"
+
+
 def test_cuda_is_refused_where_torch_is_built_for_cpus(ray_with_gpus, for_cpus, tiny_data, tmp_path):
     with pytest.raises(ConfigError, match="torch is built for CPUs on this machine") as error:
         driver.train(parquet.settings(tiny_data, tmp_path / "run", scaling__device="cuda"))

@@ -40,6 +40,17 @@ def test_before_ray_starts(schema, model, message):
     assert message in str(error.value)
 
 
+def test_what_cannot_be_replayed_as_cuda_graphs():
+    graphs = ["scaling.device=auto", "train.compile=graphs"]
+    check({}, settings=graphs, here=False)
+    with pytest.raises(ConfigError, match="graphs, and scaling"):
+        check({}, settings=graphs[1:], here=False)
+    tags = {"sparse": SCHEMA["sparse"] | {"tags": {"table": "tag", "pooling": "sequence"}}}
+    model = {"name": "bst", "max_length": 4, "target": "user", "top_mlp": [4]}
+    with pytest.raises(ConfigError, match=r"the model reads \['tags'\] id by id"):
+        check({"model": model}, tags, here=False, settings=graphs)
+
+
 @pytest.mark.parametrize(
     ("task", "settings", "message"),
     [

@@ -54,12 +54,12 @@ def build(config, schema=SCHEMA, device="cpu"):
     return build_step(config, schema, torch.device(device))[0]
 
 
-def batches(count, rank, world, balance="unequal", schema=SCHEMA, features=None, tasks=()):
+def batches(count, rank, world, balance="unequal", schema=SCHEMA, features=None, tasks=(), rows=12):
     """(global batches, this rank's parts of them)."""
     from raytrec.checks.parity.batches import cuts, local_batch, random_batches
 
-    whole = random_batches(schema, 12, count, seed=1, tasks=tasks)
-    return whole, [local_batch(b, schema, cuts(12, world, balance), rank, features) for b in whole]
+    whole = random_batches(schema, rows, count, seed=1, tasks=tasks)
+    return whole, [local_batch(b, schema, cuts(rows, world, balance), rank, features) for b in whole]
 
 
 def train(step, local):

@@ -119,6 +119,75 @@ def test_what_is_compiled_in_a_step_may_take_as_long_as_the_start():
     assert on_ranks(1, phases_of_compiling) == [["start", "step"]]
 
 
+class Replayed:
+    """A backend like a CUDA graph: whatever a compiled function gives lies where it lay before, so that each
+    call writes over what the last one has given.
+
+    Attributes:
+        modes: of torch.compile. compiled: how many functions, forward and backward.
+    """
+
+    def __init__(self):
+        self.modes, self.compiled = set(), 0
+
+    def __call__(self, module, inputs, mode=None):
+        from torch._dynamo.backends.common import aot_autograd
+
+        self.modes.add(mode)
+        return aot_autograd(fw_compiler=self._compile)(module, inputs)
+
+    def _compile(self, module, inputs):
+        from functorch.compile import make_boxed_func
+
+        self.compiled, kept = self.compiled + 1, []
+
+        def run(*inputs):
+            given = module(*inputs)
+            if not kept:
+                kept.extend(each.clone() if torch.is_tensor(each) else each for each in given)
+            for each, own in zip(given, kept, strict=True):
+                if torch.is_tensor(each):
+                    own.copy_(each)
+            return [own.detach() if torch.is_tensor(own) else own for own in kept]
+
+        return make_boxed_func(run)
+
+
+def replayed(rank, world, compile):
+    """(weights, logits of each batch, modes, compiled functions): of whole batches and a smaller one, in
+    training, then in evaluation."""
+    backend, plain, kept = Replayed(), nn.Module.compile, []
+    nn.Module.compile = partialmethod(plain, backend=backend)
+    torch.compiler.reset()
+    try:
+        step = build(config(world, ROWS, compile=compile))
+        step.head.register_forward_pre_hook(
+            lambda head, _: kept.extend(
+                w for w in head.model.parameters() if head.training and w.grad is not None
+            )
+        )
+        local = batches(5, rank, world, balance="equal")[1]
+        smaller = batches(2, rank, world, balance="equal", rows=8)[1]
+        given = train(step, [*local[:3], smaller[0], local[3]])
+        given += step.evaluate(iter([local[4], local[0], smaller[1]]))
+        given += train(step, local[4:])
+    finally:
+        nn.Module.compile = plain
+    assert not kept, "gradients of the step before, which the next replay would write over"
+    weights = [weight.detach().clone() for weight in step.head.model.parameters()]
+    return weights, [outputs["y"].logits for outputs in given], backend.modes, backend.compiled
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.survive)])
+def test_what_graphs_give_is_not_overwritten(world):
+    for own, other in zip(on_ranks(world, replayed, False), on_ranks(world, replayed, "graphs"), strict=True):
+        for value, plain in zip([*other[0], *other[1]], [*own[0], *own[1]], strict=True):
+            torch.testing.assert_close(value, plain, rtol=1e-4, atol=1e-6)
+        assert other[2:] == ({"reduce-overhead"}, 3), (
+            "training forward and backward, evaluation; one size each"
+        )
+
+
 @pytest.mark.parametrize(
     "device,variables,message",
     [

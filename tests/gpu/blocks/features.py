@@ -20,6 +20,8 @@ def run(here: Here) -> None:
         if here.real:
             compiled = _train(here, "compiled", train__compile=True, train__matmul="bf16")
             _near(compiled, plain, "compiled in bf16")
+            graphs = _train(here, "graphs", train__compile="graphs")
+            _near(graphs, plain, "compiled, as CUDA graphs")
         if here.real and torch.cuda.device_count() > 1:
             _on_two(here, plain)
 
