@@ -39,6 +39,7 @@ class Timed(Pipeline):
         phase: a part's name (data, copy, input_exchange, forward, backward, optimizer) → a context in which
             it runs.
         waits: called in backward when only the dense layers' all-reduce is left to be waited for.
+        options: of TorchRec's.
     """
 
     def __init__(
@@ -48,11 +49,10 @@ class Timed(Pipeline):
         device: torch.device,
         phase: Callable[[str], AbstractContextManager],
         waits: Callable[[], object],
+        **options: Any,
     ):
         self._phase, self._waits = phase, waits
-        super().__init__(
-            model, optimizer, device, execute_all_batches=True, custom_model_fwd=self._timed_forward
-        )
+        super().__init__(model, optimizer, device, custom_model_fwd=self._timed_forward, **options)
 
     def _timed_forward(self, batch: Any) -> Any:
         with self._phase("forward"):
@@ -87,8 +87,9 @@ class Timed(Pipeline):
 class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
     """TorchRec's pipeline for tables with a cache on the GPU; for GPUs only, as it works by streams alone.
 
-    The order of a step's parts is TorchRec's. Three things differ:
+    The order of a step's parts is TorchRec's. Four things differ:
 
+    - It knows enqueue_batch_after_forward, as TorchRec's other pipeline does.
     - Backward and the optimizer's step go through the methods that TorchRec's other pipeline has for them.
     - A step ends, for the current stream, when the next batch's rows are in the cache, and no further ones
       come into it before what is put on that stream between two steps. So the cache may be written back there
@@ -97,9 +98,17 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
       would stay there. Instead, nothing is brought into the cache while a batch is being looked up.
     """
 
-    def __init__(self, model: Any, optimizer: Any, device: torch.device, **options: Any):
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        device: torch.device,
+        enqueue_batch_after_forward: bool = False,
+        **options: Any,
+    ):
         # pipeline_postproc would take nothing here: the tables' input is an attribute of the batch.
         super().__init__(model, optimizer, device, pipeline_postproc=False, **options)
+        self._enqueue_batch_after_forward = enqueue_batch_after_forward
         # TorchRec's is a new one, on which nothing runs.
         self._default_stream = torch.get_device_module(device).current_stream()
         self._kernels = [k for kernel in sharded_kernels(model) if (k := fbgemm_of(kernel)) is not None]
@@ -117,10 +126,13 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
         if self._model.training:
             self._optimizer.zero_grad()
         _wait_for_batch(self.batches[0], self._prefetch_stream)
-        self.enqueue_batch(dataloader_iter)
+        if not self._enqueue_batch_after_forward:
+            self.enqueue_batch(dataloader_iter)
         if len(self.batches) >= 2:
             self.wait_sparse_data_dist(self.contexts[1])
         losses, output = self._model_fwd(self.batches[0])
+        if self._enqueue_batch_after_forward:
+            self.enqueue_batch(dataloader_iter)
         self.contexts[0].module_input_post_prefetch.clear()
         self.contexts[0].module_contexts_post_prefetch.clear()
         if len(self.batches) >= 2:

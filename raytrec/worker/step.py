@@ -128,7 +128,7 @@ class Step:
         self._averaged = average.applied if average else nullcontext
         self.phases, self._numerics = Phases(device), Numerics(config.train, device)
         timed = self.phases if config.tracking.every_steps else None
-        self._pipeline = _pipeline(model, optimizer, device, timed, prefetch)
+        self._pipeline = _pipeline(model, optimizer, device, timed, prefetch, managed is not None)
 
     @property
     def head(self) -> Head:
@@ -226,20 +226,25 @@ def seed_of(*numbers: int) -> int:
 
 
 def _pipeline(
-    model: Any, optimizer: Any, device: torch.device, phases: Phases | None, prefetch: bool
+    model: Any, optimizer: Any, device: torch.device, phases: Phases | None, prefetch: bool, managed: bool
 ) -> TrainPipelineSparseDist:
     """TorchRec's pipeline, which exchanges the next batch's ids during this batch's forward.
+
+    Where ids are managed, the batch after the next one gets its rows only when this batch's forward has been
+    launched: the host waits for them, and a GPU would have nothing left to do.
 
     Args:
         phases: that the parts' times are added to, and all waits of this process for other ranks; None: they
             are not timed.
         prefetch: whether any rank has a table with a cache, whose rows are brought into it a batch ahead. The
             same on all ranks, whose collectives come in another order with it.
+        managed: whether ids are.
     """
+    options = {"execute_all_batches": True, "enqueue_batch_after_forward": managed}
     if phases is None:
         untimed = PrefetchPipeline if prefetch else TrainPipelineSparseDist
-        return untimed(model, optimizer, device, execute_all_batches=True)
+        return untimed(model, optimizer, device, **options)
     time_waits(phases.waits)
     time_tables([*sharded_kernels(model), *replicated_kernels(model)], phases)
     timed = TimedPrefetchPipeline if prefetch else TimedPipeline
-    return timed(model, optimizer, device, phases.phase, lambda: phases.enter("collectives"))
+    return timed(model, optimizer, device, phases.phase, lambda: phases.enter("collectives"), **options)

@@ -140,6 +140,7 @@ SOURCES = {
     PIPELINES + "TrainPipelineSparseDist.copy_batch_to_gpu": ["self._next_batch("],
     PIPELINES + "TrainPipelineSparseDist.enqueue_batch": ["self.copy_batch_to_gpu("],
     PIPELINES + "TrainPipelineSparseDist.progress": [
+        "if self._enqueue_batch_after_forward:",
         "self.start_sparse_data_dist(",
         "self.wait_sparse_data_dist(",
         "self._model_fwd(",

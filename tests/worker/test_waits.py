@@ -184,7 +184,7 @@ def alike(copies):
 
 def costs_of_ids(rank, world, copies, folder):
     """([waits, collectives] of each step where ids are given rows, the same ones in each pair of tables;
-    table → figures)."""
+    table → ids that have lost their row)."""
     import torch
     import torch.distributed as dist
     from standin import Gpu
@@ -214,17 +214,43 @@ def costs_of_ids(rank, world, copies, folder):
     made.step.managed.assign = counted
     made.train(12)
     assert made.error is None, made.error
-    return counts[FIRST:], made.step.managed.figures()
+    return counts[FIRST:], {table: part.counted["evicted"] for table, part in made.step.maps.items()}
 
 
 def test_ids_of_more_tables_take_no_more_waits_and_collectives(tmp_path):
-    (of_two, figures), (of_eight, _) = (
-        on_ranks(2, costs_of_ids, copies, str(tmp_path / str(copies)), device="cuda")[0] for copies in (1, 4)
+    (of_two, evicted), (of_six, _) = (
+        on_ranks(2, costs_of_ids, copies, str(tmp_path / str(copies)), device="cuda")[0] for copies in (1, 3)
     )
-    assert all(of_table["evicted_ids"] > 0 for of_table in figures.values())
-    assert of_eight == of_two
+    assert all(evicted.values()) and of_six == of_two
     assert max(waits for waits, _ in of_two) <= MOST_WAITS
     assert max(collectives for _, collectives in of_two) <= MOST_COLLECTIVES
+
+
+def forwards_before_ids(rank, world, changes, folder):
+    """(name of the pipeline, of each step how many forward passes have been launched when ids get rows)."""
+    made = loop.make(rank, world, 8, changes, folder, new_ids, schema=SCHEMAS["managed ids"])
+    managed, launched, at = made.step.managed, [], []
+    assign = managed.assign
+
+    def noted(batch, step):
+        at.append(len(launched))
+        return assign(batch, step)
+
+    managed.assign = noted
+    made.step.model.register_forward_hook(lambda *_: launched.append(1))
+    made.train(8)
+    assert made.error is None, made.error
+    return type(made.step._pipeline).__name__, at
+
+
+CACHED = ("plan.tables.city.sharding_type=row_wise", "plan.tables.city.compute_kernel=fused_uvm_caching")
+
+
+@pytest.mark.parametrize("changes,kind", [((), "TimedPipeline"), (CACHED, "TimedPrefetchPipeline")])
+def test_ids_get_rows_while_a_forward_pass_runs(changes, kind, tmp_path):
+    # A step's ids after the forward pass of the step two before; those of the first two before any.
+    expected = kind, [0, 0, 1, 2, 3, 4, 5, 6]
+    assert on_ranks(2, forwards_before_ids, changes, str(tmp_path), device="cuda") == [expected] * 2
 
 
 def waits_of_prediction(rank, world, folder):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import gcd, sqrt
+
 import torch
 
 from raytrec.common.collectives import Peers, on_device
@@ -76,6 +78,15 @@ def horizon(ttl_steps: int | None, step: int) -> int | None:
     return step - ttl_steps if due else None
 
 
+def stride(rows: int) -> int:
+    """How far apart rows are that are handed out one after the other: near the golden section of the table,
+    of which any number of them in a row divides it evenly, and without a common divisor, so that all come."""
+    step = max(1, round(min(rows, 2**62 // max(rows, 1)) * (sqrt(5) - 1) / 2))
+    while gcd(step, rows) > 1:
+        step += 1
+    return step
+
+
 def lowest(
     tables: torch.Tensor, scores: torch.Tensor, keys: torch.Tensor, counts: list[int], peers: Peers
 ) -> torch.Tensor:
@@ -98,9 +109,11 @@ def lowest(
         mine[2].scatter_reduce_(0, tables, scores, "amax")
     elif len(scores):  # quicker on a CPU
         mine[1], mine[2] = scores.aminmax()
-    sizes, lows, highs = (list(zip(*of, strict=True)) for of in zip(*peers.stack(mine).tolist(), strict=True))
-    lows, highs = [min(of) for of in lows], [max(of) for of in highs]
-    all_of = [table for table, size in enumerate(map(sum, sizes)) if counts[table] >= size]
+    sizes, lowest_of, highest_of = zip(*peers.stack(mine).tolist(), strict=True)
+    lows = [min(of_ranks) for of_ranks in zip(*lowest_of, strict=True)]
+    highs = [max(of_ranks) for of_ranks in zip(*highest_of, strict=True)]
+    of_tables = zip(counts, zip(*sizes, strict=True), strict=True)
+    all_of = [table for table, (count, of_ranks) in enumerate(of_tables) if count >= sum(of_ranks)]
     for table in all_of:
         lows[table] = highs[table] = 0
     found, missing = _thresholds(tables, scores, counts, lows, highs, peers)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import gcd, sqrt
+from dataclasses import replace
 
 import torch
 
@@ -20,27 +19,10 @@ from raytrec.embeddings.managed.policy import (
     lowest,
     rows_to_free,
     scores,
+    stride,
 )
 
 KEPT_SHARE = 8  # of the ids that wait for a row, this part leaves when there are too many
-
-
-@dataclass(frozen=True)
-class Sighting:
-    """The ids that a step brings to this rank.
-
-    Attributes:
-        step: its number.
-        ids: with the number of occurrences in the global batch.
-        rows: int64 [n], the row of each; -1 where it has none.
-        wanted: int64 [m], places of those that are to be admitted. sightings: int64 [m], theirs so far.
-    """
-
-    step: int
-    ids: Distinct
-    rows: torch.Tensor
-    wanted: torch.Tensor
-    sightings: torch.Tensor
 
 
 class RowMaps:
@@ -79,7 +61,7 @@ class RowMaps:
     ):
         self.policies, self.seed, self.peers, self.device = policies, seed, peers, device
         self.capacities = [count - policy.fallback_rows for count, policy in zip(rows, policies, strict=True)]
-        self._strides = [_stride(capacity) for capacity in self.capacities]
+        self._strides = [stride(capacity) for capacity in self.capacities]
         shares = [-(-capacity // peers.world) for capacity in self.capacities]
         row = torch.int32 if max(rows) <= 2**31 else torch.int64
         fields = {"row": row, "sightings": torch.int64, "last": torch.int32}
@@ -122,28 +104,25 @@ class RowMaps:
             (the row of each id, -1 where it has none; places of those that got a new one; of each rank, how
             many these are of each table).
         """
-        seen = self._sight(step, ids)
-        sizes = torch.stack(
-            [
-                count_tables(ids.tables[seen.wanted], len(self.policies)),
-                on_device(self.waiting.counts, self.device),
-            ]
-        )
+        rows, wanted, sightings = self._sight(step, ids)
+        wanted_T = count_tables(ids.tables[wanted], len(self.policies))
+        sizes = torch.stack([wanted_T, on_device(self.waiting.counts, self.device)])
         wanted_WT, waiting_WT = zip(*self.peers.stack(sizes).tolist(), strict=True)
         self._expire(step)
         self._trim_waiting(_total(waiting_WT), step)
         self._evict(_total(wanted_WT), step)
-        chosen, given_WT = self._choose(seen, list(wanted_WT))
-        rows, places = seen.rows, seen.wanted[chosen]
+        chosen, given_WT = self._choose(step, ids, wanted, sightings, list(wanted_WT))
+        places = wanted[chosen]
         if any(_total(given_WT)):
-            rows = self._enter(seen, places, seen.sightings[chosen], given_WT)
+            rows = rows.index_copy(0, places, self._enter(step, ids, places, sightings[chosen], given_WT))
         # As numbers of the device, which the host would wait for.
         self.lookups_T.index_add_(0, ids.tables, ids.counts)
         self.fallback_T.index_add_(0, ids.tables, ids.counts * (rows < 0))
         return rows, places, given_WT
 
-    def _sight(self, step: int, ids: Distinct) -> Sighting:
-        """Counts ids."""
+    def _sight(self, step: int, ids: Distinct) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Counts ids: (the row of each, -1 where it has none; places of those that are to be admitted, and
+        their sightings so far)."""
         slots = self.rows.find(ids.tables, ids.keys)
         known, wanted = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
         counts = ids.counts.index_select(0, known)
@@ -156,7 +135,7 @@ class RowMaps:
             sightings[waits] = self._see_waiting(ids, wanted[waits], step)
             enough = (sightings >= enough_at).nonzero().squeeze(1)
             wanted, sightings = wanted[enough], sightings[enough]
-        return Sighting(step, ids, rows, wanted, sightings)
+        return rows, wanted, sightings
 
     def _see_waiting(self, ids: Distinct, which: torch.Tensor, step: int) -> torch.Tensor:
         """Counts those of the ids that have no row: the sightings of each so far."""
@@ -241,41 +220,49 @@ class RowMaps:
             self.free[table] = replace(free, left=torch.cat([free.left, left]))
             self.evicted[table] += count
 
-    def _choose(self, seen: Sighting, wanted_WT: list[list[int]]) -> tuple[torch.Tensor, list[list[int]]]:
-        """(which of `seen.wanted` get a row; of each rank, how many these are of each table): collective."""
+    def _choose(
+        self,
+        step: int,
+        ids: Distinct,
+        wanted: torch.Tensor,
+        sightings: torch.Tensor,
+        wanted_WT: list[list[int]],
+    ) -> tuple[torch.Tensor, list[list[int]]]:
+        """(which of `wanted` get a row; of each rank, how many these are of each table); a collective."""
         refused = self._missing(_total(wanted_WT))
         if not refused:
-            return torch.arange(len(seen.wanted), device=self.device), wanted_WT
-        tables = seen.ids.tables[seen.wanted]
+            return torch.arange(len(wanted), device=self.device), wanted_WT
+        tables, keys = ids.tables[wanted], ids.keys[wanted]
         number_T = torch.full_like(self._capacity_T, -1)
         number_T[self._numbers(refused)] = torch.arange(len(refused), device=self.device)
         numbers = number_T[tables]
         which = (numbers >= 0).nonzero().squeeze(1)
-        keys = seen.ids.keys[seen.wanted[which]]
-        of_keys = admission_scores(keys, seen.sightings[which], seen.step, self.seed)
-        out = lowest(numbers[which], of_keys, keys, list(refused.values()), self.peers)
+        numbers, of_refused = numbers[which], keys[which]
+        of_keys = admission_scores(of_refused, sightings[which], step, self.seed)
+        out = lowest(numbers, of_keys, of_refused, list(refused.values()), self.peers)
         kept = torch.ones_like(tables, dtype=torch.bool).index_fill_(0, which[out], False)
         chosen = kept.nonzero().squeeze(1)
         return chosen, self.peers.stack(count_tables(tables[chosen], len(self.policies))).tolist()
 
     def _enter(
-        self, seen: Sighting, places: torch.Tensor, sightings: torch.Tensor, given_WT: list[list[int]]
+        self,
+        step: int,
+        ids: Distinct,
+        places: torch.Tensor,
+        sightings: torch.Tensor,
+        given_WT: list[list[int]],
     ) -> torch.Tensor:
-        """Ids get rows: the row of each of `seen.ids`."""
-        tables, keys, sizes = seen.ids.tables[places], seen.ids.keys[places], given_WT[self.peers.rank]
-        new_rows, last = self._take(given_WT), torch.full_like(keys, seen.step)
-        self.rows.insert(
-            tables, sizes, Entries(keys, {"row": new_rows, "sightings": sightings, "last": last})
-        )
+        """The ids at these places get the next rows: int64 [n]."""
+        tables, keys, sizes = ids.tables[places], ids.keys[places], given_WT[self.peers.rank]
+        rows, last = self._take(given_WT), torch.full_like(keys, step)
+        self.rows.insert(tables, sizes, Entries(keys, {"row": rows, "sightings": sightings, "last": last}))
         if self._any_waits:
             slots = self.waiting.find(tables, keys)
             there = (slots >= 0).nonzero().squeeze(1)
-            waited = [
-                size * (policy.admit_after > 1) for size, policy in zip(sizes, self.policies, strict=True)
-            ]
+            waited = [n * (policy.admit_after > 1) for n, policy in zip(sizes, self.policies, strict=True)]
             self.waiting.remove(tables[there], waited, slots[there])
         self.admitted = [count + size for count, size in zip(self.admitted, sizes, strict=True)]
-        return seen.rows.index_copy(0, places, new_rows)
+        return rows
 
     def _take(self, given_WT: list[list[int]]) -> torch.Tensor:
         """This rank's part of the next rows without an id, table after table: int64 [n]."""
@@ -311,12 +298,3 @@ def _see(map: KeyMap, slots: torch.Tensor, counts: torch.Tensor, step: int) -> E
 
 def _total(sizes_WT: Sequence[Sequence[int]]) -> list[int]:
     return [sum(of_ranks) for of_ranks in zip(*sizes_WT, strict=True)]
-
-
-def _stride(rows: int) -> int:
-    """How far apart rows are that are handed out one after the other: near the golden section of the table,
-    of which any number of them in a row divides it evenly, and without a common divisor, so that all come."""
-    stride = max(1, round(min(rows, 2**62 // max(rows, 1)) * (sqrt(5) - 1) / 2))
-    while gcd(stride, rows) > 1:
-        stride += 1
-    return stride

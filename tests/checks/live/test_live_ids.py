@@ -7,6 +7,8 @@ import pytest
 from loops import ROW_WISE, failed, loop
 from ranks import on_ranks
 
+USER = 0  # the number of this table among those with managed ids
+
 
 def run(rank, world, fault, settings):
     return loop(rank, world, ROW_WISE, fault, schema=managed_ids.schema(), **settings)
@@ -15,22 +17,22 @@ def run(rank, world, fault, settings):
 def two_ids_of_a_row(scene):
     """The first id of each rank gets the row of that rank's second one."""
     if scene.rank == 1:
-        one = scene.step.maps["user"]._rows
-        slots = one.occupied()
+        one = scene.step.maps["user"]._maps.rows
+        slots = one.occupied(USER)
         one.fields["row"][slots[0]] = one.fields["row"][slots[1]]
 
 
 def row_of_the_fallback(scene):
     if scene.rank == 1:
-        one = scene.step.maps["user"]._rows
-        one.fields["row"][one.occupied()[0]] = scene.step.maps["user"].capacity
+        one = scene.step.maps["user"]._maps.rows
+        one.fields["row"][one.occupied(USER)[0]] = scene.step.maps["user"].capacity
 
 
 def a_row_that_is_free_as_well(scene):
     import torch
 
-    one = scene.step.maps["user"]
-    one._free = replace(one._free, left=torch.cat([one._free.left, torch.tensor([3])]))
+    free = scene.step.maps["user"]._maps.free
+    free[USER] = replace(free[USER], left=torch.cat([free[USER].left, torch.tensor([3])]))
 
 
 def other_free_rows(scene):
@@ -41,14 +43,13 @@ def other_free_rows(scene):
 def an_id_of_another_rank(scene):
     import torch
 
-    from raytrec.embeddings.hashing import first_keys
     from raytrec.embeddings.managed.key_map import Entries
 
     if scene.rank == 0:
-        one = scene.step.maps["user"]
-        keys = first_keys(2, torch.device("cpu"))
-        fields = {name: torch.zeros(1, dtype=torch.int64) for name in ("row", "sightings", "last")}
-        one._rows.insert(Entries(keys, fields))
+        nothing = torch.zeros(1, dtype=torch.int64)  # 0 is the least key of the second of two ranks
+        fields = dict.fromkeys(("row", "sightings", "last"), nothing)
+        tables = torch.full_like(nothing, USER)
+        scene.step.maps["user"]._maps.rows.insert(tables, [1, 0], Entries(nothing, fields))
 
 
 @pytest.mark.parametrize(
