@@ -66,6 +66,22 @@ def batch_of(form, counts, seed=0, by_id=None, pin_memory=False, **how):
     return Collator(form, Features(form.schema, by_id or {}), pin_memory)(pieces, PADDED, sum(counts))
 
 
+@pytest.mark.parametrize("least", [0, -1])  # -1: no id
+def test_features_of_one_id_are_assembled_at_once(least):
+    features = {name: {"table": "t"} for name in ("one", "other", "third")}
+    parts = {"labels": ["y"], "sparse": features, "tables": {"t": {"rows": 9, "dim": 4}}}
+    form = Form(ReadPlan(Schema.parse(parts, "test")))
+    ids = np.random.default_rng(0).integers(least, 9, (3, 30)).astype(np.int32)
+    table = form.table([np.zeros(30, np.float32)], [], list(ids), [], 30)
+    whole = Rows.of(table.to_batches()[0])
+    bags = Collator(form).assemble([whole[:7], whole[9:30]], PADDED).bags
+    wanted = np.delete(ids, [7, 8], axis=1)
+    assert bags.ids.tolist() == [i for of_feature in wanted for i in of_feature if i >= 0]
+    lengths = np.pad(wanted >= 0, ((0, 0), (0, PADDED - 28)))
+    assert bags.lengths.tolist() == lengths.ravel().tolist()
+    assert bags.counts == lengths.sum(1).tolist() and bags.ids.dtype == torch.int64
+
+
 def sums(sparse):
     """Ids of each key, by its lengths."""
     return sparse.lengths().view(len(sparse.keys()), -1).sum(1).tolist()
