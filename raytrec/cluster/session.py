@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ from typing import Any, NoReturn
 
 from raytrec.cluster.access import START_ONE, check_cluster, use_token
 from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
-from raytrec.cluster.local_ray import heads, own_sessions, private_folder
+from raytrec.cluster.local_ray import heads, listens, own_sessions, private_folder
 from raytrec.cluster.warm import forked_workers
 from raytrec.common.errors import RunError, first_line
 from raytrec.compat.ray_core import (
@@ -47,7 +46,9 @@ def stays_here(address: str | None) -> bool:
 
 
 @contextmanager
-def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iterator[None]:
+def ray_session(
+    address: str | None = None, num_cpus: int | None = None, any_versions: bool = False
+) -> Iterator[None]:
     """Ray, for as long as the block runs.
 
     In this order: a Ray that this process already uses (left running), the cluster at `address`, the cluster
@@ -58,11 +59,13 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
     Args:
         address: 'auto', HOST:PORT or ray://HOST:PORT of a running cluster.
         num_cpus: logical CPUs of a new local cluster; default: those of the machine.
+        any_versions: whether packages of other versions may be installed here, as far as Ray starts.
 
     Raises:
         RunError: when the cluster cannot be reached, or refuses the token, or another Ray is installed.
     """
-    require_versions()
+    if not any_versions:
+        require_versions()
     import ray
 
     if ray.is_initialized():
@@ -213,15 +216,7 @@ def _is_on_loopback(address: str) -> bool:
         own = bool(host) and host == own_address()
     except (ConnectionError, ValueError):  # ray://, or no cluster; connecting will report it
         return False
-    return own and not _listens(host, int(port)) and _listens("127.0.0.1", int(port))
-
-
-def _listens(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=2).close()
-    except OSError:
-        return False
-    return True
+    return own and not listens(host, int(port)) and listens("127.0.0.1", int(port))
 
 
 def stay_on_loopback() -> None:
@@ -251,6 +246,16 @@ def socket_interfaces(interface: str) -> dict[str, str]:
     """
     gloo = {"GLOO_SOCKET_IFNAME": interface}
     return gloo if in_nccl_files("NCCL_SOCKET_IFNAME") else gloo | {"NCCL_SOCKET_IFNAME": f"={interface}"}
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address; None where none has."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return name
+    return None
 
 
 def in_nccl_files(name: str) -> bool:

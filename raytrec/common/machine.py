@@ -6,6 +6,7 @@ seconds: the driver asks.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import runpy
 import shutil
@@ -191,13 +192,44 @@ def built_for() -> str | None:
 
     FBGEMM's builds are two distributions that share their folder, so that installing both breaks it.
     """
-    try:
-        torch = distribution("torch")
-    except PackageNotFoundError:
+    if not installed("torch"):
         return None
-    # Its few lines are constants; the version's suffix (+cpu, +cu130) is missing where PyPI is the source.
-    version = runpy.run_path(str(torch.locate_file("torch/version.py")))
-    return "cuda" if version.get("cuda") and not installed("fbgemm-gpu-cpu") else "cpu"
+    return "cuda" if cuda_of_torch() and not installed("fbgemm-gpu-cpu") else "cpu"
+
+
+def cuda_of_torch() -> str | None:
+    """The CUDA (X.Y) that torch of this environment is built for; None: it is for CPUs, or is not there."""
+    try:
+        file = distribution("torch").locate_file("torch/version.py")
+        # Its lines are constants; the version's suffix (+cpu, +cu130) is missing where PyPI is the source.
+        return runpy.run_path(str(file)).get("cuda")
+    except (PackageNotFoundError, OSError):  # OSError: a file of the package is missing
+        return None
+
+
+def driver_cuda() -> tuple[str, str] | None:
+    """The version of NVIDIA's driver, and the newest CUDA (X.Y) that it runs; None: there is none."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no library, or no driver
+        return None
+    try:
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        return pynvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}"
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def code_hash() -> str:
+    """SHA-256 of raytrec's own Python files."""
+    folder, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def require_compiler(device: str) -> None:

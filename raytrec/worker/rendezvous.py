@@ -19,7 +19,7 @@ from tempfile import mkstemp
 
 from ray.train.torch import TorchConfig
 
-from raytrec.cluster.session import in_nccl_files, socket_interfaces
+from raytrec.cluster.session import in_nccl_files, interface_of, socket_interfaces
 from raytrec.common.errors import ConfigError
 from raytrec.common.machine import OTHER_DEVICE, awaits_recovery, not_served
 from raytrec.compat.ray_torch import TorchBackend
@@ -138,13 +138,3 @@ def check_gpu() -> None:
                 expected="GPUs that compute as they should (nvidia-smi -q: GPU Recovery Action)",
                 do="do that, or take the node out of the cluster, and resume the run",
             )
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that has an address; None where none has."""
-    import psutil
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == address for each in addresses):
-            return name
-    return None
