@@ -219,6 +219,13 @@ def _is_on_loopback(address: str) -> bool:
     return own and not listens(host, int(port)) and listens("127.0.0.1", int(port))
 
 
+def on_node(node: str) -> dict[str, Any]:
+    """Options of a task or actor that needs no CPU, and runs on the node of this id or not at all."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
 def stay_on_loopback() -> None:
     """Lets nothing of a local Ray, or of gloo and NCCL between its workers, listen beyond this machine.
 

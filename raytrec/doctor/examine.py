@@ -1,0 +1,149 @@
+"""`raytrec doctor`: all checks in the order in which users report what they find."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from raytrec.cluster.host_checks import FAILURE, HOST_CHECKS, Verdict, failure_of, run_check
+from raytrec.cluster.session import stays_here
+from raytrec.common.errors import RaytrecError, first_line
+from raytrec.common.storage import absolute
+from raytrec.common.terminal import open_console
+from raytrec.config.run_config import load_config
+from raytrec.doctor import agreement, network, packages  # noqa: F401  (packages registers checks)
+from raytrec.doctor.nodes import ThisHost, nodes_of
+from raytrec.driver.prepare import resolve
+
+AMONG_NODES = ("interfaces", "ports", "all-reduce", "same packages", "clocks")  # left out for one host
+ORDER = (
+    *("packages", "operators", "builds", "gpus", "driver"),
+    *("interfaces", "ports", "all-reduce", "same packages"),
+    *("shared memory", "limits", "memory", "Ray's folder", "clusters", "token", "storage", "clocks"),
+)
+REPORTS_LATE_S = 5.0  # that a node may take for the answer about a check which has come to its limit
+BETWEEN_S = 1800.0
+
+
+@dataclass
+class Examination:
+    """What was found.
+
+    Attributes:
+        hosts: that were looked at. verdicts: in the order of ORDER.
+    """
+
+    hosts: list[str] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    def count(self, result: str) -> int:
+        return sum(verdict.result == result for verdict in self.verdicts)
+
+
+def examine(
+    address: str | None = None, storage: list[str] | None = None, show: Callable[[str], None] = lambda _: None
+) -> Examination:
+    """Looks at this host, or at every node of a cluster; nothing is changed, and no check raises.
+
+    Args:
+        address: as scaling.address; default: RAY_ADDRESS, or the cluster of the job, else this host alone.
+        storage: places that every node has to reach.
+        show: called with the name of each check that begins.
+    """
+    if address is None and not stays_here(None):
+        address = os.environ.get("RAY_ADDRESS") or "auto"
+    found = Examination()
+    try:
+        with nodes_of(address) as nodes:
+            _look_at(nodes, storage or [], show, found)
+    except RaytrecError as error:
+        found.verdicts.insert(0, replace(failure_of(error), check="cluster"))
+        if not found.hosts:  # the cluster cannot be joined: maybe this host shows why
+            _look_at(ThisHost(), storage or [], show, found)
+    return found
+
+
+def diagnose(config: str | None, address: str | None, storage: list[str]) -> Examination:
+    """The same for the command line, with a live line on terminals.
+
+    Args:
+        config: whose scaling.address, run folder and checkpoints are looked at, too.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+    """
+    places = [absolute(uri) for uri in storage]
+    if config:
+        resolved = resolve(load_config(config), config)
+        address = address or resolved.scaling.address
+        places += [_existing(place) for place in (resolved.checkpoint.dir, resolved.run.dir) if place]
+    console = open_console(stderr=True)
+    with console.status("") if console.is_terminal else nullcontext() as line:
+        show = (lambda name: line.update(f"looking at {name}")) if line else lambda _: None
+        return examine(address, list(dict.fromkeys(places)), show)
+
+
+def _existing(place: str) -> str:
+    """The nearest folder above a place that a run will make; URIs have no folders."""
+    if "://" in place:
+        return place
+    return str(next(path for path in (Path(place), *Path(place).parents) if path.is_dir()))
+
+
+def _look_at(nodes: ThisHost, storage: list[str], show: Callable[[str], None], found: Examination) -> None:
+    found.hosts = nodes.names
+    unfit: set[int] = set()
+    cut: set[frozenset[int]] = set()
+
+    def look_at_ports() -> list[Verdict]:
+        verdicts, pairs = network.check_ports(nodes)
+        cut.update(pairs)
+        return verdicts
+
+    def look_at_storage() -> Iterator[Verdict]:
+        for uri in storage:
+            yield from agreement.check_storage(nodes, uri)
+
+    between: dict[str, Callable[[], Any]] = {
+        "interfaces": partial(network.check_interfaces, nodes),
+        "ports": look_at_ports,
+        "all-reduce": lambda: network.check_all_reduce(nodes, cut, unfit),
+        "same packages": partial(agreement.check_same_packages, nodes),
+        "storage": look_at_storage,
+        "clocks": partial(agreement.check_clocks, nodes),
+    }
+    for name in ORDER:
+        if name in AMONG_NODES and len(nodes.names) == 1:
+            continue
+        show(name)
+        if name in between:
+            found.verdicts += run_check(name, between[name], BETWEEN_S)
+            continue
+        answers = nodes.ask(check_host, name, limit_s=HOST_CHECKS[name][1] + REPORTS_LATE_S)
+        verdicts = _of_hosts(name, nodes.names, answers)
+        found.verdicts += verdicts
+        if name == "operators":
+            bad = {host for verdict in verdicts if verdict.result == FAILURE for host in verdict.hosts}
+            unfit.update(i for i, host in enumerate(nodes.names) if host in bad)
+
+
+def check_host(name: str) -> list[Verdict]:
+    """The verdicts of one of HOST_CHECKS on the host that this is called on."""
+    return run_check(name, *HOST_CHECKS[name])
+
+
+def _of_hosts(name: str, hosts: list[str], answers: list[Any]) -> list[Verdict]:
+    """Verdicts of all hosts; equal ones become one."""
+    merged: dict[Verdict, list[str]] = {}
+    for host, answer in zip(hosts, answers, strict=True):
+        if isinstance(answer, Exception):
+            what = f"this host does not answer: {type(answer).__name__}: {first_line(answer)}"
+            answer = [Verdict(FAILURE, what, agreement.NO_ANSWER, name)]
+        for verdict in answer:
+            merged.setdefault(verdict, []).append(host)
+    return [replace(verdict, hosts=tuple(where)) for verdict, where in merged.items()]

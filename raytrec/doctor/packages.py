@@ -1,0 +1,88 @@
+"""Checks of a host's torch, FBGEMM and GPUs, made in child processes."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from raytrec.cluster.host_checks import FAILURE, OK, Found, Verdict, has_gpus, host_check
+from raytrec.common.machine import OTHER_DEVICE, built_for, gpu_kinds, not_served, usable_gpus
+from raytrec.compat.versions import PAIRS, wrong_versions
+from raytrec.doctor.child import ChildError, run_child
+
+IMPORT_S, GPU_S = 120.0, 120.0  # a first import from a network's file system takes long
+PINNED, *_ = PAIRS
+CUDA_LIBRARY = re.compile(r"lib(cud|cublas|cufft|curand|cusparse|cusolver|nccl|nv)\w*\.so")
+OLD_SYSTEM = re.compile(r"version `?(GLIBC|GLIBCXX|CXXABI)_")
+
+
+@host_check("operators", IMPORT_S + 5)
+def operators() -> Found:
+    """FBGEMM's libraries load: the loader's first error, which `No such operator fbgemm::…` hides."""
+    if built_for() is None:
+        yield Verdict(OK, "not looked at: torch is not installed")
+        return
+    try:
+        files = run_child("load", limit_s=IMPORT_S)
+    except ChildError as error:
+        yield Verdict(FAILURE, str(error), _repair(str(error)))
+    else:
+        yield Verdict(OK, f"loaded from {files['fbgemm_gpu']}, with {files['torch']}")
+        for package in ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
+            if lacking := _missing_files(package):
+                do = f"pip install --no-deps --force-reinstall {package}=={distribution(package).version}"
+                yield Verdict(FAILURE, f"{package} lacks {len(lacking)} files, the first {lacking[0]}", do)
+
+
+def _repair(error: str) -> str:
+    """What to do about an error of the loader."""
+    if wrong := wrong_versions():
+        return wrong.do
+    again = f"pip install --no-deps --force-reinstall -r requirements/{PINNED}"
+    if "undefined symbol" in error:
+        return f"torch and FBGEMM are not of one release, whatever their metadata: {again}"
+    if CUDA_LIBRARY.search(error):
+        return (
+            "the packages are built for CUDA, whose libraries are missing: install requirements/cuda.txt; "
+            f"without a GPU: {OTHER_DEVICE.format(device='cpu')}"
+        )
+    if OLD_SYSTEM.search(error):
+        return (
+            "this system's C libraries are too old for the wheels: take a newer one, or an image of deploy/"
+        )
+    return f"{again} (docs/install.md)"
+
+
+def _missing_files(package: str) -> list[str]:
+    """Libraries in a package's RECORD that are not there."""
+    try:
+        files = distribution(package).files or []
+    except PackageNotFoundError:
+        return []
+    return [str(file) for file in files if file.suffix == ".so" and not Path(file.locate()).exists()]
+
+
+@host_check("gpus", GPU_S)
+def gpus() -> Found:
+    """Each GPU runs an operator of FBGEMM's, and waits for no reset."""
+    kinds, names = gpu_kinds(), usable_gpus()
+    if built_for() != "cuda" or not has_gpus():
+        yield Verdict(OK, "not needed: no GPU, or packages for CPUs")
+        return
+    if not kinds:
+        what, do = "NVML names no GPU that this process may use", "nvidia-smi; look at CUDA_VISIBLE_DEVICES"
+        yield Verdict(FAILURE, what, do)
+    for index, (gpu, capability) in enumerate(kinds):
+        name = names[index] if index < len(names) else str(index)
+        about = f"GPU {name}, {gpu} ({'.'.join(map(str, capability))})"
+        if error := not_served((gpu, capability), "this host"):
+            yield Verdict(FAILURE, f"{about}: {error.what}; expected {error.expected}", error.do)
+            continue
+        try:
+            run_child("gpu", limit_s=GPU_S / len(kinds), CUDA_VISIBLE_DEVICES=name)
+            yield Verdict(OK, f"{about} runs FBGEMM's operators")
+        except ChildError as failed:
+            do = "use GPUs that the wheel has code for (docs/gpu.md)" if "kernel image" in str(failed) else ""
+            do = do or "nvidia-smi -q: look at this GPU; see `operators` and `driver` above"
+            yield Verdict(FAILURE, f"{about}: {failed}", do)
