@@ -68,16 +68,18 @@ def run_check(name: str, function: Callable[[], Found], limit_s: float) -> list[
         found = within(limit_s, lambda: list(function()))
     except TimeoutError:
         found = [Verdict(FAILURE, f"no answer within {limit_s:.0f} s", "look at what this host waits for")]
-    except RaytrecError as error:
-        found = [failure_of(error)]
     except Exception as error:
-        why = f"the check itself failed: {type(error).__name__}: {first_line(error)}"
-        found = [Verdict(FAILURE, why, "report this with `raytrec doctor --share`")]
+        found = [failure_of(error)]
     return [replace(verdict, check=name) for verdict in found]
 
 
-def failure_of(error: RaytrecError) -> Verdict:
-    """An error for people as a verdict."""
+def failure_of(error: Exception) -> Verdict:
+    """An error as a verdict: one for people, or that of a check which itself failed."""
+    if isinstance(error, ModuleNotFoundError):
+        return Verdict(FAILURE, f"{error.name} is not installed", "install what docs/install.md names")
+    if not isinstance(error, RaytrecError):
+        what = f"the check itself failed: {type(error).__name__}: {first_line(error)}"
+        return Verdict(FAILURE, what, "report this with `raytrec doctor --share`")
     what = " ".join(error.what.split()) + (f"; expected {error.expected}" if error.expected else "")
     return Verdict(FAILURE, what, error.do or "")
 

@@ -1,7 +1,7 @@
 """This machine: its GPUs over NVML, installed packages, compilers.
 
-NVML needs no context on GPUs; their names are as in CUDA_VISIBLE_DEVICES. No torch here, whose import takes
-seconds: the driver asks.
+NVML needs no context on GPUs; their names are as in CUDA_VISIBLE_DEVICES. The driver asks without torch, whose
+import takes seconds; only workers call check_gpu.
 """
 
 from __future__ import annotations
@@ -230,6 +230,41 @@ def code_hash() -> str:
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def check_gpu(host: str) -> None:
+    """Checks each GPU that this process sees, a worker or a child of the doctor's, by torch.
+
+    Args:
+        host: its address, for the error.
+
+    Raises:
+        ConfigError: torch cannot use GPUs here, FBGEMM has no code for one, or one has failed.
+    """
+    import torch
+
+    built = torch.version.cuda
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"torch {torch.__version__} cannot use the GPU of {host}"
+            + ("" if built else ": it is built for CPUs"),
+            where="scaling.device=cuda",
+            expected=f"NVIDIA's driver for CUDA {built} or newer (nvidia-smi shows its version)"
+            if built
+            else "the packages of requirements/cuda.txt wherever there are GPUs",
+            do="update the driver" if built else OTHER_DEVICE.format(device="cuda"),
+        )
+    for index in range(torch.cuda.device_count()):
+        kind = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        if wrong := not_served(kind, host):
+            raise wrong
+        if recovery := awaits_recovery(f"cuda:{index}"):
+            raise ConfigError(
+                f"GPU {index} of {host} has failed: its driver asks for {recovery}",
+                where="scaling.device=cuda",
+                expected="GPUs that compute as they should (nvidia-smi -q: GPU Recovery Action)",
+                do="do that, or take the node out of the cluster, and resume the run",
+            )
 
 
 def require_compiler(device: str) -> None:

@@ -152,8 +152,7 @@ def check_storage(nodes: ThisHost, uri: str) -> Found:
                 what = str(lacking) if failed else f"{len(lacking)} files that other nodes have written"
                 again = f"{uri} is not the same place on every node: mount one that all share, or use s3://"
                 yield Verdict(FAILURE, f"{uri} here lacks {what}", again, hosts=(host,))
-                wrong.append(what)
-        if not any(wrong):
+        if not any(wrong) and not any(seen):
             yield Verdict(OK, f"{uri}: each host has written {BYTES >> 10} KiB there, and read them again")
     finally:
         nodes.ask(remove_files, uri, names, limit_s=ANSWER_S)

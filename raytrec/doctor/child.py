@@ -75,7 +75,12 @@ def _imported(name: str) -> Any:
     try:
         return import_module(name)
     except Exception as error:
-        raise type(error)(f"import {name}: {error}") from None
+        raise OSError(f"import {name}: {_loaders(error)}") from None
+
+
+def _loaders(error: BaseException) -> BaseException:
+    """The loader's own error, where torch has put another one round it."""
+    return error if error.__cause__ is None else _loaders(error.__cause__)
 
 
 def _operate(device: str) -> None:
@@ -92,7 +97,7 @@ def _first_error(torch: Any) -> OSError | None:
             try:
                 torch.ops.load_library(str(file))
             except OSError as error:
-                return OSError(f"loading {file.name}: {error}")
+                return OSError(f"loading {file.name}: {_loaders(error)}")
     return None
 
 
@@ -100,9 +105,9 @@ def use_gpu() -> dict[str, Any]:
     """Runs one of FBGEMM's operators on the only GPU that this process sees."""
     import torch
 
-    from raytrec.worker.rendezvous import check_gpu
+    from raytrec.common.machine import check_gpu
 
-    check_gpu()
+    check_gpu("this host")
     _imported("fbgemm_gpu")
     _operate("cuda")
     torch.cuda.synchronize()

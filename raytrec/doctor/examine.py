@@ -12,7 +12,7 @@ from typing import Any
 
 from raytrec.cluster.host_checks import FAILURE, HOST_CHECKS, Verdict, failure_of, run_check
 from raytrec.cluster.session import stays_here
-from raytrec.common.errors import RaytrecError, first_line
+from raytrec.common.errors import first_line
 from raytrec.common.storage import absolute
 from raytrec.common.terminal import open_console
 from raytrec.config.run_config import load_config
@@ -61,7 +61,7 @@ def examine(
     try:
         with nodes_of(address) as nodes:
             _look_at(nodes, storage or [], show, found)
-    except RaytrecError as error:
+    except Exception as error:
         found.verdicts.insert(0, replace(failure_of(error), check="cluster"))
         if not found.hosts:  # the cluster cannot be joined: maybe this host shows why
             _look_at(ThisHost(), storage or [], show, found)
@@ -122,7 +122,7 @@ def _look_at(nodes: ThisHost, storage: list[str], show: Callable[[str], None], f
             continue
         show(name)
         if name in between:
-            found.verdicts += run_check(name, between[name], BETWEEN_S)
+            found.verdicts += merged(run_check(name, between[name], BETWEEN_S))
             continue
         answers = nodes.ask(check_host, name, limit_s=HOST_CHECKS[name][1] + REPORTS_LATE_S)
         verdicts = _of_hosts(name, nodes.names, answers)
@@ -137,13 +137,20 @@ def check_host(name: str) -> list[Verdict]:
     return run_check(name, *HOST_CHECKS[name])
 
 
+def merged(verdicts: list[Verdict]) -> list[Verdict]:
+    """Verdicts that differ in their hosts only become one."""
+    hosts: dict[Verdict, tuple[str, ...]] = {}
+    for verdict in verdicts:
+        bare = replace(verdict, hosts=())
+        hosts[bare] = (*hosts.get(bare, ()), *verdict.hosts)
+    return [replace(bare, hosts=where) for bare, where in hosts.items()]
+
+
 def _of_hosts(name: str, hosts: list[str], answers: list[Any]) -> list[Verdict]:
-    """Verdicts of all hosts; equal ones become one."""
-    merged: dict[Verdict, list[str]] = {}
+    verdicts = []
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, Exception):
             what = f"this host does not answer: {type(answer).__name__}: {first_line(answer)}"
             answer = [Verdict(FAILURE, what, agreement.NO_ANSWER, name)]
-        for verdict in answer:
-            merged.setdefault(verdict, []).append(host)
-    return [replace(verdict, hosts=tuple(where)) for verdict, where in merged.items()]
+        verdicts += [replace(verdict, hosts=(host,)) for verdict in answer]
+    return merged(verdicts)

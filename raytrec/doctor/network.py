@@ -75,8 +75,8 @@ def _judge(found: Any, address: str, lost: bool, several: bool) -> Iterator[tupl
         do = f"set {variable} to one of {', '.join(sorted(have))}, or unset it, where Ray is started"
         yield FAILURE, f"{variable}={value}, and there is no such interface", do
         return
-    names = ", ".join(dict.fromkeys(found["chosen"].values())) or own
-    if several and names and BRIDGES.match(names.lstrip("=")):
+    names = ", ".join(dict.fromkeys(value.lstrip("=") for value in found["chosen"].values())) or own
+    if several and names and BRIDGES.match(names):
         what = f"gloo and NCCL take {names} ({address}), a bridge inside this host"
         yield FAILURE, what, DO_ADDRESS
     elif lost:
@@ -85,7 +85,7 @@ def _judge(found: Any, address: str, lost: bool, several: bool) -> Iterator[tupl
         what = f"no interface has the node's address {address}: gloo and NCCL choose one by themselves"
         yield WARNING, what, DO_ADDRESS
     else:
-        yield OK, f"gloo and NCCL take {names} ({address})", ""
+        yield OK, f"gloo and NCCL take {names}, the node's address", ""
 
 
 def listen(address: str) -> int:
@@ -126,7 +126,7 @@ def check_ports(nodes: ThisHost) -> tuple[list[Verdict], set[frozenset[int]]]:
     found, cut = [], set()
     for here, answer in enumerate(answers):
         for there, why in zip(known, answer, strict=True) if isinstance(answer, list) else ():
-            if why:
+            if why and here != there:
                 cut.add(frozenset((here, there)))
                 pair = f"{nodes.names[here]} cannot reach {nodes.names[there]}"
                 what = f"{pair} at port {places[there][1]}: {why}"

@@ -32,7 +32,7 @@ HOST_PORT = re.compile(r"\b[\w-]+(?:\.[\w-]+)*:\d{2,5}\b")
 def shared(found: Examination) -> Examination:
     """The same without hosts, users, paths and addresses: hosts are node 1, node 2, …"""
     nodes = {host: f"node {number}" for number, host in enumerate(found.hosts, 1)}
-    words = {word: name for host, name in nodes.items() for word in _words(host)}
+    words = {word: nodes[host] for host in reversed(found.hosts) for word in _words(host)}
     words |= {word: "HOST" for word in _words(socket.gethostname()) if word not in words}
     user = getpass.getuser() if os.environ.get("USER") or os.environ.get("LOGNAME") else ""
     if user and user not in EVERYONES:
