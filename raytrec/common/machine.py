@@ -1,7 +1,7 @@
 """This machine: its GPUs over NVML, installed packages, compilers.
 
-NVML needs no context on GPUs; their names are as in CUDA_VISIBLE_DEVICES. The driver asks without torch, whose
-import takes seconds; only workers call check_gpu.
+NVML needs no context on GPUs; their names are as in CUDA_VISIBLE_DEVICES. The driver asks, without torch,
+whose import takes seconds; only workers call check_gpu.
 """
 
 from __future__ import annotations
