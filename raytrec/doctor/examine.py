@@ -96,7 +96,10 @@ def _existing(place: str) -> str:
 
 
 def _look_at(nodes: ThisHost, storage: list[str], show: Callable[[str], None], found: Examination) -> None:
-    found.hosts = nodes.names
+    found.hosts = [*nodes.names, *nodes.silent]
+    for host, why in nodes.silent.items():
+        what = f"this node does not answer: {why}"
+        found.verdicts.append(Verdict(FAILURE, what, agreement.NO_ANSWER, "nodes", (host,)))
     unfit: set[int] = set()
     cut: set[frozenset[int]] = set()
 
@@ -118,7 +121,7 @@ def _look_at(nodes: ThisHost, storage: list[str], show: Callable[[str], None], f
         "clocks": partial(agreement.check_clocks, nodes),
     }
     for name in ORDER:
-        if name in AMONG_NODES and len(nodes.names) == 1:
+        if not nodes.names or (name in AMONG_NODES and len(nodes.names) == 1):
             continue
         show(name)
         if name in between:

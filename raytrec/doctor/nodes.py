@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from raytrec import __version__
 from raytrec.cluster.host_checks import within
 from raytrec.cluster.session import on_node, ray_session
 from raytrec.common.errors import RunError, root_cause
@@ -20,10 +21,11 @@ class ThisHost:
 
     Attributes:
         names: of the hosts. addresses: by which others reach them.
+        silent: the names of those that have not answered, and are left out → why.
     """
 
     def __init__(self):
-        self.names, self.addresses = [socket.gethostname()], ["127.0.0.1"]
+        self.names, self.addresses, self.silent = [socket.gethostname()], ["127.0.0.1"], {}
 
     def ask(
         self, function: Callable[..., Any], *arguments: Any, each: list[tuple] | None = None, limit_s: float
@@ -44,6 +46,11 @@ class ThisHost:
             return [error]
 
 
+def installed_here() -> str:
+    """The version of raytrec on the host that this is called on, if there is one."""
+    return __version__
+
+
 class _Caller:
     """An actor on a node; it calls functions of raytrec there."""
 
@@ -58,11 +65,15 @@ class ClusterNodes(ThisHost):
         import ray
 
         nodes = alive_nodes()
-        self.addresses = [node["NodeManagerAddress"] for node in nodes]
-        self.names = _names([node["NodeManagerHostname"] for node in nodes], self.addresses)
+        addresses = [node["NodeManagerAddress"] for node in nodes]
+        names = _names([node["NodeManagerHostname"] for node in nodes], addresses)
         actor = ray.remote(max_restarts=0, max_concurrency=8)(_Caller)
         self._actors = [actor.options(**on_node(node["NodeID"])).remote() for node in nodes]
-        self._started = False
+        answers = self.ask(installed_here, limit_s=START_S)
+        fit = [number for number, answer in enumerate(answers) if isinstance(answer, str)]
+        self.silent = {names[i]: _last_line(answer) for i, answer in enumerate(answers) if i not in fit}
+        self.names, self.addresses = [names[i] for i in fit], [addresses[i] for i in fit]
+        self._actors = [self._actors[i] for i in fit]
 
     def ask(
         self, function: Callable[..., Any], *arguments: Any, each: list[tuple] | None = None, limit_s: float
@@ -74,9 +85,7 @@ class ClusterNodes(ThisHost):
             for actor, own in zip(self._actors, each or [()] * len(self._actors), strict=True)
         ]
         refs = [ref for ref in asked if ref is not None]
-        limit_s += 0 if self._started else START_S
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s) if refs else ([], [])
-        self._started = True
         late = TimeoutError(f"no answer within {limit_s:.0f} s")
         return [None if ref is None else _answer(ref) if ref in ready else late for ref in asked]
 
@@ -89,6 +98,12 @@ def _answer(ref: Any) -> Any:
     except Exception as error:
         cause = root_cause(error)
         return getattr(cause, "cause", None) or cause
+
+
+def _last_line(error: Exception) -> str:
+    """Of what Ray reports of an actor that cannot start, a traceback, the line with its error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__
 
 
 def _names(hosts: list[str], addresses: list[str]) -> list[str]:

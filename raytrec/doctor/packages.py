@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def _missing_files(package: str) -> list[str]:
     return [str(file) for file in files if file.suffix == ".so" and not Path(file.locate()).exists()]
 
 
-@host_check("gpus", GPU_S)
+@host_check("gpus", GPU_S + 5)
 def gpus() -> Found:
     """Each GPU runs an operator of FBGEMM's, and waits for no reset."""
     kinds, names = gpu_kinds(), usable_gpus()
@@ -73,16 +74,22 @@ def gpus() -> Found:
     if not kinds:
         what, do = "NVML names no GPU that this process may use", "nvidia-smi; look at CUDA_VISIBLE_DEVICES"
         yield Verdict(FAILURE, what, do)
-    for index, (gpu, capability) in enumerate(kinds):
-        name = names[index] if index < len(names) else str(index)
-        about = f"GPU {name}, {gpu} ({'.'.join(map(str, capability))})"
-        if error := not_served((gpu, capability), "this host"):
-            yield Verdict(FAILURE, f"{about}: {error.what}; expected {error.expected}", error.do)
-            continue
-        try:
-            run_child("gpu", limit_s=GPU_S / len(kinds), CUDA_VISIBLE_DEVICES=name)
-            yield Verdict(OK, f"{about} runs FBGEMM's operators")
-        except ChildError as failed:
-            do = "use GPUs that the wheel has code for (docs/gpu.md)" if "kernel image" in str(failed) else ""
-            do = do or "nvidia-smi -q: look at this GPU; see `operators` and `driver` above"
-            yield Verdict(FAILURE, f"{about}: {failed}", do)
+    with ThreadPoolExecutor(len(kinds) or 1) as pool:
+        yield from pool.map(_try_gpu, names or map(str, range(len(kinds))), kinds)
+
+
+def _try_gpu(name: str, kind: tuple[str, tuple[int, int]]) -> Verdict:
+    """
+    Args:
+        name: its number or UUID, as in CUDA_VISIBLE_DEVICES. kind: as of gpu_kinds.
+    """
+    about = f"GPU {name}, {kind[0]} ({'.'.join(map(str, kind[1]))})"
+    if error := not_served(kind, "this host"):
+        return Verdict(FAILURE, f"{about}: {error.what}; expected {error.expected}", error.do)
+    try:
+        run_child("gpu", limit_s=GPU_S, CUDA_VISIBLE_DEVICES=name)
+        return Verdict(OK, f"{about} runs FBGEMM's operators")
+    except (ChildError, TimeoutError) as failed:
+        do = "use GPUs that the wheel has code for (docs/gpu.md)" if "kernel image" in str(failed) else ""
+        do = do or "nvidia-smi -q: look at this GPU; see `operators` and `driver`"
+        return Verdict(FAILURE, f"{about}: {failed}", do)

@@ -9,11 +9,21 @@ from raytrec.cluster.host_checks import FAILURE, OK
 from raytrec.doctor.examine import examine
 
 BROKEN = "raise ImportError('libtorch_cpu.so: undefined symbol: _ZN3c10')"
+# Wherever it is: Ray gives workers the path of the driver.
+NO_RAYTREC = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "raytrec":
+            raise ModuleNotFoundError("no raytrec here", name=name)
+sys.meta_path.insert(0, Block())
+"""
 
 
 @pytest.fixture
 def address(tmp_path, monkeypatch):
-    """A cluster of three nodes: the second has another torchrec and home, the third a broken torch."""
+    """A cluster of four nodes: the second has another torchrec and home, the third a broken torch,
+    the fourth no raytrec."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -28,6 +38,7 @@ def address(tmp_path, monkeypatch):
     other = simulated_packages.install(tmp_path / "other", torchrec="1.7.0")
     broken = {"torch/__init__.py": BROKEN, "torch/version.py": ""}
     broken = simulated_packages.install(tmp_path / "broken", broken)
+    without = simulated_packages.install(tmp_path / "without", {"sitecustomize.py": NO_RAYTREC})
     node = {"num_cpus": 2, "node_ip_address": "127.0.0.1", "object_store_memory": 100 << 20}
     with only_what_is_needed():
         cluster = Cluster(initialize_head=True, head_node_args=node)
@@ -35,6 +46,7 @@ def address(tmp_path, monkeypatch):
             second = {"PYTHONPATH": os.pathsep.join([other, own]), "HOME": str(tmp_path / "nowhere")}
             cluster.add_node(env_vars=second, **node)
             cluster.add_node(env_vars={"PYTHONPATH": os.pathsep.join([broken, own])}, **node)
+            cluster.add_node(env_vars={"PYTHONPATH": os.pathsep.join([without, own])}, **node)
             ray.init(cluster.address, log_to_driver=False)
             yield cluster.address
         finally:
@@ -46,7 +58,10 @@ def address(tmp_path, monkeypatch):
 @pytest.mark.timeout(280)
 def test_what_differs_on_one_node_is_named_there(address):
     found = examine(address, ["~/data"])
-    assert len(found.hosts) == 3
+    assert len(found.hosts) == 4
+    silent = found.verdicts.pop(0)
+    assert (silent.check, silent.result, silent.hosts) == ("nodes", FAILURE, (found.hosts[3],))
+    assert "no raytrec here" in silent.finding and "whether it has this raytrec" in silent.do
     rows = {(v.check, v.result, v.hosts): v for v in found.verdicts}
     torchrec = rows.pop(("packages", FAILURE, (second := found.hosts[_of(found, "1.7.0")],)))
     assert "torchrec 1.7.0" in torchrec.finding and torchrec.do.startswith("pip install")
