@@ -10,13 +10,14 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+import parquet
 import pytest
 import simulated_packages
 from disks import fill, small_disk
 from heads import free_ports, short_folder
 
 from raytrec.cli import main
-from raytrec.cluster import host_checks
+from raytrec.cluster import host_checks, session
 from raytrec.cluster.host_checks import FAILURE, HOST_CHECKS, OK, WARNING, run_check
 from raytrec.common.errors import RunError
 from raytrec.doctor import agreement, examine, network, packages
@@ -172,6 +173,18 @@ def test_disks_memory_and_limits_that_are_short(tmp_path, monkeypatch):
     assert "ulimit -n" in the_only("limits", FAILURE).do
 
 
+def test_a_run_of_this_host_warns_of_what_is_short_before_ray_starts(tiny_data, tmp_path, monkeypatch):
+    from raytrec.driver.preflight import check_plan
+    from raytrec.driver.prepare import open_run, resolve_config
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(host_checks, "LEAST_MEMORY", 1 << 60)
+    for address, warns in ((None, True), ("auto", False)):
+        settings = parquet.settings(tiny_data, tmp_path / "run", scaling__address=address)
+        lines = check_plan(open_run(*resolve_config(settings, [])))
+        assert any(line.startswith("memory: ") and "end other processes" in line for line in lines) == warns
+
+
 def test_what_a_run_checks_first_takes_no_time():
     host_checks.check_before_run()  # imports, which a run has, too
     began = time.perf_counter()
@@ -221,6 +234,25 @@ def test_no_token_for_a_cluster(tmp_path, monkeypatch):
     first, *_ = examine.examine(f"127.0.0.1:{free_ports(1)[0]}").verdicts
     assert (first.check, first.result) == ("cluster", FAILURE)
     assert "there is no token for the Ray cluster" in first.finding and "chmod 600" in first.do
+
+
+@pytest.mark.parametrize(
+    "cluster,what",
+    [
+        ({"python_version": "3.11.99"}, "the cluster runs Python 3.11.99, and this process Python"),
+        ({"ray_version": "2.59.0"}, "the cluster runs Ray 2.59.0"),
+    ],
+)
+def test_a_cluster_of_another_python_or_ray_is_named_with_both(monkeypatch, cluster, what):
+    """In Ray's words, of which a first line names neither."""
+    import ray
+    from ray._private.utils import check_version_info, compute_version_info
+
+    own = dict(zip(("ray_version", "python_version"), compute_version_info(), strict=True))
+    monkeypatch.setattr(ray, "init", lambda **_: check_version_info(own | cluster, "node 10.0.0.2"))
+    with pytest.raises(RunError) as error:
+        session._init("scaling.address=auto", address="auto")
+    assert what in error.value.what and error.value.do
 
 
 def test_a_check_that_fails_itself_or_hangs_is_a_row():
