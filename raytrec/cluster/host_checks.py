@@ -31,7 +31,7 @@ LIMIT_S = 15.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """What a check has found.
 
     Attributes:
@@ -47,7 +47,7 @@ class Verdict:
     hosts: tuple[str, ...] = ()
 
 
-Found = Iterator[Verdict]
+Found = Iterator[Diagnosis]
 HOST_CHECKS: dict[str, tuple[Callable[[], Found], float]] = {}  # name → function, seconds that it may take
 BEFORE_A_RUN = ("driver", "shared memory", "limits", "memory", "Ray's folder")
 
@@ -62,26 +62,26 @@ def host_check(name: str, limit_s: float = LIMIT_S) -> Callable[[Callable[[], Fo
     return register
 
 
-def run_check(name: str, function: Callable[[], Found], limit_s: float) -> list[Verdict]:
-    """The verdicts of a check; of one that fails itself, or takes too long, one about that."""
+def run_check(name: str, function: Callable[[], Found], limit_s: float) -> list[Diagnosis]:
+    """The diagnoses of a check; of one that fails itself, or takes too long, one about that."""
     try:
         found = within(limit_s, lambda: list(function()))
-    except TimeoutError:
-        found = [Verdict(FAILURE, f"no answer within {limit_s:.0f} s", "look at what this host waits for")]
     except Exception as error:
         found = [failure_of(error)]
-    return [replace(verdict, check=name) for verdict in found]
+    return [replace(diagnosis, check=name) for diagnosis in found]
 
 
-def failure_of(error: Exception) -> Verdict:
-    """An error as a verdict: one for people, or that of a check which itself failed."""
+def failure_of(error: Exception) -> Diagnosis:
+    """An error as a diagnosis: one for people, or that of a check which itself failed."""
     if isinstance(error, ModuleNotFoundError):
-        return Verdict(FAILURE, f"{error.name} is not installed", "install what docs/install.md names")
+        return Diagnosis(FAILURE, f"{error.name} is not installed", "install what docs/install.md names")
+    if isinstance(error, TimeoutError):
+        return Diagnosis(FAILURE, first_line(error), "look at what this host waits for: shared file systems?")
     if not isinstance(error, RaytrecError):
         what = f"the check itself failed: {type(error).__name__}: {first_line(error)}"
-        return Verdict(FAILURE, what, "report this with `raytrec doctor --share`")
+        return Diagnosis(FAILURE, what, "report this with `raytrec doctor --share`")
     what = " ".join(error.what.split()) + (f"; expected {error.expected}" if error.expected else "")
-    return Verdict(FAILURE, what, error.do or "")
+    return Diagnosis(FAILURE, what, error.do or "")
 
 
 def within(limit_s: float, function: Callable[[], Any]) -> Any:
@@ -111,7 +111,7 @@ def within(limit_s: float, function: Callable[[], Any]) -> Any:
 
 def check_before_run() -> list[str]:
     """Warnings about this host, for a run that is about to start its own Ray here; takes milliseconds."""
-    found = [verdict for name in BEFORE_A_RUN for verdict in run_check(name, *HOST_CHECKS[name])]
+    found = [diagnosis for name in BEFORE_A_RUN for diagnosis in run_check(name, *HOST_CHECKS[name])]
     return [f"{v.check}: {v.finding}; {v.do}" for v in found if v.result != OK]
 
 
@@ -129,7 +129,7 @@ def packages() -> Found:
     names = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray")
     have = [f"{name} {version}" for name in names if (version := installed(name))]
     cuda = cuda_of_torch()
-    yield Verdict(OK, ", ".join(have) + (f", CUDA {cuda}" if cuda else ", for CPUs"))
+    yield Diagnosis(OK, ", ".join(have) + (f", CUDA {cuda}" if cuda else ", for CPUs"))
 
 
 @host_check("builds")
@@ -137,12 +137,14 @@ def builds() -> Found:
     """The builds of torch and FBGEMM are for the device that this host has."""
     device, gpus = built_for(), has_gpus()
     if device is None:
-        yield Verdict(WARNING, "torch is not installed", "install it where workers run (docs/install.md)")
+        yield Diagnosis(WARNING, "torch is not installed", "install it where workers run (docs/install.md)")
     elif device == "cpu" and gpus:
         do = f"for GPUs: {OTHER_DEVICE.format(device='cuda')}"
-        yield Verdict(WARNING, "there are GPUs, but torch or FBGEMM is built for CPUs, where runs train", do)
+        yield Diagnosis(
+            WARNING, "there are GPUs, but torch or FBGEMM is built for CPUs, where runs train", do
+        )
     else:
-        yield Verdict(OK, f"for {device}, and this host has {'' if gpus else 'no '}GPUs")
+        yield Diagnosis(OK, f"for {device}, and this host has {'' if gpus else 'no '}GPUs")
 
 
 @host_check("driver")
@@ -150,14 +152,14 @@ def driver() -> Found:
     """NVIDIA's driver is new enough for the CUDA that torch is built for."""
     cuda, found = cuda_of_torch(), driver_cuda()
     if not cuda or not has_gpus():
-        yield Verdict(OK, "not needed: no GPU, or packages for CPUs")
+        yield Diagnosis(OK, "not needed: no GPU, or packages for CPUs")
     elif found is None:
-        yield Verdict(FAILURE, "there are GPUs, but NVML finds no driver", "pip install nvidia-ml-py")
+        yield Diagnosis(FAILURE, "there are GPUs, but NVML finds no driver", "pip install nvidia-ml-py")
     elif int(found[1].partition(".")[0]) < int(cuda.partition(".")[0]):
         what = f"driver {found[0]} runs CUDA {found[1]}, and torch is built for CUDA {cuda}"
-        yield Verdict(FAILURE, what, "update NVIDIA's driver, or install its cuda-compat (docs/install.md)")
+        yield Diagnosis(FAILURE, what, "update NVIDIA's driver, or install its cuda-compat (docs/install.md)")
     else:
-        yield Verdict(OK, f"driver {found[0]} runs CUDA {found[1]}, torch needs {cuda}")
+        yield Diagnosis(OK, f"driver {found[0]} runs CUDA {found[1]}, torch needs {cuda}")
 
 
 @host_check("shared memory")
@@ -168,11 +170,11 @@ def shared_memory() -> Found:
     do = f"remove files there that no process uses, or enlarge it: mount -o remount,size=8G {SHARED_MEMORY}; "
     do += "docker run --shm-size=8g; an emptyDir with medium Memory in Kubernetes"
     if disk.free >= SMALL:
-        yield Verdict(OK, what)
+        yield Diagnosis(OK, what)
     elif disk.free >= FULL or not has_gpus():
-        yield Verdict(WARNING, f"{what}: Ray keeps its objects on the disk instead", do)
+        yield Diagnosis(WARNING, f"{what}: Ray keeps its objects on the disk instead", do)
     else:
-        yield Verdict(FAILURE, f"{what}: NCCL cannot start", do)
+        yield Diagnosis(FAILURE, f"{what}: NCCL cannot start", do)
 
 
 @host_check("limits")
@@ -184,12 +186,12 @@ def limits() -> Found:
     what = f"{words[0]} open files, {words[1]} bytes of locked memory"
     do = "raise it: ulimit -n 65536, LimitNOFILE=65536 (systemd), docker run --ulimit nofile=65536"
     if files != resource.RLIM_INFINITY and files < ENOUGH_FILES:
-        yield Verdict(FAILURE if files < LEAST_FILES else WARNING, f"{what}: Ray needs more files", do)
+        yield Diagnosis(FAILURE if files < LEAST_FILES else WARNING, f"{what}: Ray needs more files", do)
     elif locked != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
         do = "ulimit -l unlimited, LimitMEMLOCK=infinity (systemd), docker run --ulimit memlock=-1"
-        yield Verdict(WARNING, f"{what}: InfiniBand needs unlimited locked memory", do)
+        yield Diagnosis(WARNING, f"{what}: InfiniBand needs unlimited locked memory", do)
     else:
-        yield Verdict(OK, what)
+        yield Diagnosis(OK, what)
 
 
 @host_check("memory")
@@ -201,9 +203,9 @@ def memory() -> Found:
     what = f"{available / GIB:,.1f} GiB available of {total / GIB:,.1f}"
     if available < LEAST_MEMORY:
         do = "end other processes, or raise the container's limit: Linux kills workers without a message"
-        yield Verdict(WARNING, what, do)
+        yield Diagnosis(WARNING, what, do)
     else:
-        yield Verdict(OK, what)
+        yield Diagnosis(OK, what)
 
 
 @host_check("Ray's folder")
@@ -214,11 +216,11 @@ def ray_folder() -> Found:
     what = f"{disk.free / GIB:,.1f} GiB free of {disk.total / GIB:,.1f} at {folder}"
     do = f"remove old sessions there, or set {TMPDIR} to a folder on another disk before Ray starts"
     if disk.free < LEAST_DISK:
-        yield Verdict(FAILURE, what, do)
+        yield Diagnosis(FAILURE, what, do)
     elif disk.used / disk.total > RAY_STOPS_AT:
-        yield Verdict(WARNING, f"{what}: above {RAY_STOPS_AT:.0%} Ray writes no objects to it", do)
+        yield Diagnosis(WARNING, f"{what}: above {RAY_STOPS_AT:.0%} Ray writes no objects to it", do)
     else:
-        yield Verdict(OK, what)
+        yield Diagnosis(OK, what)
 
 
 @host_check("clusters")
@@ -237,13 +239,13 @@ def clusters() -> Found:
         host, _, port = (address := note.read_text().strip()).rpartition(":")
         if not listens(host, int(port)):
             what = f"{note} names the cluster {address}, where nothing listens"
-            yield Verdict(WARNING, what, f"ray stop, then rm {note}: the address `auto` would be that one")
+            yield Diagnosis(WARNING, what, f"ray stop, then rm {note}: the address `auto` would be that one")
     if len(ports) > 1:
         what = f"{len(ports)} Ray clusters run on this host (GCS at ports {', '.join(sorted(ports))})"
         do = "end those that are not needed (`ray stop` ends them all), or name HOST:PORT, not `auto`"
-        yield Verdict(WARNING, what, do)
+        yield Diagnosis(WARNING, what, do)
     else:
-        yield Verdict(OK, f"{len(ports) or 'no'} Ray cluster on this host")
+        yield Diagnosis(OK, f"{len(ports) or 'no'} Ray cluster on this host")
 
 
 @host_check("token")
@@ -251,18 +253,18 @@ def token() -> Found:
     """Ray's token: there where a cluster asks for it, and readable by its owner alone."""
     file = token_file()
     if os.environ.get(MODE, "token").lower() != "token":
-        yield Verdict(OK, f"not used: {MODE}={os.environ[MODE]}")
+        yield Diagnosis(OK, f"not used: {MODE}={os.environ[MODE]}")
     elif os.environ.get(TOKEN):
-        yield Verdict(OK, f"in the environment variable {TOKEN}")
+        yield Diagnosis(OK, f"in the environment variable {TOKEN}")
     elif not file.is_file():
-        yield Verdict(OK, f"none yet: a run of this host's own Ray makes {file}")
+        yield Diagnosis(OK, f"none yet: a run of this host's own Ray makes {file}")
     elif not os.access(file, os.R_OK):
-        yield Verdict(FAILURE, f"this user cannot read {file}", f"chown it, then chmod 600 {file}")
+        yield Diagnosis(FAILURE, f"this user cannot read {file}", f"chown it, then chmod 600 {file}")
     elif (mode := file.stat().st_mode) & 0o077:
         do = f"chmod 600 {file}; make another where others may have read it: they can run code"
-        yield Verdict(FAILURE, f"other users can read {file} (mode {mode & 0o777:o})", do)
+        yield Diagnosis(FAILURE, f"other users can read {file} (mode {mode & 0o777:o})", do)
     else:
-        yield Verdict(OK, f"in {file}, which its owner alone can read")
+        yield Diagnosis(OK, f"in {file}, which its owner alone can read")
 
 
 def _is_on_ray() -> bool:

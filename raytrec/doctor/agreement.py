@@ -13,16 +13,16 @@ from importlib.metadata import PackageNotFoundError, distribution
 from time import time
 from typing import Any
 
-from raytrec.cluster.host_checks import FAILURE, OK, WARNING, Found, Verdict
+from raytrec.cluster.host_checks import FAILURE, OK, WARNING, Diagnosis, Found
 from raytrec.common.errors import RaytrecError, first_line
 from raytrec.common.machine import PACKAGES, code_hash
 from raytrec.common.storage import open_filesystem
 from raytrec.doctor.nodes import ThisHost
 
-ANSWER_S, STORAGE_S = 20.0, 60.0
+STORAGE_S = 60.0
 SKEW_S, MOST_SKEW_S = 1.0, 300.0  # S3 refuses requests that are 15 minutes off
 MEASURED = 3  # the one that took the least time counts
-BYTES = 1 << 16
+WRITTEN_BYTES = 1 << 16
 OF_ENVIRONMENT = re.compile(r"\.dist-info/|^\.\./")  # lines of RECORD
 
 
@@ -44,7 +44,7 @@ def describe_packages() -> dict[str, str]:
 
 def check_same_packages(nodes: ThisHost) -> Found:
     """Ray, Python to its patch number, torch, TorchRec, FBGEMM and raytrec are equal on all nodes."""
-    answers = nodes.ask(describe_packages, limit_s=ANSWER_S)
+    answers = nodes.ask(describe_packages)
     known = {name: have for name, have in zip(nodes.names, answers, strict=True) if isinstance(have, dict)}
     wrong = False
     for package in sorted({package for have in known.values() for package in have}):
@@ -55,13 +55,13 @@ def check_same_packages(nodes: ThisHost) -> Found:
             hosts = tuple(name for name, each in versions.items() if each == version)
             what = f"{package} {version}, and {usual} on the other nodes"
             do = "install the same on every node, with the same requirements/*.txt, or one image for all"
-            yield Verdict(FAILURE, what, do, hosts=hosts)
+            yield Diagnosis(FAILURE, what, do, hosts=hosts)
     for name, answer in zip(nodes.names, answers, strict=True):
         if isinstance(answer, Exception):
             wrong = True
-            yield Verdict(FAILURE, f"not known: {first_line(answer)}", NO_ANSWER, hosts=(name,))
+            yield Diagnosis(FAILURE, f"not known: {first_line(answer)}", NO_ANSWER, hosts=(name,))
     if not wrong:
-        yield Verdict(OK, f"the same {len(answers[0])} on {len(answers)} nodes")
+        yield Diagnosis(OK, f"the same {len(answers[0])} on {len(answers)} nodes")
 
 
 NO_ANSWER = "look at this node's Ray (ray status), and whether it has this raytrec"
@@ -75,7 +75,7 @@ def check_clocks(nodes: ThisHost) -> Found:
         each[number] = ()
         for _ in range(MEASURED):
             began = time()
-            there, ended = nodes.ask(time, each=each, limit_s=ANSWER_S)[number], time()
+            there, ended = nodes.ask(time, each=each)[number], time()
             if isinstance(there, float):
                 skew, doubt = there - (began + ended) / 2, (ended - began) / 2
                 skews[name] = min(skews.get(name, (skew, doubt)), (skew, doubt), key=lambda known: known[1])
@@ -95,9 +95,9 @@ def judge_clocks(skews: dict[str, tuple[float, float]]) -> Found:
             result = FAILURE if least > MOST_SKEW_S else WARNING
             which = "ahead of" if skew > 0 else "behind"
             what = f"its clock is {abs(skew):,.1f} s {which} this process's"
-            yield Verdict(result, what, do, hosts=(name,))
+            yield Diagnosis(result, what, do, hosts=(name,))
     if worst <= SKEW_S:
-        yield Verdict(OK, f"{len(skews)} clocks are less than {SKEW_S:.0f} s apart")
+        yield Diagnosis(OK, f"{len(skews)} clocks are less than {SKEW_S:.0f} s apart")
 
 
 def write_and_read(uri: str, name: str) -> str:
@@ -106,7 +106,7 @@ def write_and_read(uri: str, name: str) -> str:
         filesystem, folder = open_filesystem(uri)
         if filesystem.type_name == "local" and not os.path.isdir(folder):
             return "there is no such folder"
-        data = secrets.token_bytes(BYTES)
+        data = secrets.token_bytes(WRITTEN_BYTES)
         with filesystem.open_output_stream(f"{folder}/{name}") as stream:
             stream.write(data)
         with filesystem.open_input_stream(f"{folder}/{name}") as stream:
@@ -144,15 +144,17 @@ def check_storage(nodes: ThisHost, uri: str) -> Found:
         written = [name for name, why in zip(names, wrong, strict=True) if not why]
         for host, why in zip(nodes.names, wrong, strict=True):
             if why:
-                yield Verdict(FAILURE, f"{uri} cannot be written and read: {why}", do, hosts=(host,))
+                yield Diagnosis(FAILURE, f"{uri} cannot be written and read: {why}", do, hosts=(host,))
         seen = nodes.ask(missing_files, uri, written, limit_s=STORAGE_S)
         for host, why, lacking in zip(nodes.names, wrong, seen, strict=True):
             if not why and lacking:
                 failed = isinstance(lacking, Exception)
                 what = str(lacking) if failed else f"{len(lacking)} files that other nodes have written"
                 again = f"{uri} is not the same place on every node: mount one that all share, or use s3://"
-                yield Verdict(FAILURE, f"{uri} here lacks {what}", again, hosts=(host,))
+                yield Diagnosis(FAILURE, f"{uri} here lacks {what}", again, hosts=(host,))
         if not any(wrong) and not any(seen):
-            yield Verdict(OK, f"{uri}: each host has written {BYTES >> 10} KiB there, and read them again")
+            yield Diagnosis(
+                OK, f"{uri}: each host has written {WRITTEN_BYTES >> 10} KiB there, and read them again"
+            )
     finally:
-        nodes.ask(remove_files, uri, names, limit_s=ANSWER_S)
+        nodes.ask(remove_files, uri, names)

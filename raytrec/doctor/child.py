@@ -54,7 +54,7 @@ def run_child(name: str, *arguments: Any, limit_s: float, **environment: str) ->
     raise ChildError(f"the process ended with {how}" + (f": {last}" if last else ""))
 
 
-def load() -> dict[str, Any]:
+def load_fbgemm() -> dict[str, Any]:
     """Imports torch and FBGEMM, and runs one of FBGEMM's operators on CPU.
 
     Raises:
@@ -158,7 +158,11 @@ def join_group(
     return {"seconds": best, "network": network}
 
 
-PROGRAMS: dict[str, Callable[..., dict[str, Any]]] = {"load": load, "gpu": use_gpu, "group": join_group}
+PROGRAMS: dict[str, Callable[..., dict[str, Any]]] = {
+    "load": load_fbgemm,
+    "gpu": use_gpu,
+    "group": join_group,
+}
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raytrec.cluster.host_checks import FAILURE, HOST_CHECKS, Verdict, failure_of, run_check
+from raytrec.cluster.host_checks import FAILURE, HOST_CHECKS, Diagnosis, failure_of, run_check
 from raytrec.cluster.session import stays_here
 from raytrec.common.errors import first_line
 from raytrec.common.storage import absolute
@@ -21,7 +21,7 @@ from raytrec.doctor.nodes import ThisHost, nodes_of
 from raytrec.driver.prepare import resolve
 
 AMONG_NODES = ("interfaces", "ports", "all-reduce", "same packages", "clocks")  # left out for one host
-ORDER = (
+CHECK_ORDER = (
     *("packages", "operators", "builds", "gpus", "driver"),
     *("interfaces", "ports", "all-reduce", "same packages"),
     *("shared memory", "limits", "memory", "Ray's folder", "clusters", "token", "storage", "clocks"),
@@ -35,14 +35,14 @@ class Examination:
     """What was found.
 
     Attributes:
-        hosts: that were looked at. verdicts: in the order of ORDER.
+        hosts: that were looked at. diagnoses: in the order of CHECK_ORDER.
     """
 
     hosts: list[str] = field(default_factory=list)
-    verdicts: list[Verdict] = field(default_factory=list)
+    diagnoses: list[Diagnosis] = field(default_factory=list)
 
     def count(self, result: str) -> int:
-        return sum(verdict.result == result for verdict in self.verdicts)
+        return sum(diagnosis.result == result for diagnosis in self.diagnoses)
 
 
 def examine(
@@ -62,7 +62,7 @@ def examine(
         with nodes_of(address) as nodes:
             _look_at(nodes, storage or [], show, found)
     except Exception as error:
-        found.verdicts.insert(0, replace(failure_of(error), check="cluster"))
+        found.diagnoses.insert(0, replace(failure_of(error), check="cluster"))
         if not found.hosts:  # the cluster cannot be joined: maybe this host shows why
             _look_at(ThisHost(), storage or [], show, found)
     return found
@@ -99,16 +99,16 @@ def _look_at(nodes: ThisHost, storage: list[str], show: Callable[[str], None], f
     found.hosts = [*nodes.names, *nodes.silent]
     for host, why in nodes.silent.items():
         what = f"this node does not answer: {why}"
-        found.verdicts.append(Verdict(FAILURE, what, agreement.NO_ANSWER, "nodes", (host,)))
+        found.diagnoses.append(Diagnosis(FAILURE, what, agreement.NO_ANSWER, "nodes", (host,)))
     unfit: set[int] = set()
     cut: set[frozenset[int]] = set()
 
-    def look_at_ports() -> list[Verdict]:
-        verdicts, pairs = network.check_ports(nodes)
+    def look_at_ports() -> list[Diagnosis]:
+        diagnoses, pairs = network.check_ports(nodes)
         cut.update(pairs)
-        return verdicts
+        return diagnoses
 
-    def look_at_storage() -> Iterator[Verdict]:
+    def look_at_storage() -> Iterator[Diagnosis]:
         for uri in storage:
             yield from agreement.check_storage(nodes, uri)
 
@@ -120,40 +120,40 @@ def _look_at(nodes: ThisHost, storage: list[str], show: Callable[[str], None], f
         "storage": look_at_storage,
         "clocks": partial(agreement.check_clocks, nodes),
     }
-    for name in ORDER:
+    for name in CHECK_ORDER:
         if not nodes.names or (name in AMONG_NODES and len(nodes.names) == 1):
             continue
         show(name)
         if name in between:
-            found.verdicts += merged(run_check(name, between[name], BETWEEN_S))
+            found.diagnoses += merged(run_check(name, between[name], BETWEEN_S))
             continue
         answers = nodes.ask(check_host, name, limit_s=HOST_CHECKS[name][1] + REPORTS_LATE_S)
-        verdicts = _of_hosts(name, nodes.names, answers)
-        found.verdicts += verdicts
+        diagnoses = _of_hosts(name, nodes.names, answers)
+        found.diagnoses += diagnoses
         if name == "operators":
-            bad = {host for verdict in verdicts if verdict.result == FAILURE for host in verdict.hosts}
+            bad = {host for diagnosis in diagnoses if diagnosis.result == FAILURE for host in diagnosis.hosts}
             unfit.update(i for i, host in enumerate(nodes.names) if host in bad)
 
 
-def check_host(name: str) -> list[Verdict]:
-    """The verdicts of one of HOST_CHECKS on the host that this is called on."""
+def check_host(name: str) -> list[Diagnosis]:
+    """The diagnoses of one of HOST_CHECKS on the host that this is called on."""
     return run_check(name, *HOST_CHECKS[name])
 
 
-def merged(verdicts: list[Verdict]) -> list[Verdict]:
+def merged(diagnoses: list[Diagnosis]) -> list[Diagnosis]:
     """Verdicts that differ in their hosts only become one."""
-    hosts: dict[Verdict, tuple[str, ...]] = {}
-    for verdict in verdicts:
-        bare = replace(verdict, hosts=())
-        hosts[bare] = (*hosts.get(bare, ()), *verdict.hosts)
+    hosts: dict[Diagnosis, tuple[str, ...]] = {}
+    for diagnosis in diagnoses:
+        bare = replace(diagnosis, hosts=())
+        hosts[bare] = (*hosts.get(bare, ()), *diagnosis.hosts)
     return [replace(bare, hosts=where) for bare, where in hosts.items()]
 
 
-def _of_hosts(name: str, hosts: list[str], answers: list[Any]) -> list[Verdict]:
-    verdicts = []
+def _of_hosts(name: str, hosts: list[str], answers: list[Any]) -> list[Diagnosis]:
+    diagnoses = []
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, Exception):
             what = f"this host does not answer: {type(answer).__name__}: {first_line(answer)}"
-            answer = [Verdict(FAILURE, what, agreement.NO_ANSWER, name)]
-        verdicts += [replace(verdict, hosts=(host,)) for verdict in answer]
-    return merged(verdicts)
+            answer = [Diagnosis(FAILURE, what, agreement.NO_ANSWER, name)]
+        diagnoses += [replace(diagnosis, hosts=(host,)) for diagnosis in answer]
+    return merged(diagnoses)

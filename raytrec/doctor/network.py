@@ -12,16 +12,16 @@ from ipaddress import ip_address
 from itertools import combinations
 from typing import Any
 
-from raytrec.cluster.host_checks import FAILURE, OK, WARNING, Found, Verdict
+from raytrec.cluster.host_checks import FAILURE, OK, WARNING, Diagnosis, Found
 from raytrec.cluster.session import interface_of, socket_interfaces
 from raytrec.common.machine import built_for, gpu_kinds
 from raytrec.doctor.child import ELEMENTS, run_child
-from raytrec.doctor.nodes import ThisHost
+from raytrec.doctor.nodes import HOST_ANSWER_S, ThisHost
 
-CONNECT_S, GROUP_S, ANSWER_S = 5.0, 60.0, 20.0
+REACH_S, GROUP_S = 5.0, 60.0
 MOST_ROUNDS = 11  # of pairs: in one, each node is in one pair; beyond 12 nodes not all pairs are timed
 SLOW = 4  # times that the slowest pair may take of the median one
-NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 BRIDGES = re.compile(r"docker|br-|virbr|veth|cni|flannel|cali|lxc|podman|vmnet|tunl")
 DO_ADDRESS = (
     "start Ray on each node with --node-ip-address=ADDRESS, one that all nodes reach, or name the interface: "
@@ -44,7 +44,7 @@ def look_at_interfaces(address: str) -> dict[str, Any]:
     import psutil
 
     have = {name: [each.address for each in all_] for name, all_ in psutil.net_if_addrs().items()}
-    chosen = {name: value for name in NAMES if (value := os.environ.get(name))}
+    chosen = {name: value for name in INTERFACE_VARIABLES if (value := os.environ.get(name))}
     return {"own": interface_of(address), "have": have, "chosen": chosen}
 
 
@@ -52,10 +52,10 @@ def check_interfaces(nodes: ThisHost) -> Found:
     """gloo and NCCL take an interface that other nodes reach: no bridge of Docker's, no loopback."""
     each = [(address,) for address in nodes.addresses]
     loopback = [ip_address(address).is_loopback for address in nodes.addresses]
-    answers = nodes.ask(look_at_interfaces, each=each, limit_s=ANSWER_S)
+    answers = nodes.ask(look_at_interfaces, each=each)
     for name, address, local, found in zip(nodes.names, nodes.addresses, loopback, answers, strict=True):
         for result, what, do in _judge(found, address, local and not all(loopback), len(answers) > 1):
-            yield Verdict(result, what, do, hosts=(name,))
+            yield Diagnosis(result, what, do, hosts=(name,))
 
 
 def _judge(found: Any, address: str, lost: bool, several: bool) -> Iterator[tuple[str, str, str]]:
@@ -101,7 +101,7 @@ def listen(address: str) -> int:
     return listener.getsockname()[1]
 
 
-def reach(places: list[tuple[str, int]], limit_s: float = CONNECT_S) -> list[str]:
+def reach(places: list[tuple[str, int]], limit_s: float = REACH_S) -> list[str]:
     """For each place why a connection to it is not taken; empty where it is."""
 
     def connect(place: tuple[str, int]) -> str:
@@ -115,13 +115,13 @@ def reach(places: list[tuple[str, int]], limit_s: float = CONNECT_S) -> list[str
         return list(pool.map(connect, places))
 
 
-def check_ports(nodes: ThisHost) -> tuple[list[Verdict], set[frozenset[int]]]:
-    """Each node reaches a free port of each other one; verdicts, and the pairs that are cut off."""
+def check_ports(nodes: ThisHost) -> tuple[list[Diagnosis], set[frozenset[int]]]:
+    """Each node reaches a free port of each other one; diagnoses, and the pairs that are cut off."""
     count = len(nodes.names)
-    ports = nodes.ask(listen, each=[(address,) for address in nodes.addresses], limit_s=ANSWER_S)
+    ports = nodes.ask(listen, each=[(address,) for address in nodes.addresses])
     places = list(zip(nodes.addresses, ports, strict=True))
     known = [i for i in range(count) if isinstance(ports[i], int)]
-    wait = ANSWER_S + CONNECT_S * (1 + count // 64)
+    wait = HOST_ANSWER_S + REACH_S * (1 + count // 64)
     answers = nodes.ask(reach, [places[i] for i in known], limit_s=wait)
     found, cut = [], set()
     for here, answer in enumerate(answers):
@@ -130,14 +130,14 @@ def check_ports(nodes: ThisHost) -> tuple[list[Verdict], set[frozenset[int]]]:
                 cut.add(frozenset((here, there)))
                 pair = f"{nodes.names[here]} cannot reach {nodes.names[there]}"
                 what = f"{pair} at port {places[there][1]}: {why}"
-                found.append(Verdict(FAILURE, what, DO_PORTS))
+                found.append(Diagnosis(FAILURE, what, DO_PORTS))
     for here in range(count):
         for answer in (ports[here], answers[here]):
             if isinstance(answer, Exception):
-                found.append(Verdict(FAILURE, f"not tried: {answer}", hosts=(nodes.names[here],)))
+                found.append(Diagnosis(FAILURE, f"not tried: {answer}", hosts=(nodes.names[here],)))
                 cut |= {frozenset((here, other)) for other in range(count) if other != here}
                 break
-    return found or [Verdict(OK, f"{count} nodes reach each other at free ports")], cut
+    return found or [Diagnosis(OK, f"{count} nodes reach each other at free ports")], cut
 
 
 def uses_nccl() -> bool:
@@ -156,7 +156,7 @@ def reduce_here(
     interface = interface_of(own)
     interfaces = socket_interfaces(interface) if interface else {}
     arguments = (rank, world, address, port, backend, interfaces, limit_s)
-    return run_child("group", *arguments, limit_s=limit_s + ANSWER_S)
+    return run_child("group", *arguments, limit_s=limit_s + HOST_ANSWER_S)
 
 
 def check_all_reduce(nodes: ThisHost, cut: set[frozenset[int]], unfit: set[int]) -> Found:
@@ -167,9 +167,9 @@ def check_all_reduce(nodes: ThisHost, cut: set[frozenset[int]], unfit: set[int])
     """
     fit = [i for i in range(len(nodes.names)) if i not in unfit]
     if len(fit) < 2:
-        yield Verdict(WARNING, "not timed: first repair what `operators` names")
+        yield Diagnosis(WARNING, "not timed: first repair what `operators` names")
         return
-    nccl = nodes.ask(uses_nccl, limit_s=ANSWER_S)
+    nccl = nodes.ask(uses_nccl)
     backend = "nccl" if all(nccl[i] is True for i in fit) else "gloo"
     times: dict[frozenset[int], float] = {}
     network, failed = "", False
@@ -179,19 +179,21 @@ def check_all_reduce(nodes: ThisHost, cut: set[frozenset[int]], unfit: set[int])
             if isinstance(answer, Exception):
                 failed = True
                 names = " and ".join(nodes.names[i] for i in pair)
-                yield Verdict(FAILURE, f"between {names} with {backend}: {answer}", DO_ADDRESS)
+                yield Diagnosis(FAILURE, f"between {names} with {backend}: {answer}", DO_ADDRESS)
             else:
                 times[frozenset(pair)], network = answer["seconds"], answer["network"]
     if times:
         yield _compare(nodes, times, network)
     if failed or any(frozenset(pair) in cut for pair in combinations(fit, 2)):
-        yield Verdict(WARNING, "not timed over all nodes", "first repair what is between single nodes")
+        yield Diagnosis(WARNING, "not timed over all nodes", "first repair what is between single nodes")
     elif len(fit) > 2:
         (answer,) = _reduce(nodes, [tuple(fit)], backend)
         if isinstance(answer, Exception):
-            yield Verdict(FAILURE, f"over all {len(fit)} nodes with {backend}: {answer}", DO_ADDRESS)
+            yield Diagnosis(FAILURE, f"over all {len(fit)} nodes with {backend}: {answer}", DO_ADDRESS)
         else:
-            yield Verdict(OK, f"over all {len(fit)} nodes: {_speed(answer['seconds'])}, {answer['network']}")
+            yield Diagnosis(
+                OK, f"over all {len(fit)} nodes: {_speed(answer['seconds'])}, {answer['network']}"
+            )
 
 
 def rounds(members: list[int]) -> list[list[tuple[int, int]]]:
@@ -212,13 +214,13 @@ def _reduce(nodes: ThisHost, groups: Sequence[tuple[int, ...]], backend: str) ->
     each: list[Any] = [None] * len(nodes.names)
     for group in groups:
         each[group[0]] = (nodes.addresses[group[0]],)
-    ports = nodes.ask(free_port, each=each, limit_s=ANSWER_S)
+    ports = nodes.ask(free_port, each=each)
     each = [None] * len(nodes.names)
     for group in groups:
         store = nodes.addresses[group[0]], ports[group[0]]
         for rank, node in enumerate(group) if isinstance(store[1], int) else ():
             each[node] = (rank, len(group), *store, backend, nodes.addresses[node], GROUP_S)
-    answers = nodes.ask(reduce_here, each=each, limit_s=GROUP_S + 2 * ANSWER_S)
+    answers = nodes.ask(reduce_here, each=each, limit_s=GROUP_S + 2 * HOST_ANSWER_S)
     of_groups = [[ports[group[0]], *(answers[node] for node in group)] for group in groups]
     failed = [[answer for answer in group if isinstance(answer, Exception)] for group in of_groups]
     return [wrong[0] if wrong else group[1] for group, wrong in zip(of_groups, failed, strict=True)]
@@ -234,14 +236,16 @@ def free_port(address: str) -> int:
         return probe.getsockname()[1]
 
 
-def _compare(nodes: ThisHost, times: dict[frozenset[int], float], network: str) -> Verdict:
+def _compare(nodes: ThisHost, times: dict[frozenset[int], float], network: str) -> Diagnosis:
     ordered = sorted(times.items(), key=lambda item: item[1])
     median, (slowest, longest) = ordered[len(ordered) // 2][1], ordered[-1]
     names = " and ".join(nodes.names[i] for i in sorted(slowest))
     what = f"{len(times)} pairs, {network}: {_speed(ordered[0][1])} to {_speed(longest)}, slowest {names}"
     if longest > SLOW * median:
-        return Verdict(WARNING, what, "compare the network of these two with that of others: link, MTU, zone")
-    return Verdict(OK, what)
+        return Diagnosis(
+            WARNING, what, "compare the network of these two with that of others: link, MTU, zone"
+        )
+    return Diagnosis(OK, what)
 
 
 def _speed(seconds: float) -> str:

@@ -13,6 +13,7 @@ from raytrec.cluster.session import on_node, ray_session
 from raytrec.common.errors import RunError, root_cause
 from raytrec.driver.nodes import alive_nodes
 
+HOST_ANSWER_S = 20.0
 START_S = 60.0  # a node may have to start a process before it answers
 
 
@@ -28,7 +29,11 @@ class ThisHost:
         self.names, self.addresses, self.silent = [socket.gethostname()], ["127.0.0.1"], {}
 
     def ask(
-        self, function: Callable[..., Any], *arguments: Any, each: list[tuple] | None = None, limit_s: float
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        each: list[tuple] | None = None,
+        limit_s: float = HOST_ANSWER_S,
     ) -> list[Any]:
         """What a function returns on each host, or the exception that it raises there; all are asked at once.
 
@@ -76,7 +81,11 @@ class ClusterNodes(ThisHost):
         self._actors = [self._actors[i] for i in fit]
 
     def ask(
-        self, function: Callable[..., Any], *arguments: Any, each: list[tuple] | None = None, limit_s: float
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        each: list[tuple] | None = None,
+        limit_s: float = HOST_ANSWER_S,
     ) -> list[Any]:
         import ray
 

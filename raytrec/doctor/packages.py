@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from raytrec.cluster.host_checks import FAILURE, OK, Found, Verdict, has_gpus, host_check
+from raytrec.cluster.host_checks import FAILURE, OK, Diagnosis, Found, has_gpus, host_check
 from raytrec.common.machine import OTHER_DEVICE, built_for, gpu_kinds, not_served, usable_gpus
 from raytrec.compat.versions import PAIRS, wrong_versions
 from raytrec.doctor.child import ChildError, run_child
@@ -22,18 +22,18 @@ OLD_SYSTEM = re.compile(r"version `?(GLIBC|GLIBCXX|CXXABI)_")
 def operators() -> Found:
     """FBGEMM's libraries load: the loader's first error, which `No such operator fbgemm::…` hides."""
     if built_for() is None:
-        yield Verdict(OK, "not looked at: torch is not installed")
+        yield Diagnosis(OK, "not looked at: torch is not installed")
         return
     try:
         files = run_child("load", limit_s=IMPORT_S)
     except ChildError as error:
-        yield Verdict(FAILURE, str(error), _repair(str(error)))
+        yield Diagnosis(FAILURE, str(error), _repair(str(error)))
     else:
-        yield Verdict(OK, f"loaded from {files['fbgemm_gpu']}, with {files['torch']}")
+        yield Diagnosis(OK, f"loaded from {files['fbgemm_gpu']}, with {files['torch']}")
         for package in ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
             if lacking := _missing_files(package):
                 do = f"pip install --no-deps --force-reinstall {package}=={distribution(package).version}"
-                yield Verdict(FAILURE, f"{package} lacks {len(lacking)} files, the first {lacking[0]}", do)
+                yield Diagnosis(FAILURE, f"{package} lacks {len(lacking)} files, the first {lacking[0]}", do)
 
 
 def _repair(error: str) -> str:
@@ -69,27 +69,27 @@ def gpus() -> Found:
     """Each GPU runs an operator of FBGEMM's, and waits for no reset."""
     kinds, names = gpu_kinds(), usable_gpus()
     if built_for() != "cuda" or not has_gpus():
-        yield Verdict(OK, "not needed: no GPU, or packages for CPUs")
+        yield Diagnosis(OK, "not needed: no GPU, or packages for CPUs")
         return
     if not kinds:
         what, do = "NVML names no GPU that this process may use", "nvidia-smi; look at CUDA_VISIBLE_DEVICES"
-        yield Verdict(FAILURE, what, do)
+        yield Diagnosis(FAILURE, what, do)
     with ThreadPoolExecutor(len(kinds) or 1) as pool:
         yield from pool.map(_try_gpu, names or map(str, range(len(kinds))), kinds)
 
 
-def _try_gpu(name: str, kind: tuple[str, tuple[int, int]]) -> Verdict:
+def _try_gpu(name: str, kind: tuple[str, tuple[int, int]]) -> Diagnosis:
     """
     Args:
         name: its number or UUID, as in CUDA_VISIBLE_DEVICES. kind: as of gpu_kinds.
     """
     about = f"GPU {name}, {kind[0]} ({'.'.join(map(str, kind[1]))})"
     if error := not_served(kind, "this host"):
-        return Verdict(FAILURE, f"{about}: {error.what}; expected {error.expected}", error.do)
+        return Diagnosis(FAILURE, f"{about}: {error.what}; expected {error.expected}", error.do)
     try:
         run_child("gpu", limit_s=GPU_S, CUDA_VISIBLE_DEVICES=name)
-        return Verdict(OK, f"{about} runs FBGEMM's operators")
+        return Diagnosis(OK, f"{about} runs FBGEMM's operators")
     except (ChildError, TimeoutError) as failed:
         do = "use GPUs that the wheel has code for (docs/gpu.md)" if "kernel image" in str(failed) else ""
         do = do or "nvidia-smi -q: look at this GPU; see `operators` and `driver`"
-        return Verdict(FAILURE, f"{about}: {failed}", do)
+        return Diagnosis(FAILURE, f"{about}: {failed}", do)

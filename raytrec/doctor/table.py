@@ -14,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrec import __version__
-from raytrec.cluster.host_checks import FAILURE, OK, WARNING, Verdict
+from raytrec.cluster.host_checks import FAILURE, OK, WARNING, Diagnosis
 from raytrec.common.terminal import open_console, plain
-from raytrec.doctor.examine import Examination
+from raytrec.doctor.examine import Examination, merged
 
 STYLES = {OK: "green", WARNING: "yellow", FAILURE: "red"}
-EVERYONES = ("root", "ray", "ubuntu", "user", "runner")  # names of users that name nobody in particular
+EVERYONES = ("root", "ray", "ubuntu", "user", "runner")  # users that many machines have
 URI = re.compile(r"\b[\w+]+://\S+")
 PATH = re.compile(r"(?<![\w.*])~?(?:/[\w.@+~%#-]+)+/?")
 LIBRARY = re.compile(r"[\w-]+\.so[\d.]*")  # whose names are upstream's
@@ -48,16 +48,16 @@ def shared(found: Examination) -> Examination:
             text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", words[word], text)
         return text
 
-    verdicts = [
+    diagnoses = [
         replace(
-            verdict,
-            finding=hide(verdict.finding),
-            do=hide(verdict.do),
-            hosts=tuple(nodes.get(host, "HOST") for host in verdict.hosts),
+            diagnosis,
+            finding=hide(diagnosis.finding),
+            do=hide(diagnosis.do),
+            hosts=tuple(nodes.get(host, "HOST") for host in diagnosis.hosts),
         )
-        for verdict in found.verdicts
+        for diagnosis in found.diagnoses
     ]
-    return Examination([*nodes.values()], verdicts)
+    return Examination([*nodes.values()], merged(diagnoses))
 
 
 def _words(host: str) -> list[str]:
@@ -74,10 +74,12 @@ def _path(found: re.Match) -> str:
     return f"PATH/{name}" if LIBRARY.fullmatch(name) else "PATH"
 
 
-def _where(verdict: Verdict, found: Examination) -> str:
-    if len(found.hosts) == 1 or not verdict.hosts:
+def _where(diagnosis: Diagnosis, found: Examination) -> str:
+    if len(found.hosts) == 1 or not diagnosis.hosts:
         return ""
-    return f"all {len(found.hosts)}" if len(verdict.hosts) == len(found.hosts) else ", ".join(verdict.hosts)
+    return (
+        f"all {len(found.hosts)}" if len(diagnosis.hosts) == len(found.hosts) else ", ".join(diagnosis.hosts)
+    )
 
 
 def _summary(found: Examination) -> str:
@@ -87,11 +89,11 @@ def _summary(found: Examination) -> str:
 
 
 def as_json(found: Examination) -> dict[str, Any]:
-    """Numbers of failures and warnings, hosts, and a row for each verdict."""
+    """Numbers of failures and warnings, hosts, and a row for each diagnosis."""
     rows = [
         {"check": v.check, "result": v.result, "hosts": v.hosts}
         | {"finding": plain(v.finding), "do": plain(v.do)}
-        for v in found.verdicts
+        for v in found.diagnoses
     ]
     return {
         "failures": found.count(FAILURE),
@@ -107,7 +109,7 @@ def as_markdown(found: Examination) -> str:
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     lines = [f"**raytrec doctor** {__version__}, {system}: {_summary(found)}", ""]
     lines += ["| result | check | where | finding | what to do |", "|---|---|---|---|---|"]
-    for v in found.verdicts:
+    for v in found.diagnoses:
         cells = (v.result, v.check, _where(v, found), v.finding, v.do)
         escaped = [plain(" ".join(cell.split())).replace("|", "\\|") for cell in cells]
         lines.append(f"| {' | '.join(escaped)} |")
@@ -115,11 +117,11 @@ def as_markdown(found: Examination) -> str:
 
 
 def print_examination(found: Examination) -> None:
-    """The table on stdout; each verdict that is not ok with what to do."""
+    """The table on stdout; each diagnosis that is not ok with what to do."""
     console, table = open_console(), Table()
     for column in ("check", "result", "finding"):
         table.add_column(column, overflow="fold", no_wrap=column != "finding")
-    for v in found.verdicts:
+    for v in found.diagnoses:
         where = _where(v, found)
         text = Text(plain(f"{where}: {v.finding}" if where else v.finding))
         if v.do:

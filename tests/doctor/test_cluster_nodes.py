@@ -59,10 +59,10 @@ def address(tmp_path, monkeypatch):
 def test_what_differs_on_one_node_is_named_there(address):
     found = examine(address, ["~/data"])
     assert len(found.hosts) == 4
-    silent = found.verdicts.pop(0)
+    silent = found.diagnoses.pop(0)
     assert (silent.check, silent.result, silent.hosts) == ("nodes", FAILURE, (found.hosts[3],))
     assert "no raytrec here" in silent.finding and "whether it has this raytrec" in silent.do
-    rows = {(v.check, v.result, v.hosts): v for v in found.verdicts}
+    rows = {(v.check, v.result, v.hosts): v for v in found.diagnoses}
     torchrec = rows.pop(("packages", FAILURE, (second := found.hosts[_of(found, "1.7.0")],)))
     assert "torchrec 1.7.0" in torchrec.finding and torchrec.do.startswith("pip install")
     same = rows.pop(("same packages", FAILURE, (second,)))
@@ -82,5 +82,5 @@ def test_what_differs_on_one_node_is_named_there(address):
 
 
 def _of(found, version):
-    (host,) = next(v.hosts for v in found.verdicts if v.check == "packages" and version in v.finding)
+    (host,) = next(v.hosts for v in found.diagnoses if v.check == "packages" and version in v.finding)
     return found.hosts.index(host)

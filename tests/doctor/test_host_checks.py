@@ -40,30 +40,30 @@ def installed(tmp_path, monkeypatch):
     return install
 
 
-def verdicts(name):
+def diagnoses(name):
     return run_check(name, *HOST_CHECKS[name])
 
 
 def the_only(name, result):
-    (verdict,) = verdicts(name)
-    assert verdict.result == result, verdict
-    assert verdict.check == name and (result == OK) == (verdict.do == "")
-    return verdict
+    (diagnosis,) = diagnoses(name)
+    assert diagnosis.result == result, diagnosis
+    assert diagnosis.check == name and (result == OK) == (diagnosis.do == "")
+    return diagnosis
 
 
 def test_fbgemm_of_another_release_is_named_with_the_line_that_repairs_it(installed):
     assert "fbgemm-gpu-cpu 1.8.0" in the_only("packages", OK).finding
     installed(fbgemm_gpu_cpu="1.7.0")
-    verdict = the_only("packages", FAILURE)
-    assert "torch 2.13.0+cpu with torchrec 1.8.0 with fbgemm-gpu-cpu 1.7.0" in verdict.finding
-    assert verdict.do.startswith("pip install --no-deps -r requirements/cpu.txt")
+    diagnosis = the_only("packages", FAILURE)
+    assert "torch 2.13.0+cpu with torchrec 1.8.0 with fbgemm-gpu-cpu 1.7.0" in diagnosis.finding
+    assert diagnosis.do.startswith("pip install --no-deps -r requirements/cpu.txt")
 
 
 def test_both_wheels_are_named(installed):
     installed(fbgemm_gpu="1.8.0")
-    verdict = the_only("packages", FAILURE)
-    assert "fbgemm-gpu-cpu 1.8.0 and fbgemm-gpu 1.8.0 are both installed" in verdict.finding
-    assert "pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu" in verdict.do
+    diagnosis = the_only("packages", FAILURE)
+    assert "fbgemm-gpu-cpu 1.8.0 and fbgemm-gpu 1.8.0 are both installed" in diagnosis.finding
+    assert "pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu" in diagnosis.do
 
 
 # As releases of FBGEMM have done, and TorchRec still does.
@@ -85,9 +85,9 @@ def test_the_loaders_first_error_is_shown_in_place_of_no_such_operator(installed
     assert b"libtorch_cpu.so\0" in content
     changed = content.replace(b"libtorch_cpu.so\0", b"libcudart.so.99\0")
     (tmp_path / "site/fbgemm_gpu/fbgemm_gpu_py.so").write_bytes(changed)
-    verdict = the_only("operators", FAILURE)
-    assert "loading fbgemm_gpu_py.so: libcudart.so.99: cannot open shared object" in verdict.finding
-    assert "built for CUDA, whose libraries are missing" in verdict.do
+    diagnosis = the_only("operators", FAILURE)
+    assert "loading fbgemm_gpu_py.so: libcudart.so.99: cannot open shared object" in diagnosis.finding
+    assert "built for CUDA, whose libraries are missing" in diagnosis.do
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_each_gpu_that_the_wheel_has_no_code_for_or_that_does_not_work_is_named(
     monkeypatch.setitem(
         host_checks.built_for.__globals__, "installed", lambda name: name != "fbgemm-gpu-cpu" and real(name)
     )
-    served, other = verdicts("gpus")
+    served, other = diagnoses("gpus")
     assert other.result == FAILURE and "no code for Tesla T4 (compute capability 7.5)" in other.finding
     assert "9.0" in other.finding and "docs/gpu.md" in other.do
     # There is none to run an operator on: torch of this environment is for CPUs.
@@ -146,9 +146,9 @@ def test_each_gpu_that_the_wheel_has_no_code_for_or_that_does_not_work_is_named(
 
 def test_a_wheel_for_cpus_where_there_are_gpus(with_gpus):
     with_gpus(**CPU_BUILD)
-    verdict = the_only("builds", WARNING)
-    assert "there are GPUs, but torch or FBGEMM is built for CPUs" in verdict.finding
-    assert "make install DEVICE=cuda" in verdict.do
+    diagnosis = the_only("builds", WARNING)
+    assert "there are GPUs, but torch or FBGEMM is built for CPUs" in diagnosis.finding
+    assert "make install DEVICE=cuda" in diagnosis.do
 
 
 def test_shared_memory_that_is_full(tmp_path, monkeypatch):
@@ -208,7 +208,7 @@ def test_a_second_cluster_and_one_that_has_ended(tmp_path, monkeypatch):
     try:
         for head in heads:
             head.stdout.readline()
-        ended, second = verdicts("clusters")
+        ended, second = diagnoses("clusters")
     finally:
         for head in heads:
             head.communicate()
@@ -230,8 +230,8 @@ def test_a_token_that_others_can_read(tmp_path, monkeypatch):
 def test_no_token_for_a_cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    monkeypatch.setattr(examine, "ORDER", ())
-    first, *_ = examine.examine(f"127.0.0.1:{free_ports(1)[0]}").verdicts
+    monkeypatch.setattr(examine, "CHECK_ORDER", ())
+    first, *_ = examine.examine(f"127.0.0.1:{free_ports(1)[0]}").diagnoses
     assert (first.check, first.result) == ("cluster", FAILURE)
     assert "there is no token for the Ray cluster" in first.finding and "chmod 600" in first.do
 
@@ -257,7 +257,7 @@ def test_a_cluster_of_another_python_or_ray_is_named_with_both(monkeypatch, clus
 
 def test_a_check_that_fails_itself_or_hangs_is_a_row():
     def fails():
-        yield host_checks.Verdict(OK, "so far")
+        yield host_checks.Diagnosis(OK, "so far")
         raise KeyError("what")
 
     def refuses():
@@ -270,12 +270,12 @@ def test_a_check_that_fails_itself_or_hangs_is_a_row():
     (refused,) = run_check("b", refuses, 5)
     assert refused.finding == "no such place; expected another" and refused.do == "take another"
     (late,) = run_check("c", lambda: iter([time.sleep(60)]), 0.1)
-    assert late.result == FAILURE and "no answer within" in late.finding
+    assert late.result == FAILURE and late.finding == "no answer within 0 s"
 
 
 def test_every_check_has_its_place_in_the_table():
     between = {*examine.AMONG_NODES, "storage"}
-    assert sorted([*HOST_CHECKS, *between]) == sorted(examine.ORDER)
+    assert sorted([*HOST_CHECKS, *between]) == sorted(examine.CHECK_ORDER)
 
 
 class TwoHosts(ThisHost):
@@ -284,14 +284,14 @@ class TwoHosts(ThisHost):
     def __init__(self):
         self.names, self.addresses = ["a (127.0.0.1)", "b (127.0.0.2)"], ["127.0.0.1", "127.0.0.2"]
 
-    def ask(self, function, *arguments, each=None, limit_s):
+    def ask(self, function, *arguments, each=None, limit_s=20):
         one = ThisHost()
         return [one.ask(function, *arguments, each=[own], limit_s=limit_s)[0] for own in each or [(), ()]]
 
 
 def test_a_port_that_nothing_answers_at_is_named_by_the_pair(monkeypatch):
     found, cut = network.check_ports(TwoHosts())
-    assert [verdict.result for verdict in found] == [OK] and not cut
+    assert [diagnosis.result for diagnosis in found] == [OK] and not cut
     full = socket.socket()
     full.bind(("127.0.0.2", 0))
     full.listen(0)
@@ -309,7 +309,9 @@ def test_a_port_that_nothing_answers_at_is_named_by_the_pair(monkeypatch):
     assert "a (127.0.0.1) cannot reach b (127.0.0.2) at port" in found[0].finding
     assert "no answer within" in found[0].finding and "security group" in found[0].do
     reduced = [*network.check_all_reduce(TwoHosts(), cut, set())]
-    assert [verdict.result for verdict in reduced] == [WARNING], "nothing is tried where ports are blocked"
+    assert [diagnosis.result for diagnosis in reduced] == [WARNING], (
+        "nothing is tried where ports are blocked"
+    )
     for each in (full, *clients):
         each.close()
 
@@ -345,7 +347,10 @@ def test_rounds_have_each_pair_once_and_each_node_once_a_round(count):
 
 def test_clocks_that_are_apart():
     found = [*agreement.judge_clocks({"a": (0.2, 0.01), "b": (-7.0, 0.5), "c": (1000.0, 1.0), "d": (5, 6)})]
-    assert [(verdict.hosts, verdict.result) for verdict in found] == [(("b",), WARNING), (("c",), FAILURE)]
+    assert [(diagnosis.hosts, diagnosis.result) for diagnosis in found] == [
+        (("b",), WARNING),
+        (("c",), FAILURE),
+    ]
     assert "7.0 s behind" in found[0].finding and "ahead of" in found[1].finding
     (fine,) = agreement.judge_clocks({"a": (0.2, 0.01)})
     assert fine.result == OK
@@ -418,7 +423,7 @@ def test_what_is_shared_has_neither_host_nor_user_nor_path(tmp_path, monkeypatch
     for hidden in ("alice", "secret", "127.0.0", str(tmp_path), str(rays), sys.prefix):
         assert hidden in whole and hidden not in text
     assert socket.gethostname() in whole and not re.search(rf"\b{socket.gethostname()}\b", text)
-    monkeypatch.setattr(examine, "ORDER", ("token", "storage"))
+    monkeypatch.setattr(examine, "CHECK_ORDER", ("token", "storage"))
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--share", "--storage", str(home)])
     text = capsys.readouterr().out
@@ -427,7 +432,7 @@ def test_what_is_shared_has_neither_host_nor_user_nor_path(tmp_path, monkeypatch
 
 def test_names_in_findings_are_replaced():
     names = ["gpu-1.example.com (10.0.0.1)", "gpu-1.example.com (10.0.0.1) #2"]
-    verdict = host_checks.Verdict(
+    diagnosis = host_checks.Diagnosis(
         FAILURE,
         f"{names[0]} cannot reach {names[1]} at port 4711: fe80::1%eth0 gpu-1 gpu-1.example.com:6379 "
         "/data/me/x.so.13 loading fbgemm_gpu_py.so, s3://mine/place torch 2.13.0 fbgemm::cumsum",
@@ -435,7 +440,7 @@ def test_names_in_findings_are_replaced():
         "ports",
         (names[1],),
     )
-    found = shared(examine.Examination(names, [verdict]))
+    found = shared(examine.Examination(names, [diagnosis]))
     assert found.hosts == ["node 1", "node 2"]
     (row,) = as_json(found)["checks"]
     assert row["hosts"] == ("node 2",) and row["do"] == "look at /dev/shm and docs/gpu.md"
