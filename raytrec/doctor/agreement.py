@@ -11,7 +11,6 @@ from collections import Counter
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from time import time
-from typing import Any
 
 from raytrec.cluster.host_checks import FAILURE, OK, WARNING, Diagnosis, Found
 from raytrec.common.errors import RaytrecError, first_line
@@ -71,11 +70,9 @@ def check_clocks(nodes: ThisHost) -> Found:
     """The clocks of all nodes are those of this process, as far as the time of an answer shows."""
     skews: dict[str, tuple[float, float]] = {}
     for number, name in enumerate(nodes.names):
-        each: list[Any] = [None] * len(nodes.names)
-        each[number] = ()
         for _ in range(MEASURED):
             began = time()
-            there, ended = nodes.ask(time, each=each)[number], time()
+            there, ended = nodes.ask(time, each={number: ()})[number], time()
             if isinstance(there, float):
                 skew, doubt = there - (began + ended) / 2, (ended - began) / 2
                 skews[name] = min(skews.get(name, (skew, doubt)), (skew, doubt), key=lambda known: known[1])
@@ -136,7 +133,7 @@ def remove_files(uri: str, names: list[str]) -> None:
 def check_storage(nodes: ThisHost, uri: str) -> Found:
     """Every node writes to a place and reads it back, and sees what each other node has written."""
     names = [f"raytrec-doctor-{secrets.token_hex(4)}-{number}" for number in range(len(nodes.names))]
-    here = [(name,) for name in names]
+    here = {number: (name,) for number, name in enumerate(names)}
     do = f"make {uri} reachable from every node, for this user: mounts, credentials, region, endpoint, quota"
     try:
         answers = nodes.ask(write_and_read, uri, each=here, limit_s=STORAGE_S)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raytrec.cluster.host_checks import FAILURE, HOST_CHECKS, Diagnosis, failure_of, run_check
+from raytrec.cluster.host_checks import FAILURE, HOST_CHECKS, Diagnosis, Found, failure_of, run_check
 from raytrec.cluster.session import stays_here
 from raytrec.common.errors import first_line
 from raytrec.common.storage import absolute
@@ -20,14 +20,20 @@ from raytrec.doctor import agreement, network, packages  # noqa: F401  (packages
 from raytrec.doctor.nodes import ThisHost, nodes_of
 from raytrec.driver.prepare import resolve
 
-AMONG_NODES = ("interfaces", "ports", "all-reduce", "same packages", "clocks")  # left out for one host
+AMONG_NODES: dict[str, Callable[[ThisHost], Found]] = {  # left out for one host
+    "interfaces": network.check_interfaces,
+    "ports": network.check_ports,
+    "all-reduce": network.check_all_reduce,
+    "same packages": agreement.check_same_packages,
+    "clocks": agreement.check_clocks,
+}
 CHECK_ORDER = (
     *("packages", "operators", "builds", "gpus", "driver"),
     *("interfaces", "ports", "all-reduce", "same packages"),
     *("shared memory", "limits", "memory", "Ray's folder", "clusters", "token", "storage", "clocks"),
 )
 REPORTS_LATE_S = 5.0  # that a node may take for the answer about a check which has come to its limit
-BETWEEN_S = 1800.0
+AMONG_NODES_S = 1800.0
 
 
 @dataclass
@@ -100,39 +106,25 @@ def _look_at(nodes: ThisHost, storage: list[str], show: Callable[[str], None], f
     for host, why in nodes.silent.items():
         what = f"this node does not answer: {why}"
         found.diagnoses.append(Diagnosis(FAILURE, what, agreement.NO_ANSWER, "nodes", (host,)))
-    unfit: set[int] = set()
-    cut: set[frozenset[int]] = set()
-
-    def look_at_ports() -> list[Diagnosis]:
-        diagnoses, pairs = network.check_ports(nodes)
-        cut.update(pairs)
-        return diagnoses
-
-    def look_at_storage() -> Iterator[Diagnosis]:
-        for uri in storage:
-            yield from agreement.check_storage(nodes, uri)
-
-    between: dict[str, Callable[[], Any]] = {
-        "interfaces": partial(network.check_interfaces, nodes),
-        "ports": look_at_ports,
-        "all-reduce": lambda: network.check_all_reduce(nodes, cut, unfit),
-        "same packages": partial(agreement.check_same_packages, nodes),
-        "storage": look_at_storage,
-        "clocks": partial(agreement.check_clocks, nodes),
-    }
+    among_nodes = AMONG_NODES | {"storage": lambda _: _look_at_storage(nodes, storage)}
     for name in CHECK_ORDER:
         if not nodes.names or (name in AMONG_NODES and len(nodes.names) == 1):
             continue
         show(name)
-        if name in between:
-            found.diagnoses += merged(run_check(name, between[name], BETWEEN_S))
+        if name in among_nodes:
+            found.diagnoses += merged(run_check(name, partial(among_nodes[name], nodes), AMONG_NODES_S))
             continue
         answers = nodes.ask(check_host, name, limit_s=HOST_CHECKS[name][1] + REPORTS_LATE_S)
         diagnoses = _of_hosts(name, nodes.names, answers)
         found.diagnoses += diagnoses
         if name == "operators":
             bad = {host for diagnosis in diagnoses if diagnosis.result == FAILURE for host in diagnosis.hosts}
-            unfit.update(i for i, host in enumerate(nodes.names) if host in bad)
+            nodes.unfit.update(i for i, host in enumerate(nodes.names) if host in bad)
+
+
+def _look_at_storage(nodes: ThisHost, storage: list[str]) -> Found:
+    for uri in storage:
+        yield from agreement.check_storage(nodes, uri)
 
 
 def check_host(name: str) -> list[Diagnosis]:

@@ -7,7 +7,6 @@ import re
 import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from ipaddress import ip_address
 from itertools import combinations
 from typing import Any
@@ -16,7 +15,7 @@ from raytrec.cluster.host_checks import FAILURE, OK, WARNING, Diagnosis, Found
 from raytrec.cluster.session import interface_of, socket_interfaces
 from raytrec.common.machine import built_for, gpu_kinds
 from raytrec.doctor.child import ELEMENTS, run_child
-from raytrec.doctor.nodes import HOST_ANSWER_S, ThisHost
+from raytrec.doctor.nodes import REPLY_S, ThisHost
 
 REACH_S, GROUP_S = 5.0, 60.0
 MOST_ROUNDS = 11  # of pairs: in one, each node is in one pair; beyond 12 nodes not all pairs are timed
@@ -50,7 +49,7 @@ def look_at_interfaces(address: str) -> dict[str, Any]:
 
 def check_interfaces(nodes: ThisHost) -> Found:
     """gloo and NCCL take an interface that other nodes reach: no bridge of Docker's, no loopback."""
-    each = [(address,) for address in nodes.addresses]
+    each = {i: (address,) for i, address in enumerate(nodes.addresses)}
     loopback = [ip_address(address).is_loopback for address in nodes.addresses]
     answers = nodes.ask(look_at_interfaces, each=each)
     for name, address, local, found in zip(nodes.names, nodes.addresses, loopback, answers, strict=True):
@@ -88,17 +87,17 @@ def _judge(found: Any, address: str, lost: bool, several: bool) -> Iterator[tupl
         yield OK, f"gloo and NCCL take {names}, the node's address", ""
 
 
-def listen(address: str) -> int:
-    """Listens at a free port of this host until its process ends; the port."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family)
+def listen(address: str, keep: bool = True) -> int:
+    """Listens at a free port of this host until its process ends, or not any more; the port."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.bind((address, 0))
     except OSError:  # an address that is translated on the way
         listener.bind(("", 0))
     listener.listen(1024)
-    _listeners.append(listener)
-    return listener.getsockname()[1]
+    port = listener.getsockname()[1]
+    _listeners.append(listener) if keep else listener.close()
+    return port
 
 
 def reach(places: list[tuple[str, int]], limit_s: float = REACH_S) -> list[str]:
@@ -115,29 +114,25 @@ def reach(places: list[tuple[str, int]], limit_s: float = REACH_S) -> list[str]:
         return list(pool.map(connect, places))
 
 
-def check_ports(nodes: ThisHost) -> tuple[list[Diagnosis], set[frozenset[int]]]:
-    """Each node reaches a free port of each other one; diagnoses, and the pairs that are cut off."""
-    count = len(nodes.names)
-    ports = nodes.ask(listen, each=[(address,) for address in nodes.addresses])
-    places = list(zip(nodes.addresses, ports, strict=True))
-    known = [i for i in range(count) if isinstance(ports[i], int)]
-    wait = HOST_ANSWER_S + REACH_S * (1 + count // 64)
-    answers = nodes.ask(reach, [places[i] for i in known], limit_s=wait)
-    found, cut = [], set()
-    for here, answer in enumerate(answers):
-        for there, why in zip(known, answer, strict=True) if isinstance(answer, list) else ():
+def check_ports(nodes: ThisHost) -> Found:
+    """Each node reaches a free port of each other one; pairs that do not are noted (ThisHost.cut)."""
+    everyone = range(len(nodes.names))
+    ports = nodes.ask(listen, each={i: (nodes.addresses[i],) for i in everyone})
+    known = [i for i in everyone if isinstance(ports[i], int)]
+    places = [(nodes.addresses[i], ports[i]) for i in known]
+    answers = nodes.ask(reach, places, limit_s=REPLY_S + REACH_S * (1 + len(places) // 64))
+    for here in everyone:
+        if failed := [a for a in (ports[here], answers[here]) if isinstance(a, Exception)]:
+            nodes.cut |= {frozenset((here, there)) for there in everyone}
+            yield Diagnosis(FAILURE, f"not tried: {failed[0]}", hosts=(nodes.names[here],))
+            continue
+        for there, (_, port), why in zip(known, places, answers[here], strict=True):
             if why and here != there:
-                cut.add(frozenset((here, there)))
+                nodes.cut.add(frozenset((here, there)))
                 pair = f"{nodes.names[here]} cannot reach {nodes.names[there]}"
-                what = f"{pair} at port {places[there][1]}: {why}"
-                found.append(Diagnosis(FAILURE, what, DO_PORTS))
-    for here in range(count):
-        for answer in (ports[here], answers[here]):
-            if isinstance(answer, Exception):
-                found.append(Diagnosis(FAILURE, f"not tried: {answer}", hosts=(nodes.names[here],)))
-                cut |= {frozenset((here, other)) for other in range(count) if other != here}
-                break
-    return found or [Diagnosis(OK, f"{count} nodes reach each other at free ports")], cut
+                yield Diagnosis(FAILURE, f"{pair} at port {port}: {why}", DO_PORTS)
+    if not nodes.cut:
+        yield Diagnosis(OK, f"{len(known)} nodes reach each other at free ports")
 
 
 def uses_nccl() -> bool:
@@ -156,16 +151,12 @@ def reduce_here(
     interface = interface_of(own)
     interfaces = socket_interfaces(interface) if interface else {}
     arguments = (rank, world, address, port, backend, interfaces, limit_s)
-    return run_child("group", *arguments, limit_s=limit_s + HOST_ANSWER_S)
+    return run_child("group", *arguments, limit_s=limit_s + REPLY_S)
 
 
-def check_all_reduce(nodes: ThisHost, cut: set[frozenset[int]], unfit: set[int]) -> Found:
-    """Times an all-reduce of 16 MiB between pairs of nodes, then over all; the transport is named.
-
-    Args:
-        cut: pairs of nodes that cannot connect. unfit: nodes that cannot import torch.
-    """
-    fit = [i for i in range(len(nodes.names)) if i not in unfit]
+def check_all_reduce(nodes: ThisHost) -> Found:
+    """Times an all-reduce of 16 MiB between pairs of nodes that connect, then over all."""
+    fit = [i for i in range(len(nodes.names)) if i not in nodes.unfit]
     if len(fit) < 2:
         yield Diagnosis(WARNING, "not timed: first repair what `operators` names")
         return
@@ -174,7 +165,7 @@ def check_all_reduce(nodes: ThisHost, cut: set[frozenset[int]], unfit: set[int])
     times: dict[frozenset[int], float] = {}
     network, failed = "", False
     for pairs in rounds(fit)[:MOST_ROUNDS]:
-        groups = [pair for pair in pairs if frozenset(pair) not in cut]
+        groups = [pair for pair in pairs if frozenset(pair) not in nodes.cut]
         for pair, answer in zip(groups, _reduce(nodes, groups, backend), strict=True):
             if isinstance(answer, Exception):
                 failed = True
@@ -184,16 +175,15 @@ def check_all_reduce(nodes: ThisHost, cut: set[frozenset[int]], unfit: set[int])
                 times[frozenset(pair)], network = answer["seconds"], answer["network"]
     if times:
         yield _compare(nodes, times, network)
-    if failed or any(frozenset(pair) in cut for pair in combinations(fit, 2)):
+    if failed or any(frozenset(pair) in nodes.cut for pair in combinations(fit, 2)):
         yield Diagnosis(WARNING, "not timed over all nodes", "first repair what is between single nodes")
     elif len(fit) > 2:
         (answer,) = _reduce(nodes, [tuple(fit)], backend)
         if isinstance(answer, Exception):
             yield Diagnosis(FAILURE, f"over all {len(fit)} nodes with {backend}: {answer}", DO_ADDRESS)
         else:
-            yield Diagnosis(
-                OK, f"over all {len(fit)} nodes: {_speed(answer['seconds'])}, {answer['network']}"
-            )
+            speed = _speed(answer["seconds"])
+            yield Diagnosis(OK, f"over all {len(fit)} nodes: {speed}, {answer['network']}")
 
 
 def rounds(members: list[int]) -> list[list[tuple[int, int]]]:
@@ -209,31 +199,16 @@ def rounds(members: list[int]) -> list[list[tuple[int, int]]]:
 
 def _reduce(nodes: ThisHost, groups: Sequence[tuple[int, ...]], backend: str) -> list[Any]:
     """For each group of nodes, which have no node in common, the answer of its first, or an exception."""
-    if not groups:
-        return []
-    each: list[Any] = [None] * len(nodes.names)
-    for group in groups:
-        each[group[0]] = (nodes.addresses[group[0]],)
-    ports = nodes.ask(free_port, each=each)
-    each = [None] * len(nodes.names)
+    ports = nodes.ask(listen, each={group[0]: (nodes.addresses[group[0]], False) for group in groups})
+    each: dict[int, tuple] = {}
     for group in groups:
         store = nodes.addresses[group[0]], ports[group[0]]
         for rank, node in enumerate(group) if isinstance(store[1], int) else ():
             each[node] = (rank, len(group), *store, backend, nodes.addresses[node], GROUP_S)
-    answers = nodes.ask(reduce_here, each=each, limit_s=GROUP_S + 2 * HOST_ANSWER_S)
+    answers = nodes.ask(reduce_here, each=each, limit_s=GROUP_S + 2 * REPLY_S)
     of_groups = [[ports[group[0]], *(answers[node] for node in group)] for group in groups]
     failed = [[answer for answer in group if isinstance(answer, Exception)] for group in of_groups]
     return [wrong[0] if wrong else group[1] for group, wrong in zip(of_groups, failed, strict=True)]
-
-
-def free_port(address: str) -> int:
-    """A port of this host that is free now."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        with suppress(OSError):
-            probe.bind((address, 0))
-            return probe.getsockname()[1]
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def _compare(nodes: ThisHost, times: dict[frozenset[int], float], network: str) -> Diagnosis:
@@ -242,9 +217,7 @@ def _compare(nodes: ThisHost, times: dict[frozenset[int], float], network: str) 
     names = " and ".join(nodes.names[i] for i in sorted(slowest))
     what = f"{len(times)} pairs, {network}: {_speed(ordered[0][1])} to {_speed(longest)}, slowest {names}"
     if longest > SLOW * median:
-        return Diagnosis(
-            WARNING, what, "compare the network of these two with that of others: link, MTU, zone"
-        )
+        return Diagnosis(WARNING, what, "compare these two with others: link, MTU, zone")
     return Diagnosis(OK, what)
 
 

@@ -13,8 +13,12 @@ from raytrec.cluster.session import on_node, ray_session
 from raytrec.common.errors import RunError, root_cause
 from raytrec.driver.nodes import alive_nodes
 
-HOST_ANSWER_S = 20.0
+REPLY_S = 20.0
 START_S = 60.0  # a node may have to start a process before it answers
+
+
+Function = Callable[..., Any]
+Each = dict[int, tuple] | None
 
 
 class ThisHost:
@@ -23,30 +27,25 @@ class ThisHost:
     Attributes:
         names: of the hosts. addresses: by which others reach them.
         silent: the names of those that have not answered, and are left out → why.
+        unfit: numbers of those that cannot import torch. cut: pairs that cannot connect.
     """
 
     def __init__(self):
-        self.names, self.addresses, self.silent = [socket.gethostname()], ["127.0.0.1"], {}
+        self.names, self.addresses = [socket.gethostname()], ["127.0.0.1"]
+        self.silent: dict[str, str] = {}
+        self.unfit: set[int] = set()
+        self.cut: set[frozenset[int]] = set()
 
-    def ask(
-        self,
-        function: Callable[..., Any],
-        *arguments: Any,
-        each: list[tuple] | None = None,
-        limit_s: float = HOST_ANSWER_S,
-    ) -> list[Any]:
+    def ask(self, call: Function, *arguments: Any, each: Each = None, limit_s: float = REPLY_S) -> list[Any]:
         """What a function returns on each host, or the exception that it raises there; all are asked at once.
 
         Args:
-            each: further arguments for each host, as a tuple; None for one that is not asked, whose answer
-                is None. Default: all are asked alike.
+            each: number of a host → further arguments; of others, which are not asked, the answer is None.
+                Default: all are asked alike.
             limit_s: after that, the answer of a host is a TimeoutError.
         """
-        own = (each or [()])[0]
-        if own is None:
-            return [None]
         try:
-            return [within(limit_s, lambda: function(*arguments, *own))]
+            return [within(limit_s, lambda: call(*arguments, *(each or {0: ()})[0]))]
         except Exception as error:
             return [error]
 
@@ -69,6 +68,7 @@ class ClusterNodes(ThisHost):
     def __init__(self):
         import ray
 
+        super().__init__()
         nodes = alive_nodes()
         addresses = [node["NodeManagerAddress"] for node in nodes]
         names = _names([node["NodeManagerHostname"] for node in nodes], addresses)
@@ -80,23 +80,16 @@ class ClusterNodes(ThisHost):
         self.names, self.addresses = [names[i] for i in fit], [addresses[i] for i in fit]
         self._actors = [self._actors[i] for i in fit]
 
-    def ask(
-        self,
-        function: Callable[..., Any],
-        *arguments: Any,
-        each: list[tuple] | None = None,
-        limit_s: float = HOST_ANSWER_S,
-    ) -> list[Any]:
+    def ask(self, call: Function, *arguments: Any, each: Each = None, limit_s: float = REPLY_S) -> list[Any]:
         import ray
 
-        asked = [
-            None if own is None else actor.call.remote(function, (*arguments, *own))
-            for actor, own in zip(self._actors, each or [()] * len(self._actors), strict=True)
-        ]
-        refs = [ref for ref in asked if ref is not None]
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s) if refs else ([], [])
+        each = {number: () for number in range(len(self._actors))} if each is None else each
+        refs = {i: self._actors[i].call.remote(call, (*arguments, *own)) for i, own in each.items()}
+        asked = [*refs.values()]
+        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=limit_s) if asked else ([], [])
         late = TimeoutError(f"no answer within {limit_s:.0f} s")
-        return [None if ref is None else _answer(ref) if ref in ready else late for ref in asked]
+        answers = {i: _answer(ref) if ref in ready else late for i, ref in refs.items()}
+        return [answers.get(i) for i in range(len(self._actors))]
 
 
 def _answer(ref: Any) -> Any:

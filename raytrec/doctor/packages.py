@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
 
 from raytrec.cluster.host_checks import FAILURE, OK, Diagnosis, Found, has_gpus, host_check
 from raytrec.common.machine import OTHER_DEVICE, built_for, gpu_kinds, not_served, usable_gpus
@@ -30,10 +28,6 @@ def operators() -> Found:
         yield Diagnosis(FAILURE, str(error), _repair(str(error)))
     else:
         yield Diagnosis(OK, f"loaded from {files['fbgemm_gpu']}, with {files['torch']}")
-        for package in ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
-            if lacking := _missing_files(package):
-                do = f"pip install --no-deps --force-reinstall {package}=={distribution(package).version}"
-                yield Diagnosis(FAILURE, f"{package} lacks {len(lacking)} files, the first {lacking[0]}", do)
 
 
 def _repair(error: str) -> str:
@@ -53,15 +47,6 @@ def _repair(error: str) -> str:
             "this system's C libraries are too old for the wheels: take a newer one, or an image of deploy/"
         )
     return f"{again} (docs/install.md)"
-
-
-def _missing_files(package: str) -> list[str]:
-    """Libraries in a package's RECORD that are not there."""
-    try:
-        files = distribution(package).files or []
-    except PackageNotFoundError:
-        return []
-    return [str(file) for file in files if file.suffix == ".so" and not Path(file.locate()).exists()]
 
 
 @host_check("gpus", GPU_S + 5)

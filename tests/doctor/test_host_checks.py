@@ -282,16 +282,19 @@ class TwoHosts(ThisHost):
     """Two addresses of this machine, which stand for hosts."""
 
     def __init__(self):
+        super().__init__()
         self.names, self.addresses = ["a (127.0.0.1)", "b (127.0.0.2)"], ["127.0.0.1", "127.0.0.2"]
 
-    def ask(self, function, *arguments, each=None, limit_s=20):
+    def ask(self, call, *arguments, each=None, limit_s=20):
+        each = {0: (), 1: ()} if each is None else each
         one = ThisHost()
-        return [one.ask(function, *arguments, each=[own], limit_s=limit_s)[0] for own in each or [(), ()]]
+        answers = {i: one.ask(call, *arguments, each={0: own}, limit_s=limit_s) for i, own in each.items()}
+        return [answers[i][0] if i in answers else None for i in (0, 1)]
 
 
 def test_a_port_that_nothing_answers_at_is_named_by_the_pair(monkeypatch):
-    found, cut = network.check_ports(TwoHosts())
-    assert [diagnosis.result for diagnosis in found] == [OK] and not cut
+    (fine,) = network.check_ports(TwoHosts())
+    assert fine.result == OK
     full = socket.socket()
     full.bind(("127.0.0.2", 0))
     full.listen(0)
@@ -304,11 +307,11 @@ def test_a_port_that_nothing_answers_at_is_named_by_the_pair(monkeypatch):
         network, "listen", lambda address: full.getsockname()[1] if address == "127.0.0.2" else real(address)
     )
     monkeypatch.setattr(network.reach, "__defaults__", (0.3,))
-    found, cut = network.check_ports(TwoHosts())
-    assert cut == {frozenset((0, 1))}
+    found = [*network.check_ports(hosts := TwoHosts())]
+    assert hosts.cut == {frozenset((0, 1))}
     assert "a (127.0.0.1) cannot reach b (127.0.0.2) at port" in found[0].finding
     assert "no answer within" in found[0].finding and "security group" in found[0].do
-    reduced = [*network.check_all_reduce(TwoHosts(), cut, set())]
+    reduced = [*network.check_all_reduce(hosts)]
     assert [diagnosis.result for diagnosis in reduced] == [WARNING], (
         "nothing is tried where ports are blocked"
     )
