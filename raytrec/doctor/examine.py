@@ -33,7 +33,7 @@ CHECK_ORDER = (
     *("shared memory", "limits", "memory", "Ray's folder", "clusters", "token", "storage", "clocks"),
 )
 REPORTS_LATE_S = 5.0  # that a node may take for the answer about a check which has come to its limit
-AMONG_NODES_S = 1800.0
+AMONG_NODES_S = 3600.0
 
 
 @dataclass

@@ -17,7 +17,7 @@ from raytrec.common.machine import built_for, gpu_kinds
 from raytrec.doctor.child import ELEMENTS, run_child
 from raytrec.doctor.nodes import REPLY_S, ThisHost
 
-REACH_S, GROUP_S = 5.0, 60.0
+REACH_S, GROUP_S, IMPORT_S = 5.0, 90.0, 60.0
 MOST_ROUNDS = 11  # of pairs: in one, each node is in one pair; beyond 12 nodes not all pairs are timed
 SLOW = 4  # times that the slowest pair may take of the median one
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -151,7 +151,7 @@ def reduce_here(
     interface = interface_of(own)
     interfaces = socket_interfaces(interface) if interface else {}
     arguments = (rank, world, address, port, backend, interfaces, limit_s)
-    return run_child("group", *arguments, limit_s=limit_s + REPLY_S)
+    return run_child("group", *arguments, limit_s=limit_s + IMPORT_S)
 
 
 def check_all_reduce(nodes: ThisHost) -> Found:
@@ -205,7 +205,7 @@ def _reduce(nodes: ThisHost, groups: Sequence[tuple[int, ...]], backend: str) ->
         store = nodes.addresses[group[0]], ports[group[0]]
         for rank, node in enumerate(group) if isinstance(store[1], int) else ():
             each[node] = (rank, len(group), *store, backend, nodes.addresses[node], GROUP_S)
-    answers = nodes.ask(reduce_here, each=each, limit_s=GROUP_S + 2 * REPLY_S)
+    answers = nodes.ask(reduce_here, each=each, limit_s=GROUP_S + IMPORT_S + REPLY_S)
     of_groups = [[ports[group[0]], *(answers[node] for node in group)] for group in groups]
     failed = [[answer for answer in group if isinstance(answer, Exception)] for group in of_groups]
     return [wrong[0] if wrong else group[1] for group, wrong in zip(of_groups, failed, strict=True)]

@@ -13,8 +13,8 @@ from raytrec.cluster.session import on_node, ray_session
 from raytrec.common.errors import RunError, root_cause
 from raytrec.driver.nodes import alive_nodes
 
-REPLY_S = 20.0
-START_S = 60.0  # a node may have to start a process before it answers
+REPLY_S = 60.0  # on a busy host
+START_S = 120.0  # a node has to start a process before it answers
 
 
 Function = Callable[..., Any]

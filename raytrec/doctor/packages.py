@@ -10,20 +10,20 @@ from raytrec.common.machine import OTHER_DEVICE, built_for, gpu_kinds, not_serve
 from raytrec.compat.versions import PAIRS, wrong_versions
 from raytrec.doctor.child import ChildError, run_child
 
-IMPORT_S, GPU_S = 120.0, 120.0  # a first import from a network's file system takes long
+LOAD_S, GPU_S = 120.0, 120.0  # a first import from a network's file system takes long
 PINNED, *_ = PAIRS
 CUDA_LIBRARY = re.compile(r"lib(cud|cublas|cufft|curand|cusparse|cusolver|nccl|nv)\w*\.so")
 OLD_SYSTEM = re.compile(r"version `?(GLIBC|GLIBCXX|CXXABI)_")
 
 
-@host_check("operators", IMPORT_S + 5)
+@host_check("operators", LOAD_S + 5)
 def operators() -> Found:
     """FBGEMM's libraries load: the loader's first error, which `No such operator fbgemm::…` hides."""
     if built_for() is None:
         yield Diagnosis(OK, "not looked at: torch is not installed")
         return
     try:
-        files = run_child("load", limit_s=IMPORT_S)
+        files = run_child("load", limit_s=LOAD_S)
     except ChildError as error:
         yield Diagnosis(FAILURE, str(error), _repair(str(error)))
     else:
