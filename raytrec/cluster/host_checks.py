@@ -81,7 +81,7 @@ def failure_of(error: Exception) -> Diagnosis:
         what = f"the check itself failed: {type(error).__name__}: {first_line(error)}"
         return Diagnosis(FAILURE, what, "report this with `raytrec doctor --share`")
     what = " ".join(error.what.split()) + (f"; expected {error.expected}" if error.expected else "")
-    return Diagnosis(FAILURE, what, error.do or "")
+    return Diagnosis(FAILURE, what, error.do or f"give {error.expected or 'what the message names'}")
 
 
 def within(limit_s: float, function: Callable[[], Any]) -> Any:

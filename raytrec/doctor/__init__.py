@@ -1,1 +1,1 @@
-"""`raytrec doctor`: what is wrong with this host, or with the nodes of a cluster. No torch."""
+"""The doctor of an installation and its machines."""

@@ -16,7 +16,7 @@ from raytrec.cluster.host_checks import FAILURE, OK, WARNING, Diagnosis, Found
 from raytrec.common.errors import RaytrecError, first_line
 from raytrec.common.machine import PACKAGES, code_hash
 from raytrec.common.storage import open_filesystem
-from raytrec.doctor.nodes import ThisHost
+from raytrec.doctor.nodes import NO_ANSWER, ThisHost
 
 STORAGE_S = 60.0
 SKEW_S, MOST_SKEW_S = 1.0, 300.0  # S3 refuses requests that are 15 minutes off
@@ -61,9 +61,6 @@ def check_same_packages(nodes: ThisHost) -> Found:
             yield Diagnosis(FAILURE, f"not known: {first_line(answer)}", NO_ANSWER, hosts=(name,))
     if not wrong:
         yield Diagnosis(OK, f"the same {len(answers[0])} on {len(answers)} nodes")
-
-
-NO_ANSWER = "look at this node's Ray (ray status), and whether it has this raytrec"
 
 
 def check_clocks(nodes: ThisHost) -> Found:

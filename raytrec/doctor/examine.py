@@ -17,7 +17,7 @@ from raytrec.common.storage import absolute
 from raytrec.common.terminal import open_console
 from raytrec.config.run_config import load_config
 from raytrec.doctor import agreement, network, packages  # noqa: F401  (packages registers checks)
-from raytrec.doctor.nodes import ThisHost, nodes_of
+from raytrec.doctor.nodes import NO_ANSWER, ThisHost, nodes_of
 from raytrec.driver.prepare import resolve
 
 AMONG_NODES: dict[str, Callable[[ThisHost], Found]] = {  # left out for one host
@@ -105,7 +105,7 @@ def _look_at(nodes: ThisHost, storage: list[str], show: Callable[[str], None], f
     found.hosts = [*nodes.names, *nodes.silent]
     for host, why in nodes.silent.items():
         what = f"this node does not answer: {why}"
-        found.diagnoses.append(Diagnosis(FAILURE, what, agreement.NO_ANSWER, "nodes", (host,)))
+        found.diagnoses.append(Diagnosis(FAILURE, what, NO_ANSWER, "nodes", (host,)))
     among_nodes = AMONG_NODES | {"storage": lambda _: _look_at_storage(nodes, storage)}
     for name in CHECK_ORDER:
         if not nodes.names or (name in AMONG_NODES and len(nodes.names) == 1):
@@ -146,6 +146,6 @@ def _of_hosts(name: str, hosts: list[str], answers: list[Any]) -> list[Diagnosis
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, Exception):
             what = f"this host does not answer: {type(answer).__name__}: {first_line(answer)}"
-            answer = [Diagnosis(FAILURE, what, agreement.NO_ANSWER, name)]
+            answer = [Diagnosis(FAILURE, what, NO_ANSWER, name)]
         diagnoses += [replace(diagnosis, hosts=(host,)) for diagnosis in answer]
     return merged(diagnoses)

@@ -15,7 +15,7 @@ from raytrec.cluster.host_checks import FAILURE, OK, WARNING, Diagnosis, Found
 from raytrec.cluster.session import interface_of, socket_interfaces
 from raytrec.common.machine import built_for, gpu_kinds
 from raytrec.doctor.child import ELEMENTS, run_child
-from raytrec.doctor.nodes import REPLY_S, ThisHost
+from raytrec.doctor.nodes import NO_ANSWER, REPLY_S, ThisHost
 
 REACH_S, GROUP_S, IMPORT_S = 5.0, 90.0, 60.0
 MOST_ROUNDS = 11  # of pairs: in one, each node is in one pair; beyond 12 nodes not all pairs are timed
@@ -64,7 +64,7 @@ def _judge(found: Any, address: str, lost: bool, several: bool) -> Iterator[tupl
         lost: whether its address is loopback, and another's is not. several: whether there are other nodes.
     """
     if isinstance(found, Exception):
-        yield FAILURE, f"its interfaces are not known: {found}", ""
+        yield FAILURE, f"its interfaces are not known: {found}", NO_ANSWER
         return
     have, own = found["have"], found["own"]
     for variable, value in found["chosen"].items():
@@ -124,7 +124,7 @@ def check_ports(nodes: ThisHost) -> Found:
     for here in everyone:
         if failed := [a for a in (ports[here], answers[here]) if isinstance(a, Exception)]:
             nodes.cut |= {frozenset((here, there)) for there in everyone}
-            yield Diagnosis(FAILURE, f"not tried: {failed[0]}", hosts=(nodes.names[here],))
+            yield Diagnosis(FAILURE, f"not tried: {failed[0]}", NO_ANSWER, hosts=(nodes.names[here],))
             continue
         for there, (_, port), why in zip(known, places, answers[here], strict=True):
             if why and here != there:
@@ -158,7 +158,9 @@ def check_all_reduce(nodes: ThisHost) -> Found:
     """Times an all-reduce of 16 MiB between pairs of nodes that connect, then over all."""
     fit = [i for i in range(len(nodes.names)) if i not in nodes.unfit]
     if len(fit) < 2:
-        yield Diagnosis(WARNING, "not timed: first repair what `operators` names")
+        yield Diagnosis(
+            WARNING, "fewer than two nodes can import torch", "first repair what `operators` names"
+        )
         return
     nccl = nodes.ask(uses_nccl)
     backend = "nccl" if all(nccl[i] is True for i in fit) else "gloo"

@@ -14,6 +14,7 @@ from raytrec.common.errors import RunError, root_cause
 from raytrec.driver.nodes import alive_nodes
 
 REPLY_S = 60.0  # on a busy host
+NO_ANSWER = "look at this node's Ray (ray status), and whether it has this raytrec"
 START_S = 120.0  # a node has to start a process before it answers
 
 
@@ -135,7 +136,8 @@ def nodes_of(address: str | None) -> Iterator[ThisHost]:
         raise RunError(
             f"{address} is a dashboard, which cannot ask nodes",
             where="--address",
-            expected="auto or HOST:PORT on a node of the cluster, or ray://HOST:PORT from elsewhere",
+            expected="the address of the cluster itself",
+            do="give auto or HOST:PORT on a node of the cluster, or ray://HOST:PORT from elsewhere",
         )
     with ray_session(address, any_versions=True):
         yield ClusterNodes()
