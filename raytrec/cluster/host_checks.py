@@ -117,7 +117,7 @@ def check_before_run() -> list[str]:
 
 def has_gpus() -> bool:
     """Whether this host has GPUs of NVIDIA's, also where no package can ask for them."""
-    return bool(gpu_kinds()) or (NVIDIA.is_dir() and any(NVIDIA.iterdir()))
+    return (NVIDIA.is_dir() and any(NVIDIA.iterdir())) or bool(gpu_kinds())
 
 
 @host_check("packages")
@@ -150,10 +150,9 @@ def builds() -> Found:
 @host_check("driver")
 def driver() -> Found:
     """NVIDIA's driver is new enough for the CUDA that torch is built for."""
-    cuda, found = cuda_of_torch(), driver_cuda()
-    if not cuda or not has_gpus():
+    if not (cuda := cuda_of_torch()) or not has_gpus():
         yield Diagnosis(OK, "not needed: no GPU, or packages for CPUs")
-    elif found is None:
+    elif (found := driver_cuda()) is None:
         yield Diagnosis(FAILURE, "there are GPUs, but NVML finds no driver", "pip install nvidia-ml-py")
     elif int(found[1].partition(".")[0]) < int(cuda.partition(".")[0]):
         what = f"driver {found[0]} runs CUDA {found[1]}, and torch is built for CUDA {cuda}"
