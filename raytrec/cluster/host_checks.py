@@ -23,7 +23,7 @@ from raytrec.compat.versions import wrong_versions
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 MIB, GIB = 1 << 20, 1 << 30
 SHARED_MEMORY, NVIDIA = Path("/dev/shm"), Path("/proc/driver/nvidia/gpus")
-FULL, SMALL = 64 * MIB, GIB  # bytes of shared memory; Docker gives 64 MiB
+NO_ROOM, LITTLE_ROOM = 64 * MIB, GIB  # bytes of shared memory; Docker gives 64 MiB
 LEAST_FILES, ENOUGH_FILES = 1024, 8192  # open files of a process
 LEAST_MEMORY = GIB  # a worker takes about this much before it has a table
 LEAST_DISK, RAY_STOPS_AT = 200 * MIB, 0.95  # Ray 2.60: local_fs_capacity_threshold
@@ -168,9 +168,9 @@ def shared_memory() -> Found:
     what = f"{SHARED_MEMORY} has {disk.free / GIB:,.2f} GiB free of {disk.total / GIB:,.2f}"
     do = f"remove files there that no process uses, or enlarge it: mount -o remount,size=8G {SHARED_MEMORY}; "
     do += "docker run --shm-size=8g; an emptyDir with medium Memory in Kubernetes"
-    if disk.free >= SMALL:
+    if disk.free >= LITTLE_ROOM:
         yield Diagnosis(OK, what)
-    elif disk.free >= FULL or not has_gpus():
+    elif disk.free >= NO_ROOM or not has_gpus():
         yield Diagnosis(WARNING, f"{what}: Ray keeps its objects on the disk instead", do)
     else:
         yield Diagnosis(FAILURE, f"{what}: NCCL cannot start", do)
