@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,8 @@ from typing import Any
 
 from raytrec.cluster.host_checks import FAILURE, HOST_CHECKS, Diagnosis, Found, failure_of, run_check
 from raytrec.cluster.session import stays_here
-from raytrec.common.errors import first_line
+from raytrec.common.errors import RunError, first_line
+from raytrec.common.machine import built_for, usable_gpus
 from raytrec.common.storage import absolute
 from raytrec.common.terminal import open_console
 from raytrec.config.run_config import load_config
@@ -92,6 +94,25 @@ def diagnose(config: str | None, address: str | None, storage: list[str]) -> Exa
     with console.status("") if console.is_terminal else nullcontext() as line:
         show = (lambda name: line.update(f"looking at {name}")) if line else lambda _: None
         return examine(address, list(dict.fromkeys(places)), show)
+
+
+def write_rates(file: Path, ranks: int | None) -> None:
+    """Measures what ranks of this machine reach (doctor.measure), and writes it for `raytrec plan`.
+
+    Args:
+        ranks: default: as many as there are GPUs, or 2.
+
+    Raises:
+        RunError: a rank failed, or the file cannot be written.
+    """
+    from raytrec.doctor.measure import measure_rates
+
+    gpus = usable_gpus() if built_for() == "cuda" else []
+    rates = measure_rates(ranks or len(gpus) or 2, lambda line: print(line, file=sys.stderr))
+    try:
+        file.write_text(rates.to_json())
+    except OSError as error:
+        raise RunError(f"cannot write the rates: {error.strerror}", where=str(file)) from None
 
 
 def _existing(place: str) -> str:
