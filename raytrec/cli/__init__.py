@@ -35,7 +35,7 @@ OF_EXTRAS = (
 )
 COMMANDS: list[Callable[..., None]] = [
     *(runs.train, runs.tune, runs.submit, runs.head, runs.follow_job, runs.stop_job),
-    *(saved.evaluate, saved.predict, saved.index, saved.convert, runs.check, runs.plan),
+    *(saved.evaluate, saved.predict, saved.index, saved.convert, runs.check, runs.doctor, runs.plan),
     *(saved.export, service.serve, service.promote, service.skew),
     *(saved.report, saved.track, saved.compare, saved.inspect, runs.config),
 ]

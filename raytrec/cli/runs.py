@@ -147,6 +147,50 @@ def check(
         raise typer.Exit(1)
 
 
+def doctor(
+    config: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG]", help="Its cluster, run folder and checkpoints.")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="auto, HOST:PORT or ray://HOST:PORT of a Ray cluster; default: this machine."),
+    ] = None,
+    storage: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URI", help="A place that every node has to write and read (repeatable)."),
+    ] = None,
+    share: Annotated[
+        bool, typer.Option("--share", help="Markdown for an issue, without hosts, users, paths, addresses.")
+    ] = False,
+    measure: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Only measure this machine's ranks, and write their rates as JSON."
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks to measure with; default: one for each GPU, or 2 on CPU.")
+    ] = None,
+    json: Json = False,
+):
+    """Find what is wrong with this machine, or each node of a cluster; exit code 1 on a failure."""
+    from raytrec.doctor.examine import diagnose, write_rates
+    from raytrec.doctor.table import as_json, as_markdown, print_examination, shared
+
+    if measure:
+        return write_rates(measure, ranks)
+    found = diagnose(config, address, storage or [])
+    found = shared(found) if share else found
+    if json:
+        print_json(as_json(found))
+    elif share:
+        print(as_markdown(found))
+    else:
+        print_examination(found)
+    if found.count("failure"):
+        raise typer.Exit(1)
+
+
 def plan(
     config: Annotated[str, typer.Argument(metavar="CONFIG")],
     overrides: Overrides = None,

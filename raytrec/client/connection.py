@@ -12,6 +12,7 @@ from typing import Any
 
 from raytrec.client.package import code
 from raytrec.cluster.access import RAY, check_cluster, check_ray, use_token
+from raytrec.cluster.session import on_node
 from raytrec.common.errors import RunError, root_cause
 from raytrec.compat.ray_core import head_nodes
 from raytrec.compat.ray_names import NOT_STARTED, NOT_TAKEN, version_mismatch
@@ -51,7 +52,7 @@ class Connection:
 
         with self.used():
             if function not in self._remote:
-                self._remote[function] = ray.remote(function).options(**self._placed())
+                self._remote[function] = ray.remote(function).options(**on_node(self._head))
         return self.ask(self._remote[function], *arguments)
 
     def ask(self, remote: Any, *arguments: Any, timeout: float | None = ANSWER_S) -> Any:
@@ -64,7 +65,7 @@ class Connection:
         import ray
 
         with self.used():
-            return ray.remote(kind).options(**self._placed()).remote()
+            return ray.remote(kind).options(**on_node(self._head)).remote()
 
     def is_done(self, reference: Any) -> bool:
         import ray
@@ -96,15 +97,6 @@ class Connection:
 
     def close(self) -> None:
         self._context.disconnect()
-
-    def _placed(self) -> dict[str, Any]:
-        """On the head, where ray:// ends, however busy it is."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        return {
-            "num_cpus": 0,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(self._head, soft=False),
-        }
 
 
 def _connect(address: str, folder: Path) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 
 from raytrec.checkpoint.files import find
 from raytrec.checkpoint.rows import StoredTable, table_names
+from raytrec.cluster.session import on_node, ray_session
 from raytrec.common.errors import RunError, did_you_mean
 from raytrec.common.messages import EVENTS, METRICS
 from raytrec.common.reading import (
@@ -111,12 +112,8 @@ def stop(run: str) -> None:
         return ask_to_stop(note)
     import ray
 
-    from raytrec.cluster.session import ray_session
-
     with ray_session():
-        ray.get(
-            ray.remote(ask_to_stop).options(num_cpus=0, **_on_host(note["host"])).remote(note), timeout=60
-        )
+        ray.get(ray.remote(ask_to_stop).options(**on_node(_hosts()[note["host"]])).remote(note), timeout=60)
 
 
 def tables(run: str) -> dict[str, Any]:
@@ -202,12 +199,6 @@ def _hosts() -> dict[str, str]:
     if (ray := sys.modules.get("ray")) is None or not ray.is_initialized():
         return {socket.gethostname(): ""}
     return {node["NodeManagerHostname"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
-
-
-def _on_host(host: str) -> dict[str, Any]:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(_hosts()[host], soft=False)}
 
 
 def _new_lines(path: Path, since: int) -> bytes:

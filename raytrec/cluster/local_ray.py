@@ -52,7 +52,7 @@ def make_folder() -> tuple[Path, int]:
     Raises:
         RunError: there is no place for it.
     """
-    base = _base()
+    base = base_folder()
     try:
         sweep(base)
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))  # of mode 0700
@@ -69,7 +69,7 @@ def make_folder() -> tuple[Path, int]:
     return folder, owner
 
 
-def _base() -> Path:
+def base_folder() -> Path:
     """Where private folders are: short enough for the sockets below, whose addresses have little room."""
     for name in (TMPDIR, "TMPDIR"):
         if given := os.environ.get(name):
@@ -99,13 +99,21 @@ def sweep(base: Path) -> None:
 def heads() -> list[str]:
     """HOST:PORT of the clusters that this user has started with `raytrec head`, as far as they answer."""
     found = []
-    for note in _base().glob(f"{PREFIX}*/{CURRENT_CLUSTER}"):
+    for note in base_folder().glob(f"{PREFIX}*/{CURRENT_CLUSTER}"):
         with suppress(OSError, ValueError):
             if note.stat().st_uid == os.getuid():
                 host, _, port = (address := note.read_text().strip()).rpartition(":")
-                socket.create_connection((host, int(port)), timeout=2).close()
-                found.append(address)
+                found += [address] if listens(host, int(port)) else []
     return found
+
+
+def listens(host: str, port: int) -> bool:
+    """Whether a connection to this port is taken within 2 s."""
+    try:
+        socket.create_connection((host, port), timeout=2).close()
+    except OSError:
+        return False
+    return True
 
 
 def _sweep_one(folder: Path) -> None:

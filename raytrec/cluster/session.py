@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
+import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,9 +13,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn
 
-from raytrec.cluster.access import START_ONE, check_cluster, use_token
+from raytrec.cluster.access import START_ONE, check_cluster, check_ray, use_token
 from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
-from raytrec.cluster.local_ray import heads, own_sessions, private_folder
+from raytrec.cluster.local_ray import heads, listens, own_sessions, private_folder
 from raytrec.cluster.warm import forked_workers
 from raytrec.common.errors import RunError, first_line
 from raytrec.compat.ray_core import (
@@ -31,6 +31,7 @@ from raytrec.compat.ray_core import (
     own_address,
     silence_workers,
 )
+from raytrec.compat.ray_names import version_mismatch
 from raytrec.compat.versions import require_versions
 
 SHUTDOWN_S = {RAYLET: 20.0, GCS: 1.0}  # Ray may take 13 s to know of its raylet's end
@@ -47,7 +48,9 @@ def stays_here(address: str | None) -> bool:
 
 
 @contextmanager
-def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iterator[None]:
+def ray_session(
+    address: str | None = None, num_cpus: int | None = None, any_versions: bool = False
+) -> Iterator[None]:
     """Ray, for as long as the block runs.
 
     In this order: a Ray that this process already uses (left running), the cluster at `address`, the cluster
@@ -58,11 +61,13 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
     Args:
         address: 'auto', HOST:PORT or ray://HOST:PORT of a running cluster.
         num_cpus: logical CPUs of a new local cluster; default: those of the machine.
+        any_versions: whether packages of other versions may be installed here, as far as Ray starts.
 
     Raises:
         RunError: when the cluster cannot be reached, or refuses the token, or another Ray is installed.
     """
-    require_versions()
+    if not any_versions:
+        require_versions()
     import ray
 
     if ray.is_initialized():
@@ -196,10 +201,23 @@ def _init(where: str, **options: Any) -> None:
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception as error:  # Exception itself, too, when the machine is too busy to start Ray in time
+        if found := version_mismatch(str(error)):
+            check_ray(found[0], where=where)
+            raise _other_python(found[1], where) from None
         why = first_line(error)
         do = START_ONE if "ADDRESS" in where.upper() else "try again, with less to do for this machine"
         raise RunError(f"cannot reach Ray: {why}", where=where, do=do) from None
     silence_workers()  # raytrec reports worker exits itself
+
+
+def _other_python(cluster: str, where: str) -> RunError:
+    return RunError(
+        f"the cluster runs Python {cluster}, and this process Python {platform.python_version()}",
+        where=where,
+        expected="the same Python on every node, to its patch number",
+        do="use that Python here; or, where only the patch number differs, set "
+        "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL=minor here and where Ray is started",
+    )
 
 
 def _is_on_loopback(address: str) -> bool:
@@ -213,15 +231,14 @@ def _is_on_loopback(address: str) -> bool:
         own = bool(host) and host == own_address()
     except (ConnectionError, ValueError):  # ray://, or no cluster; connecting will report it
         return False
-    return own and not _listens(host, int(port)) and _listens("127.0.0.1", int(port))
+    return own and not listens(host, int(port)) and listens("127.0.0.1", int(port))
 
 
-def _listens(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=2).close()
-    except OSError:
-        return False
-    return True
+def on_node(node: str) -> dict[str, Any]:
+    """Options of a task or actor that needs no CPU, and runs on the node of this id or not at all."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 def stay_on_loopback() -> None:
@@ -251,6 +268,16 @@ def socket_interfaces(interface: str) -> dict[str, str]:
     """
     gloo = {"GLOO_SOCKET_IFNAME": interface}
     return gloo if in_nccl_files("NCCL_SOCKET_IFNAME") else gloo | {"NCCL_SOCKET_IFNAME": f"={interface}"}
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address; None where none has."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return name
+    return None
 
 
 def in_nccl_files(name: str) -> bool:

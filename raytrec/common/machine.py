@@ -1,11 +1,12 @@
 """This machine: its GPUs over NVML, installed packages, compilers.
 
-NVML needs no context on GPUs; their names are as in CUDA_VISIBLE_DEVICES. No torch here, whose import takes
-seconds: the driver asks.
+NVML needs no context on GPUs; their names are as in CUDA_VISIBLE_DEVICES. The driver asks, without torch,
+whose import takes seconds; only workers call check_gpu.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import runpy
 import shutil
@@ -15,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raytrec.common.errors import ConfigError
+from raytrec.common.errors import ConfigError, GpuFailed
 
 T = TypeVar("T")
 
@@ -191,13 +192,81 @@ def built_for() -> str | None:
 
     FBGEMM's builds are two distributions that share their folder, so that installing both breaks it.
     """
-    try:
-        torch = distribution("torch")
-    except PackageNotFoundError:
+    if not installed("torch"):
         return None
-    # Its few lines are constants; the version's suffix (+cpu, +cu130) is missing where PyPI is the source.
-    version = runpy.run_path(str(torch.locate_file("torch/version.py")))
-    return "cuda" if version.get("cuda") and not installed("fbgemm-gpu-cpu") else "cpu"
+    return "cuda" if cuda_of_torch() and not installed("fbgemm-gpu-cpu") else "cpu"
+
+
+def cuda_of_torch() -> str | None:
+    """The CUDA (X.Y) that torch of this environment is built for; None: it is for CPUs, or is not there."""
+    try:
+        file = distribution("torch").locate_file("torch/version.py")
+        # Its lines are constants; the version's suffix (+cpu, +cu130) is missing where PyPI is the source.
+        return runpy.run_path(str(file)).get("cuda")
+    except (PackageNotFoundError, OSError):  # OSError: a file of the package is missing
+        return None
+
+
+def driver_cuda() -> tuple[str, str] | None:
+    """The version of NVIDIA's driver, and the newest CUDA (X.Y) that it runs; None: there is none."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no library, or no driver
+        return None
+    try:
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        return pynvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}"
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def code_hash() -> str:
+    """SHA-256 of raytrec's own Python files."""
+    folder, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def check_gpu(host: str) -> None:
+    """Checks each GPU that this process sees, a worker or a child of the doctor's, by torch.
+
+    Args:
+        host: its address, for the error.
+
+    Raises:
+        ConfigError: torch cannot use GPUs here, FBGEMM has no code for one, or one has failed.
+    """
+    import torch
+
+    built = torch.version.cuda
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"torch {torch.__version__} cannot use the GPU of {host}"
+            + ("" if built else ": it is built for CPUs"),
+            where="scaling.device=cuda",
+            expected=f"NVIDIA's driver for CUDA {built} or newer (nvidia-smi shows its version)"
+            if built
+            else "the packages of requirements/cuda.txt wherever there are GPUs",
+            do="update the driver" if built else OTHER_DEVICE.format(device="cuda"),
+        )
+    for index in range(torch.cuda.device_count()):
+        kind = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        if wrong := not_served(kind, host):
+            raise wrong
+        if recovery := awaits_recovery(f"cuda:{index}"):
+            failed = GpuFailed(
+                f"GPU {index} of {host} has failed: its driver asks for {recovery}",
+                where="scaling.device=cuda",
+                expected="GPUs that compute as they should (nvidia-smi -q: GPU Recovery Action)",
+                do="do that, or take the node out of the cluster, and resume the run",
+            )
+            failed.place = "", (visible_gpus() or {index: str(index)})[index]
+            raise failed
 
 
 def require_compiler(device: str) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from raytrec.common.errors import RunError
-from raytrec.common.machine import installed
+from raytrec.common.machine import OTHER_DEVICE, cuda_of_torch, installed
 
 # Releases of torch, TorchRec and FBGEMM belong together: FBGEMM is compiled for one torch, and TorchRec
 # calls its operators. Files of requirements/ → package → version, or how it begins (a test compares).
@@ -26,10 +26,21 @@ OTHERS = {"ray": ("2.60.0",), "mlflow": ("3.17", "3.18"), "pyarrow": ("25", "26"
 
 
 def require_versions() -> None:
-    """Compares what is installed with PAIRS and OTHERS, without importing it. A driver needs only some of it.
+    """Refuses packages that `wrong_versions` finds.
 
     Raises:
-        RunError: names the packages of other versions, and the pair that is nearest to the installed one.
+        RunError: as there.
+    """
+    if error := wrong_versions():
+        raise error
+
+
+def wrong_versions() -> RunError | None:
+    """Compares what is installed with PAIRS and OTHERS, without importing it. A driver needs only some of it.
+
+    Returns:
+        The error that names the packages of other versions, and the pair that is nearest to the installed
+        one; or FBGEMM's two builds in one folder; or one of another CUDA than torch. None: all is well.
     """
     found = {name: version for name in (*OTHERS, *PAIRED) if (version := installed(name))}
     wrong = [name for name in OTHERS if name in found and not _matches(found[name], *OTHERS[name])]
@@ -40,13 +51,46 @@ def require_versions() -> None:
     if not all(_matches(version, pair[name]) for name, version in paired.items()):
         what.append(" with ".join(f"{name} {version}" for name, version in paired.items()))
         expected.append(" with ".join(f"{name} {pair[name]}" for name in paired))
+    where = f"{sys.prefix} on {socket.gethostname()}"
     if what:
-        raise RunError(
+        return RunError(
             f"this raytrec is not made for {', '.join(what)}",
-            where=f"{sys.prefix} on {socket.gethostname()}",
+            where=where,
             expected=", ".join(expected),
             do=f"pip install --no-deps -r requirements/{files} of this raytrec (docs/install.md)",
         )
+    return _wrong_build(found, where)
+
+
+def _wrong_build(found: dict[str, str], where: str) -> RunError | None:
+    """The error about builds of FBGEMM that this torch cannot load, in spite of their right releases."""
+    cuda, build = found.get("fbgemm-gpu"), "fbgemm-gpu-cpu"
+    if cuda and build in found:
+        keep = f"{build}=={found[build]}, or fbgemm-gpu=={cuda.partition('+')[0]} where there are GPUs"
+        return RunError(
+            f"{build} {found[build]} and fbgemm-gpu {cuda} are both installed, in one folder",
+            where=where,
+            expected="one of them: the one that was installed last has overwritten files of the other",
+            do=f"pip uninstall --yes fbgemm-gpu {build}, then pip install --no-deps {keep}",
+        )
+    if not cuda or "torch" not in found:
+        return None
+    suffix = re.search(r"\+cu(\d+)(\d)$", cuda)  # of wheels of PyTorch's index, such as 1.8.0+cu126
+    theirs, ours = ".".join(suffix.groups()) if suffix else None, cuda_of_torch()
+    if ours and theirs in (None, ours):
+        return None
+    build = f"CUDA {theirs}" if theirs else "CUDA"
+    release = cuda.partition("+")[0]
+    return RunError(
+        f"fbgemm-gpu {cuda} is built for {build}, and torch {found['torch']} for "
+        + (f"CUDA {ours}" if ours else "CPUs"),
+        where=where,
+        expected="FBGEMM and torch for the same CUDA",
+        do=f"pip install --no-deps --force-reinstall fbgemm-gpu=={release} (PyPI's, for PyPI's torch)"
+        if ours
+        else f"pip uninstall --yes fbgemm-gpu, then pip install --no-deps fbgemm-gpu-cpu=={release}; "
+        f"for GPUs: {OTHER_DEVICE.format(device='cuda')}",
+    )
 
 
 def _matches(found: str, *pins: str) -> bool:

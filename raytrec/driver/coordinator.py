@@ -17,6 +17,7 @@ from math import inf
 from time import monotonic, time
 from typing import Any
 
+from raytrec.cluster.session import on_node
 from raytrec.common.messages import BEAT_S, Command, beat_s
 
 SILENT_S = 3.0  # without a heartbeat for so long (or for 3 of them), a process hangs, or has ended
@@ -258,13 +259,11 @@ class Coordinator:
     def _kill_what_stands_still(self) -> None:
         """Processes that do not hear the command are ended from outside, on their own node."""
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
         now = monotonic()
         for member in self._members.values():
             if now - member.beat_at > self._silent_s:
-                place = On(member.node_id, soft=False)
-                ray.remote(_kill).options(num_cpus=0, scheduling_strategy=place).remote(member.pid)
+                ray.remote(_kill).options(**on_node(member.node_id)).remote(member.pid)
 
 
 def _on_gpu(whose: str, step: int, phase: str) -> str:
@@ -283,12 +282,9 @@ def _kill(pid: int) -> None:
 def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
     """A Coordinator as an actor on this node, which ends with the driver; Ray restarts it if it dies."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(Coordinator).options(
-        num_cpus=0, max_concurrency=1000, max_restarts=-1, scheduling_strategy=here
-    )
+    here = on_node(ray.get_runtime_context().get_node_id())
+    actor = ray.remote(Coordinator).options(max_concurrency=1000, max_restarts=-1, **here)
     return actor.remote(hang_timeout_s, patience_s, _is_again)
 
 

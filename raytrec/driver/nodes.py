@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from raytrec.cluster.session import on_node
 from raytrec.common.errors import ConfigError
 from raytrec.common.machine import OTHER_DEVICE, built_for, gpu_kinds, not_served, smallest_gpu_memory
 from raytrec.compat.ray_core import nodes_without_gpus, starts_nodes
@@ -59,14 +60,13 @@ def gpu_nodes() -> list[GpuNode]:
     They are asked by tasks that need neither CPU nor GPU, so that they do not wait for other work.
     """
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
     nodes = [node for node in alive_nodes() if node["Resources"].get("GPU")]
     if is_local():
         about = [look_here() for _ in nodes]
     else:
-        look = ray.remote(num_cpus=0, max_retries=0)(look_here)
-        asked = [look.options(scheduling_strategy=On(node["NodeID"], soft=False)).remote() for node in nodes]
+        look = ray.remote(max_retries=0)(look_here)
+        asked = [look.options(**on_node(node["NodeID"])).remote() for node in nodes]
         answered, _ = ray.wait(asked, num_returns=len(asked), timeout=NODE_ANSWER_S) if asked else ([], [])
         about = [_answer(ref) if ref in answered else {} for ref in asked]
     return [

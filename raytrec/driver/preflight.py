@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raytrec.checkpoint.files import find
 from raytrec.checkpoint.table_starts import schema_of, table_starts
+from raytrec.cluster.host_checks import check_before_run
 from raytrec.cluster.session import stays_here
 from raytrec.common.errors import ConfigError, SchemaError, some
 from raytrec.common.machine import built_for, require_compiler
@@ -41,7 +42,9 @@ def check_plan(plan: RunPlan) -> list[str]:
     config, schema, train = plan.config, plan.schema, plan.datasets["train"]
     lines = copied_numbers(config, schema, total_steps(config, train.rows))
     lines += check_warm_start(config, schema) if plan.start == "warm" else []
-    check_fit(config, schema, here=stays_here(config.scaling.address))
+    here = stays_here(config.scaling.address)
+    check_fit(config, schema, here=here)
+    lines += check_before_run() if here else []
     return lines + note_constant_labels(config, schema, train)
 
 

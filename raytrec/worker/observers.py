@@ -5,19 +5,16 @@ All are on all ranks; some calls are collectives. A new observer is a class, and
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from time import time
 from typing import Any
 
-import raytrec
 from raytrec.checkpoint.state import LogicalState
 from raytrec.checks.live.registry import choose
 from raytrec.checks.live.runner import CheckedRun, LiveChecks, Outcome, Position, verdict
 from raytrec.checks.live.same_environment import NETWORK
 from raytrec.common import messages
-from raytrec.common.machine import installed_versions
+from raytrec.common.machine import code_hash, installed_versions
 from raytrec.embeddings.taps import Taps
 from raytrec.worker.context import WorkerContext
 from raytrec.worker.heartbeat import Heartbeat
@@ -260,14 +257,6 @@ def describe_environment(context: WorkerContext) -> dict[str, Any]:
         **({NETWORK: context.network} if context.device.type == "cuda" else {}),
         **installed_versions(),
     }
-
-
-def code_hash() -> str:
-    """SHA-256 of raytrec's own Python files."""
-    folder, digest = Path(raytrec.__file__).parent, hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _live_checks(context: WorkerContext, step: Step, state: LogicalState, taps: Taps) -> LiveChecks:

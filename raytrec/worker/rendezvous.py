@@ -19,9 +19,9 @@ from tempfile import mkstemp
 
 from ray.train.torch import TorchConfig
 
-from raytrec.cluster.session import in_nccl_files, socket_interfaces
-from raytrec.common.errors import ConfigError, GpuFailed
-from raytrec.common.machine import OTHER_DEVICE, awaits_recovery, not_served, visible_gpus
+from raytrec.cluster.session import in_nccl_files, interface_of, socket_interfaces
+from raytrec.common.errors import GpuFailed
+from raytrec.common.machine import check_gpu
 from raytrec.compat.ray_torch import TorchBackend
 from raytrec.compat.torch_ import bind_store
 
@@ -66,9 +66,15 @@ def prepare_gpu() -> None:
     Raises:
         ConfigError: of `check_gpu`.
     """
+    import ray
+
     grow_segments()
     log_network()
-    check_gpu()
+    try:
+        check_gpu(ray.util.get_node_ip_address())
+    except GpuFailed as failed:
+        failed.place = ray.get_runtime_context().get_node_id(), failed.place[1]
+        raise
 
 
 def grow_segments() -> None:
@@ -105,49 +111,3 @@ def chosen_network() -> str:
     except OSError:
         return ""
     return found[-1].strip() if found else ""
-
-
-def check_gpu() -> None:
-    """Checks each GPU of this host that the group uses: ranks of a host see those of each other.
-
-    Raises:
-        ConfigError: torch cannot use GPUs here, FBGEMM has no code for one, or one has failed.
-    """
-    import ray
-    import torch
-
-    host, built = ray.util.get_node_ip_address(), torch.version.cuda
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"torch {torch.__version__} cannot use the GPU of {host}"
-            + ("" if built else ": it is built for CPUs"),
-            where="scaling.device=cuda",
-            expected=f"NVIDIA's driver for CUDA {built} or newer (nvidia-smi shows its version)"
-            if built
-            else "the packages of requirements/cuda.txt wherever there are GPUs",
-            do="update the driver" if built else OTHER_DEVICE.format(device="cuda"),
-        )
-    for index in range(torch.cuda.device_count()):
-        kind = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-        if wrong := not_served(kind, host):
-            raise wrong
-        if recovery := awaits_recovery(f"cuda:{index}"):
-            failed = GpuFailed(
-                f"GPU {index} of {host} has failed: its driver asks for {recovery}",
-                where="scaling.device=cuda",
-                expected="GPUs that compute as they should (nvidia-smi -q: GPU Recovery Action)",
-                do="do that, or take the node out of the cluster, and resume the run",
-            )
-            gpu = (visible_gpus() or {index: str(index)})[index]
-            failed.place = ray.get_runtime_context().get_node_id(), gpu
-            raise failed
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that has an address; None where none has."""
-    import psutil
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == address for each in addresses):
-            return name
-    return None

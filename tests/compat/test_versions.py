@@ -21,10 +21,11 @@ CPU, NEXT = versions.PAIRS
 def other(monkeypatch):
     """Lets packages seem to be of other versions than the pinned: torch="2.14.0"; None: not installed."""
 
-    def install(**found):
+    def install(cuda="13.0", **found):
         pinned = versions.PAIRS[CPU] | {name: pins[0] for name, pins in versions.OTHERS.items()}
         pinned |= {"fbgemm-gpu": None} | {name.replace("_", "-"): version for name, version in found.items()}
         monkeypatch.setattr(versions, "installed", pinned.get)
+        monkeypatch.setattr(versions, "cuda_of_torch", lambda: cuda)
 
     return install
 
@@ -88,6 +89,36 @@ def test_another_series_is_refused(other, found):
 def test_a_driver_does_without_torch(other):
     other(torch=None, torchrec=None, fbgemm_gpu_cpu=None, fbgemm_gpu=None)
     versions.require_versions()
+
+
+@pytest.mark.parametrize(
+    "found,what,do",
+    [
+        (
+            {"fbgemm_gpu": "1.8.0"},
+            "fbgemm-gpu-cpu 1.8.0 and fbgemm-gpu 1.8.0 are both installed, in one folder",
+            "pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu, then pip install --no-deps fbgemm-gpu-cpu==1.8.0",
+        ),
+        (
+            {"fbgemm_gpu": "1.8.0+cu126", "fbgemm_gpu_cpu": None},
+            "fbgemm-gpu 1.8.0+cu126 is built for CUDA 12.6, and torch 2.13.0 for CUDA 13.0",
+            "pip install --no-deps --force-reinstall fbgemm-gpu==1.8.0",
+        ),
+        (
+            {"cuda": None, "fbgemm_gpu": "1.8.0", "fbgemm_gpu_cpu": None},
+            "fbgemm-gpu 1.8.0 is built for CUDA, and torch 2.13.0 for CPUs",
+            "pip install --no-deps fbgemm-gpu-cpu==1.8.0",
+        ),
+        ({"fbgemm_gpu": "1.8.0+cu130", "fbgemm_gpu_cpu": None}, None, None),
+    ],
+)
+def test_builds_that_do_not_belong_together_are_named(other, found, what, do):
+    other(**found)
+    if not what:
+        return versions.require_versions()
+    with pytest.raises(RunError) as error:
+        versions.require_versions()
+    assert error.value.what == what and do in error.value.do
 
 
 def test_a_session_begins_with_it(other, monkeypatch):

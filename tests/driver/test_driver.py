@@ -17,11 +17,11 @@ import pytest
 
 from raytrec.common import machine
 from raytrec.common.errors import ConfigError, DataError, GpuFailed, RunError
+from raytrec.common.machine import check_gpu
 from raytrec.config.run_config import load_config
 from raytrec.driver import run as driver
 from raytrec.driver.datasets import open_data
 from raytrec.driver.evaluation import evaluate
-from raytrec.worker.rendezvous import check_gpu
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -280,11 +280,11 @@ def test_a_worker_whose_torch_has_no_gpu_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(ConfigError, match=r"cannot use the GPU of 127.0.0.1: it is built for CPUs") as error:
-        check_gpu()
+        check_gpu("127.0.0.1")
     assert "make install DEVICE=cuda" in error.value.do
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ConfigError, match=r"cannot use the GPU of 127.0.0.1\n") as error:
-        check_gpu()
+        check_gpu("127.0.0.1")
     assert "driver for CUDA 13.0" in error.value.expected
 
 
@@ -316,10 +316,10 @@ def two_gpus(monkeypatch):
 
 
 def test_a_gpu_that_fbgemm_has_no_code_for_is_named_before_anything_is_read(two_gpus):
-    check_gpu()
+    check_gpu("127.0.0.1")
     two_gpus[1] = ("Some GPU", (7, 5))
     with pytest.raises(ConfigError, match=r"no code for Some GPU \(.* 7\.5\)"):
-        check_gpu()
+        check_gpu("127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_a_gpu_that_has_failed_is_not_used_again(two_gpus, monkeypatch, action, 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetFieldValues", lambda gpu, _: [field if gpu else healthy])
     with pytest.raises(GpuFailed, match=f"GPU 1 of .* asks for {asks}") if asks else nullcontext() as error:
-        check_gpu()
+        check_gpu("127.0.0.1")
     assert not asks or error.value.place[1] == "1"
 
 

@@ -1,0 +1,271 @@
+"""Checks of a host without torch: of `raytrec doctor` and, before Ray starts, of `raytrec train`."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from raytrec.cluster.access import MODE, TOKEN, token_file
+from raytrec.cluster.local_ray import TMPDIR, base_folder, listens
+from raytrec.common.errors import RaytrecError, first_line
+from raytrec.common.machine import OTHER_DEVICE, built_for, cuda_of_torch, driver_cuda, gpu_kinds, installed
+from raytrec.compat.ray_core import CURRENT_CLUSTER, logs_folder, system_memory
+from raytrec.compat.versions import wrong_versions
+
+OK, WARNING, FAILURE = "ok", "warning", "failure"
+MIB, GIB = 1 << 20, 1 << 30
+SHARED_MEMORY, NVIDIA = Path("/dev/shm"), Path("/proc/driver/nvidia/gpus")
+NO_ROOM, LITTLE_ROOM = 64 * MIB, GIB  # bytes of shared memory; Docker gives 64 MiB
+LEAST_FILES, ENOUGH_FILES = 1024, 8192  # open files of a process
+LEAST_MEMORY = GIB  # a worker takes about this much before it has a table
+LEAST_DISK, RAY_STOPS_AT = 200 * MIB, 0.95  # Ray 2.60: local_fs_capacity_threshold
+LIMIT_S = 15.0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a check has found.
+
+    Attributes:
+        result: ok, warning or failure.
+        do: what to do about it; empty where nothing is wrong.
+        check: its name. hosts: where; none: everywhere, or between hosts that `finding` names.
+    """
+
+    result: str
+    finding: str
+    do: str = ""
+    check: str = ""
+    hosts: tuple[str, ...] = ()
+
+
+Found = Iterator[Diagnosis]
+HOST_CHECKS: dict[str, tuple[Callable[[], Found], float]] = {}  # name → function, seconds that it may take
+BEFORE_A_RUN = ("driver", "shared memory", "limits", "memory", "Ray's folder")
+
+
+def host_check(name: str, limit_s: float = LIMIT_S) -> Callable[[Callable[[], Found]], Callable[[], Found]]:
+    """Decorator: registers a check of the host that it is called on."""
+
+    def register(function: Callable[[], Found]) -> Callable[[], Found]:
+        HOST_CHECKS[name] = function, limit_s
+        return function
+
+    return register
+
+
+def run_check(name: str, function: Callable[[], Found], limit_s: float) -> list[Diagnosis]:
+    """The diagnoses of a check; of one that fails itself, or takes too long, one about that."""
+    try:
+        found = within(limit_s, lambda: list(function()))
+    except Exception as error:
+        found = [failure_of(error)]
+    return [replace(diagnosis, check=name) for diagnosis in found]
+
+
+def failure_of(error: Exception) -> Diagnosis:
+    """An error as a diagnosis: one for people, or that of a check which itself failed."""
+    if isinstance(error, ModuleNotFoundError):
+        return Diagnosis(FAILURE, f"{error.name} is not installed", "install what docs/install.md names")
+    if isinstance(error, TimeoutError):
+        return Diagnosis(FAILURE, first_line(error), "look at what this host waits for: shared file systems?")
+    if not isinstance(error, RaytrecError):
+        what = f"the check itself failed: {type(error).__name__}: {first_line(error)}"
+        return Diagnosis(FAILURE, what, "report this with `raytrec doctor --share`")
+    what = " ".join(error.what.split()) + (f"; expected {error.expected}" if error.expected else "")
+    return Diagnosis(FAILURE, what, error.do or f"give {error.expected or 'what the message names'}")
+
+
+def within(limit_s: float, function: Callable[[], Any]) -> Any:
+    """What a function returns. One that hangs is left behind in its thread.
+
+    Raises:
+        TimeoutError: it has not returned in time. Whatever it raises.
+    """
+    ended: list[tuple[Any, BaseException | None]] = []
+
+    def call() -> None:
+        try:
+            ended.append((function(), None))
+        except BaseException as error:
+            ended.append((None, error))
+
+    thread = Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if not ended:
+        raise TimeoutError(f"no answer within {limit_s:.0f} s")
+    value, error = ended[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def check_before_run() -> list[str]:
+    """Warnings about this host, for a run that is about to start its own Ray here; takes milliseconds."""
+    found = [diagnosis for name in BEFORE_A_RUN for diagnosis in run_check(name, *HOST_CHECKS[name])]
+    return [f"{v.check}: {v.finding}; {v.do}" for v in found if v.result != OK]
+
+
+def has_gpus() -> bool:
+    """Whether this host has GPUs of NVIDIA's, also where no package can ask for them."""
+    return (NVIDIA.is_dir() and any(NVIDIA.iterdir())) or bool(gpu_kinds())
+
+
+@host_check("packages")
+def packages() -> Found:
+    """torch, TorchRec, FBGEMM, Ray, MLflow and pyarrow belong together."""
+    if error := wrong_versions():
+        yield failure_of(error)
+        return
+    names = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray")
+    have = [f"{name} {version}" for name in names if (version := installed(name))]
+    cuda = cuda_of_torch()
+    yield Diagnosis(OK, ", ".join(have) + (f", CUDA {cuda}" if cuda else ", for CPUs"))
+
+
+@host_check("builds")
+def builds() -> Found:
+    """The builds of torch and FBGEMM are for the device that this host has."""
+    device, gpus = built_for(), has_gpus()
+    if device is None:
+        yield Diagnosis(WARNING, "torch is not installed", "install it where workers run (docs/install.md)")
+    elif device == "cpu" and gpus:
+        do = f"for GPUs: {OTHER_DEVICE.format(device='cuda')}"
+        yield Diagnosis(
+            WARNING, "there are GPUs, but torch or FBGEMM is built for CPUs, where runs train", do
+        )
+    else:
+        yield Diagnosis(OK, f"for {device}, and this host has {'' if gpus else 'no '}GPUs")
+
+
+@host_check("driver")
+def driver() -> Found:
+    """NVIDIA's driver is new enough for the CUDA that torch is built for."""
+    if not (cuda := cuda_of_torch()) or not has_gpus():
+        yield Diagnosis(OK, "not needed: no GPU, or packages for CPUs")
+    elif (found := driver_cuda()) is None:
+        yield Diagnosis(FAILURE, "there are GPUs, but NVML finds no driver", "pip install nvidia-ml-py")
+    elif int(found[1].partition(".")[0]) < int(cuda.partition(".")[0]):
+        what = f"driver {found[0]} runs CUDA {found[1]}, and torch is built for CUDA {cuda}"
+        yield Diagnosis(FAILURE, what, "update NVIDIA's driver, or install its cuda-compat (docs/install.md)")
+    else:
+        yield Diagnosis(OK, f"driver {found[0]} runs CUDA {found[1]}, torch needs {cuda}")
+
+
+@host_check("shared memory")
+def shared_memory() -> Found:
+    """/dev/shm, in which Ray keeps objects, and NCCL what processes of a host exchange, has room."""
+    disk = shutil.disk_usage(SHARED_MEMORY)
+    what = f"{SHARED_MEMORY} has {disk.free / GIB:,.2f} GiB free of {disk.total / GIB:,.2f}"
+    do = f"remove files there that no process uses, or enlarge it: mount -o remount,size=8G {SHARED_MEMORY}; "
+    do += "docker run --shm-size=8g; an emptyDir with medium Memory in Kubernetes"
+    if disk.free >= LITTLE_ROOM:
+        yield Diagnosis(OK, what)
+    elif disk.free >= NO_ROOM or not has_gpus():
+        yield Diagnosis(WARNING, f"{what}: Ray keeps its objects on the disk instead", do)
+    else:
+        yield Diagnosis(FAILURE, f"{what}: NCCL cannot start", do)
+
+
+@host_check("limits")
+def limits() -> Found:
+    """Open files, and locked memory where there is InfiniBand."""
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    words = ["unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}" for limit in (files, locked)]
+    what = f"{words[0]} open files, {words[1]} bytes of locked memory"
+    do = "raise it: ulimit -n 65536, LimitNOFILE=65536 (systemd), docker run --ulimit nofile=65536"
+    if files != resource.RLIM_INFINITY and files < ENOUGH_FILES:
+        yield Diagnosis(FAILURE if files < LEAST_FILES else WARNING, f"{what}: Ray needs more files", do)
+    elif locked != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
+        do = "ulimit -l unlimited, LimitMEMLOCK=infinity (systemd), docker run --ulimit memlock=-1"
+        yield Diagnosis(WARNING, f"{what}: InfiniBand needs unlimited locked memory", do)
+    else:
+        yield Diagnosis(OK, what)
+
+
+@host_check("memory")
+def memory() -> Found:
+    """Main memory that is available, within the container's limit."""
+    import psutil
+
+    total, available = system_memory(), min(psutil.virtual_memory().available, system_memory())
+    what = f"{available / GIB:,.1f} GiB available of {total / GIB:,.1f}"
+    if available < LEAST_MEMORY:
+        do = "end other processes, or raise the container's limit: Linux kills workers without a message"
+        yield Diagnosis(WARNING, what, do)
+    else:
+        yield Diagnosis(OK, what)
+
+
+@host_check("Ray's folder")
+def ray_folder() -> Found:
+    """The disk on which Ray keeps logs, and objects for which memory is short."""
+    folder = logs_folder() if _is_on_ray() else base_folder()
+    disk = shutil.disk_usage(folder)
+    what = f"{disk.free / GIB:,.1f} GiB free of {disk.total / GIB:,.1f} at {folder}"
+    do = f"remove old sessions there, or set {TMPDIR} to a folder on another disk before Ray starts"
+    if disk.free < LEAST_DISK:
+        yield Diagnosis(FAILURE, what, do)
+    elif disk.used / disk.total > RAY_STOPS_AT:
+        yield Diagnosis(WARNING, f"{what}: above {RAY_STOPS_AT:.0%} Ray writes no objects to it", do)
+    else:
+        yield Diagnosis(OK, what)
+
+
+@host_check("clusters")
+def clusters() -> Found:
+    """One Ray cluster on this host at most, and none that has ended but is still noted."""
+    import psutil
+
+    ports = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.name() == "gcs_server":
+                given = (word.partition("=")[2] for word in process.cmdline() if "gcs_server_port=" in word)
+                ports.append(next(given, "?"))
+    note = Path(os.environ.get(TMPDIR, "/tmp")) / CURRENT_CLUSTER
+    with suppress(OSError, ValueError):
+        host, _, port = (address := note.read_text().strip()).rpartition(":")
+        if not listens(host, int(port)):
+            what = f"{note} names the cluster {address}, where nothing listens"
+            yield Diagnosis(WARNING, what, f"ray stop, then rm {note}: the address `auto` would be that one")
+    if len(ports) > 1:
+        what = f"{len(ports)} Ray clusters run on this host (GCS at ports {', '.join(sorted(ports))})"
+        do = "end those that are not needed (`ray stop` ends them all), or name HOST:PORT, not `auto`"
+        yield Diagnosis(WARNING, what, do)
+    else:
+        yield Diagnosis(OK, f"{len(ports) or 'no'} Ray cluster on this host")
+
+
+@host_check("token")
+def token() -> Found:
+    """Ray's token: there where a cluster asks for it, and readable by its owner alone."""
+    file = token_file()
+    if os.environ.get(MODE, "token").lower() != "token":
+        yield Diagnosis(OK, f"not used: {MODE}={os.environ[MODE]}")
+    elif os.environ.get(TOKEN):
+        yield Diagnosis(OK, f"in the environment variable {TOKEN}")
+    elif not file.is_file():
+        yield Diagnosis(OK, f"none yet: a run of this host's own Ray makes {file}")
+    elif not os.access(file, os.R_OK):
+        yield Diagnosis(FAILURE, f"this user cannot read {file}", f"chown it, then chmod 600 {file}")
+    elif (mode := file.stat().st_mode) & 0o077:
+        do = f"chmod 600 {file}; make another where others may have read it: they can run code"
+        yield Diagnosis(FAILURE, f"other users can read {file} (mode {mode & 0o777:o})", do)
+    else:
+        yield Diagnosis(OK, f"in {file}, which its owner alone can read")
+
+
+def _is_on_ray() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()

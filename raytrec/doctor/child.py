@@ -1,0 +1,180 @@
+"""Child processes, which may crash or hang: they import torch and FBGEMM, use a GPU, or join a group."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ANSWER = "raytrec-doctor "
+ROOT = str(Path(__file__).parents[2])
+ELEMENTS, ROUNDS = 1 << 22, 4  # of the all-reduce that is timed: 16 MiB of float32, the best of four
+
+
+class ChildError(Exception):
+    """A child process has found an error, or has died of it; its text is for people."""
+
+
+def run_child(name: str, *arguments: Any, limit_s: float, **environment: str) -> dict[str, Any]:
+    """The answer of a function of PROGRAMS that a new Python calls.
+
+    Args:
+        arguments: plain values. environment: variables that the process has in addition.
+
+    Raises:
+        ChildError: it ended with an error, or none. TimeoutError: it has not ended in time; it is killed.
+    """
+    env = os.environ | environment
+    if "RAY_RAYLET_PID" in env and env.get("CUDA_VISIBLE_DEVICES") == "":
+        del env["CUDA_VISIBLE_DEVICES"]  # Ray hides GPUs from what has not asked for them
+    env["PYTHONPATH"] = os.pathsep.join(path for path in (env.get("PYTHONPATH"), ROOT) if path)
+    command = [sys.executable, "-W", "ignore", "-m", __name__, name, json.dumps([limit_s, *arguments])]
+    try:
+        done = subprocess.run(
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"no answer within {limit_s:.0f} s") from None
+    for line in done.stdout.splitlines():
+        if line.startswith(ANSWER):
+            answer = json.loads(line.removeprefix(ANSWER))
+            if "error" in answer:
+                raise ChildError(answer["error"])
+            return answer
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
+    raise ChildError(f"the process ended with {how}" + (f": {last}" if last else ""))
+
+
+def load_fbgemm() -> dict[str, Any]:
+    """Imports torch and FBGEMM, and runs one of FBGEMM's operators on CPU.
+
+    Raises:
+        Exception: the loader's first error, not those that follow from it.
+    """
+    torch = _imported("torch")
+    try:
+        fbgemm = _imported("fbgemm_gpu")
+        _operate("cpu")
+    except Exception as error:
+        raise _first_error(torch) or error from None
+    return {"torch": torch.__file__, "fbgemm_gpu": fbgemm.__file__}
+
+
+def _imported(name: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(name)
+    except Exception as error:
+        raise OSError(f"import {name}: {_loaders(error)}") from None
+
+
+def _loaders(error: BaseException) -> BaseException:
+    """The loader's own error, where torch has put another one round it."""
+    return error if error.__cause__ is None else _loaders(error.__cause__)
+
+
+def _operate(device: str) -> None:
+    import torch
+
+    torch.ops.fbgemm.asynchronous_complete_cumsum(torch.zeros(1, dtype=torch.int64, device=device))
+
+
+def _first_error(torch: Any) -> OSError | None:
+    """Why the first of FBGEMM's libraries cannot be loaded, which "No such operator" hides."""
+    found = find_spec("fbgemm_gpu")
+    for folder in found.submodule_search_locations or () if found else ():
+        for file in sorted(Path(folder).glob("*.so")):
+            try:
+                torch.ops.load_library(str(file))
+            except OSError as error:
+                return OSError(f"loading {file.name}: {_loaders(error)}")
+    return None
+
+
+def use_gpu() -> dict[str, Any]:
+    """Runs one of FBGEMM's operators on the only GPU that this process sees."""
+    import torch
+
+    from raytrec.common.machine import check_gpu
+
+    check_gpu("this host")
+    _imported("fbgemm_gpu")
+    _operate("cuda")
+    torch.cuda.synchronize()
+    return {"name": torch.cuda.get_device_name()}
+
+
+def join_group(
+    rank: int, world: int, address: str, port: int, backend: str, interfaces: dict[str, str], timeout_s: float
+) -> dict[str, Any]:
+    """Reduces 16 MiB over a group of processes; seconds, and the network that was taken.
+
+    Args:
+        address, port: of rank 0's store.
+        interfaces: variables that name the interface; those that are set already stay.
+    """
+    os.environ |= {name: value for name, value in interfaces.items() if name not in os.environ}
+    import torch
+    import torch.distributed as dist
+
+    from raytrec.compat.torch_ import bind_store
+
+    device, network = "cpu", f"gloo over TCP ({os.environ.get('GLOO_SOCKET_IFNAME', 'its own choice')})"
+    if backend == "nccl":
+        from raytrec.worker.rendezvous import chosen_network, log_network
+
+        log_network()
+        device = "cuda"
+        torch.cuda.set_device(0)
+    if interfaces:
+        bind_store(address)
+    host = f"[{address}]" if ":" in address else address
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, f"tcp://{host}:{port}", timeout, world, rank)
+    values, best = torch.ones(ELEMENTS, device=device), float("inf")
+    for _ in range(ROUNDS):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(values)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    if values[0].item() != world**ROUNDS or values[-1].item() != world**ROUNDS:
+        raise ValueError(f"the sum is {values[0].item()}, and should be {world**ROUNDS}")
+    dist.barrier()
+    if backend == "nccl":
+        network = f"NCCL over {chosen_network() or 'an unknown network'}"
+    dist.destroy_process_group()
+    return {"seconds": best, "network": network}
+
+
+PROGRAMS: dict[str, Callable[..., dict[str, Any]]] = {
+    "load": load_fbgemm,
+    "gpu": use_gpu,
+    "group": join_group,
+}
+
+
+def main() -> None:
+    limit_s, *arguments = json.loads(sys.argv[2])
+    signal.alarm(int(limit_s) + 5)  # the process that has started this one may be gone
+    try:
+        answer = PROGRAMS[sys.argv[1]](*arguments)
+    except BaseException as error:
+        answer = {"error": " ".join((str(error) or type(error).__name__).split())[:600]}
+    print(f"\n{ANSWER}{json.dumps(answer)}", flush=True)
+    os._exit(0)  # a group that has failed may wait for its peers at the end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""`raytrec doctor` over several hosts: a blocked port, a bridge of Docker's, storage that is not shared."""
+
+import json
+import os
+
+import pytest
+import simulated_packages
+from heads import RAYTREC
+from hosts import NETWORK, Hosts, impossible
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    """A head and two more hosts."""
+    folder = tmp_path_factory.mktemp("hosts")
+    if why := impossible(folder):
+        pytest.skip(why)
+    (site := folder / "site").mkdir()
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    with Hosts(folder, 2, environment={"PYTHONPATH": path}) as cluster:
+        cluster.site = site
+        yield cluster
+
+
+def doctor(hosts, *arguments):
+    """(exit code, rows) of `raytrec doctor` on the head."""
+    command = [RAYTREC, "doctor", "--address", hosts.address, "--json", *arguments]
+    with hosts.all[0].start(*command, env=hosts.env, stdout=-1, text=True) as process:
+        out, _ = process.communicate(timeout=400)
+    assert out, hosts.all[0].log.read_text()[-3000:]
+    return process.returncode, json.loads(out)["checks"]
+
+
+def failures(rows):
+    return {(row["check"], *row["hosts"]): row for row in rows if row["result"] == "failure"}
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_hosts_that_are_well(hosts):
+    code, rows = doctor(hosts, "--storage", str(hosts.root))
+    assert code == 0, rows
+    found = {row["check"]: row["finding"] for row in rows}
+    assert found["interfaces"].startswith("gloo and NCCL take eth0")
+    assert found["ports"] == "3 nodes reach each other at free ports"
+    assert (
+        found["all-reduce"].startswith("over all 3 nodes: ") and "gloo over TCP (eth0)" in found["all-reduce"]
+    )
+    assert found["clocks"] == "3 clocks are less than 1 s apart"
+    assert not [*hosts.root.glob("raytrec-doctor-*")]
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_what_is_wrong_between_hosts_and_on_one(hosts):
+    _, second, third = hosts.all
+    # Packets from the second host to the third vanish: no error, no answer.
+    second.net("ip", "neigh", "replace", third.address, "lladdr", "02:00:00:00:00:99", "dev", "eth0")
+    third.run("mount", "-t", "tmpfs", "tmpfs", str(hosts.root))
+    third.run("mount", "-t", "tmpfs", "tmpfs", str(hosts.site))
+    info = f"{hosts.site}/torchrec-1.7.0.dist-info"
+    third.run(
+        "sh",
+        "-c",
+        f"mkdir {info} && printf '{simulated_packages.METADATA}' > {info}/METADATA".format(
+            "torchrec", "1.7.0"
+        ),
+    )
+    third.net("ip", "link", "set", "eth0", "name", "docker0")
+    try:
+        code, rows = doctor(hosts, "--storage", str(hosts.root))
+    finally:
+        second.net("ip", "neigh", "del", third.address, "dev", "eth0")
+        third.net("ip", "link", "set", "docker0", "name", "eth0")
+        third.run("umount", str(hosts.root))
+        third.run("umount", str(hosts.site))
+    found = failures(rows)
+    assert code == 1 and ("interfaces", f"host3 ({NETWORK}3)") in found, rows
+    name = f"host3 ({NETWORK}3)"
+    assert "torchrec 1.7.0" in found["packages", name]["finding"]
+    assert "torchrec 1.7.0" in found["same packages", name]["finding"]
+    assert "docker0 (10.77.0.3), a bridge inside this host" in found["interfaces", name]["finding"]
+    assert "--node-ip-address" in found["interfaces", name]["do"]
+    ports = [row["finding"] for row in rows if row["check"] == "ports"]
+    assert any(f"host2 ({NETWORK}2) cannot reach {name} at port" in text for text in ports), ports
+    assert all("no answer within 5 s" in text or "nodes" in text for text in ports)
+    assert "not the same place on every node" in found["storage", name]["do"]

@@ -1,0 +1,454 @@
+"""What the doctor finds on one host, where upstream's packages, GPUs or disks are not as they should be."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import parquet
+import pytest
+import simulated_packages
+from disks import fill, small_disk
+from heads import free_ports, short_folder
+
+from raytrec.cli import main
+from raytrec.cluster import host_checks, session
+from raytrec.cluster.host_checks import FAILURE, HOST_CHECKS, OK, WARNING, run_check
+from raytrec.common.errors import RunError
+from raytrec.doctor import agreement, examine, network, packages
+from raytrec.doctor.nodes import ThisHost
+from raytrec.doctor.table import as_json, as_markdown, shared
+
+CPU_BUILD = {"fbgemm_gpu_cpu": "1.8.0"}
+CUDA_BUILD = {"torch": "2.13.0", "fbgemm_gpu": "1.8.0"}
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Lets packages seem to be installed, for this process and its children."""
+
+    def install(modules=None, **versions):
+        folder = simulated_packages.install(tmp_path / "site", modules, **versions)
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.setenv("PYTHONPATH", folder)
+
+    return install
+
+
+def diagnoses(name):
+    return run_check(name, *HOST_CHECKS[name])
+
+
+def the_only(name, result):
+    (diagnosis,) = diagnoses(name)
+    assert diagnosis.result == result, diagnosis
+    assert diagnosis.check == name and (result == OK) == (diagnosis.do == "")
+    return diagnosis
+
+
+def test_fbgemm_of_another_release_is_named_with_the_line_that_repairs_it(installed):
+    assert "fbgemm-gpu-cpu 1.8.0" in the_only("packages", OK).finding
+    installed(fbgemm_gpu_cpu="1.7.0")
+    diagnosis = the_only("packages", FAILURE)
+    assert "torch 2.13.0+cpu with torchrec 1.8.0 with fbgemm-gpu-cpu 1.7.0" in diagnosis.finding
+    assert diagnosis.do.startswith("pip install --no-deps -r requirements/cpu.txt")
+
+
+def test_both_wheels_are_named(installed):
+    installed(fbgemm_gpu="1.8.0")
+    diagnosis = the_only("packages", FAILURE)
+    assert "fbgemm-gpu-cpu 1.8.0 and fbgemm-gpu 1.8.0 are both installed" in diagnosis.finding
+    assert "pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu" in diagnosis.do
+
+
+# As releases of FBGEMM have done, and TorchRec still does.
+HIDES = """
+import torch
+from pathlib import Path
+try:
+    torch.ops.load_library(str(Path(__file__).with_name("fbgemm_gpu_py.so")))
+except OSError:
+    pass
+"""
+
+
+def test_the_loaders_first_error_is_shown_in_place_of_no_such_operator(installed, tmp_path):
+    """Of a library that needs one which is not there: the real FBGEMM's, changed."""
+    installed({"fbgemm_gpu/__init__.py": HIDES})
+    library = Path(find_spec("torchrec").origin).parents[1] / "fbgemm_gpu/fbgemm_gpu_tbe_optimizers.so"
+    content = library.read_bytes()
+    assert b"libtorch_cpu.so\0" in content
+    changed = content.replace(b"libtorch_cpu.so\0", b"libcudart.so.99\0")
+    (tmp_path / "site/fbgemm_gpu/fbgemm_gpu_py.so").write_bytes(changed)
+    diagnosis = the_only("operators", FAILURE)
+    assert "loading fbgemm_gpu_py.so: libcudart.so.99: cannot open shared object" in diagnosis.finding
+    assert "built for CUDA, whose libraries are missing" in diagnosis.do
+
+
+@pytest.mark.parametrize(
+    "error,do",
+    [
+        ("x.so: undefined symbol: _ZN3c10", "torch and FBGEMM are not of one release"),
+        ("libcudart.so.12: cannot open shared object file", "make install DEVICE=cpu"),
+        ("libm.so.6: version `GLIBC_2.38' not found", "C libraries are too old"),
+        ("something else", "pip install --no-deps --force-reinstall -r requirements/cpu.txt"),
+    ],
+)
+def test_what_to_do_about_an_error_of_the_loader(error, do):
+    assert do in packages._repair(error)
+
+
+NVML = """
+class NVMLError(Exception): ...
+nvmlInit = nvmlShutdown = lambda: None
+nvmlDeviceGetCount = lambda: 2
+nvmlDeviceGetHandleByIndex = nvmlDeviceGetHandleByUUID = int
+nvmlDeviceGetName = ["NVIDIA L4", "Tesla T4"].__getitem__
+nvmlDeviceGetCudaComputeCapability = [(8, 9), (7, 5)].__getitem__
+nvmlSystemGetDriverVersion = lambda: "570.86.15"
+nvmlSystemGetCudaDriverVersion_v2 = lambda: 12080
+"""
+
+
+@pytest.fixture
+def with_gpus(installed, monkeypatch):
+    """A host with two GPUs, as far as NVML knows, and the packages for them."""
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def install(**versions):
+        installed({"pynvml.py": NVML, "torch/version.py": "cuda = '13.0'"}, **versions)
+
+    yield install
+    sys.modules.pop("pynvml", None)
+
+
+def test_each_gpu_that_the_wheel_has_no_code_for_or_that_does_not_work_is_named(with_gpus, monkeypatch):
+    with_gpus(**CUDA_BUILD)
+    # The CPU build that is really installed is out of the way.
+    real = host_checks.built_for.__globals__["installed"]
+    monkeypatch.setitem(
+        host_checks.built_for.__globals__, "installed", lambda name: name != "fbgemm-gpu-cpu" and real(name)
+    )
+    served, other = diagnoses("gpus")
+    assert other.result == FAILURE and "no code for Tesla T4 (compute capability 7.5)" in other.finding
+    assert "9.0" in other.finding and "docs/gpu.md" in other.do
+    # There is none to run an operator on: torch of this environment is for CPUs.
+    assert served.result == FAILURE and "GPU 0, NVIDIA L4 (8.9): torch" in served.finding and served.do
+    driver = the_only("driver", FAILURE)
+    assert "driver 570.86.15 runs CUDA 12.8, and torch is built for CUDA 13.0" in driver.finding
+
+
+def test_a_wheel_for_cpus_where_there_are_gpus(with_gpus):
+    with_gpus(**CPU_BUILD)
+    diagnosis = the_only("builds", WARNING)
+    assert "there are GPUs, but torch or FBGEMM is built for CPUs" in diagnosis.finding
+    assert "make install DEVICE=cuda" in diagnosis.do
+
+
+def test_shared_memory_that_is_full(tmp_path, monkeypatch):
+    with small_disk(tmp_path / "shm", "1m") as place:
+        fill(place)
+        monkeypatch.setattr(host_checks, "SHARED_MEMORY", place)
+        assert "0.00 GiB free" in the_only("shared memory", WARNING).finding
+        (line,) = [line for line in host_checks.check_before_run() if line.startswith("shared memory")]
+        assert "--shm-size" in line, "raytrec train warns of it, too"
+        monkeypatch.setattr(host_checks, "has_gpus", lambda: True)
+        assert "NCCL cannot start" in the_only("shared memory", FAILURE).finding
+
+
+def test_disks_memory_and_limits_that_are_short(tmp_path, monkeypatch):
+    with small_disk(short_folder(tmp_path).parent / "disk", "1m") as place:
+        monkeypatch.setenv("RAY_TMPDIR", str(place))
+        assert "RAY_TMPDIR" in the_only("Ray's folder", FAILURE).do
+    monkeypatch.setattr(host_checks, "system_memory", lambda: 1 << 29)
+    assert "0.5 GiB available of 0.5" in the_only("memory", WARNING).finding
+    monkeypatch.setattr(host_checks, "LEAST_FILES", 1 << 40)
+    monkeypatch.setattr(host_checks, "ENOUGH_FILES", 1 << 40)
+    assert "ulimit -n" in the_only("limits", FAILURE).do
+
+
+def test_a_run_of_this_host_warns_of_what_is_short_before_ray_starts(tiny_data, tmp_path, monkeypatch):
+    from raytrec.driver.preflight import check_plan
+    from raytrec.driver.prepare import open_run, resolve_config
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(host_checks, "LEAST_MEMORY", 1 << 60)
+    for address, warns in ((None, True), ("auto", False)):
+        settings = parquet.settings(tiny_data, tmp_path / "run", scaling__address=address)
+        lines = check_plan(open_run(*resolve_config(settings, [])))
+        assert any(line.startswith("memory: ") and "end other processes" in line for line in lines) == warns
+
+
+def test_what_a_run_checks_first_takes_no_time():
+    host_checks.check_before_run()  # imports, which a run has, too
+    began = time.perf_counter()
+    host_checks.check_before_run()
+    assert time.perf_counter() - began < 0.3
+
+
+def test_a_second_cluster_and_one_that_has_ended(tmp_path, monkeypatch):
+    (note := tmp_path / "ray" / "ray_current_cluster").parent.mkdir()
+    note.write_text(f"127.0.0.1:{free_ports(1)[0]}\n")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    gcs = tmp_path / "gcs_server"
+    gcs.symlink_to(sys.executable)
+    wait = "import sys; print(); sys.stdout.flush(); sys.stdin.read()"
+    heads = [
+        subprocess.Popen(
+            [gcs, "-c", wait, f"--gcs_server_port={port}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for port in (7001, 7002)
+    ]
+    try:
+        for head in heads:
+            head.stdout.readline()
+        ended, second = diagnoses("clusters")
+    finally:
+        for head in heads:
+            head.communicate()
+    assert ended.result == WARNING and "where nothing listens" in ended.finding and str(note) in ended.do
+    assert second.result == WARNING and "7001, 7002" in second.finding and "ray stop" in second.do
+
+
+def test_a_token_that_others_can_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file := tmp_path / "token"))
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    assert "none yet" in the_only("token", OK).finding
+    file.write_text("a" * 64)
+    file.chmod(0o644)
+    assert f"chmod 600 {file}" in the_only("token", FAILURE).do
+    file.chmod(0o600)
+    the_only("token", OK)
+
+
+def test_no_token_for_a_cluster(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setattr(examine, "CHECK_ORDER", ())
+    first, *_ = examine.examine(f"127.0.0.1:{free_ports(1)[0]}").diagnoses
+    assert (first.check, first.result) == ("cluster", FAILURE)
+    assert "there is no token for the Ray cluster" in first.finding and "chmod 600" in first.do
+
+
+@pytest.mark.parametrize(
+    "cluster,what",
+    [
+        ({"python_version": "3.11.99"}, "the cluster runs Python 3.11.99, and this process Python"),
+        ({"ray_version": "2.59.0"}, "the cluster runs Ray 2.59.0"),
+    ],
+)
+def test_a_cluster_of_another_python_or_ray_is_named_with_both(monkeypatch, cluster, what):
+    """In Ray's words, of which a first line names neither."""
+    import ray
+    from ray._private.utils import check_version_info, compute_version_info
+
+    own = dict(zip(("ray_version", "python_version"), compute_version_info(), strict=True))
+    monkeypatch.setattr(ray, "init", lambda **_: check_version_info(own | cluster, "node 10.0.0.2"))
+    with pytest.raises(RunError) as error:
+        session._init("scaling.address=auto", address="auto")
+    assert what in error.value.what and error.value.do
+
+
+def test_a_check_that_fails_itself_or_hangs_is_a_row():
+    def fails():
+        yield host_checks.Diagnosis(OK, "so far")
+        raise KeyError("what")
+
+    def refuses():
+        raise RunError("no such place", expected="another", do="take another")
+        yield
+
+    (failed,) = run_check("a", fails, 5)
+    assert (failed.check, failed.result) == ("a", FAILURE)
+    assert "the check itself failed: KeyError: 'what'" in failed.finding
+    (refused,) = run_check("b", refuses, 5)
+    assert refused.finding == "no such place; expected another" and refused.do == "take another"
+    (late,) = run_check("c", lambda: iter([time.sleep(60)]), 0.1)
+    assert late.result == FAILURE and late.finding == "no answer within 0 s"
+
+
+def test_every_check_has_its_place_in_the_table():
+    between = {*examine.AMONG_NODES, "storage"}
+    assert sorted([*HOST_CHECKS, *between]) == sorted(examine.CHECK_ORDER)
+
+
+class TwoHosts(ThisHost):
+    """Two addresses of this machine, which stand for hosts."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.addresses = ["a (127.0.0.1)", "b (127.0.0.2)"], ["127.0.0.1", "127.0.0.2"]
+
+    def ask(self, call, *arguments, each=None, limit_s=20):
+        each = {0: (), 1: ()} if each is None else each
+        one = ThisHost()
+        answers = {i: one.ask(call, *arguments, each={0: own}, limit_s=limit_s) for i, own in each.items()}
+        return [answers[i][0] if i in answers else None for i in (0, 1)]
+
+
+def test_a_port_that_nothing_answers_at_is_named_by_the_pair(monkeypatch):
+    (fine,) = network.check_ports(TwoHosts())
+    assert fine.result == OK
+    full = socket.socket()
+    full.bind(("127.0.0.2", 0))
+    full.listen(0)
+    clients = [socket.socket() for _ in range(3)]
+    for client in clients:  # the queue is full: the kernel drops what else would connect, as a firewall does
+        client.setblocking(False)
+        client.connect_ex(full.getsockname())
+    real = network.listen
+    monkeypatch.setattr(
+        network, "listen", lambda address: full.getsockname()[1] if address == "127.0.0.2" else real(address)
+    )
+    monkeypatch.setattr(network.reach, "__defaults__", (0.3,))
+    found = [*network.check_ports(hosts := TwoHosts())]
+    assert hosts.cut == {frozenset((0, 1))}
+    assert "a (127.0.0.1) cannot reach b (127.0.0.2) at port" in found[0].finding
+    assert "no answer within" in found[0].finding and "security group" in found[0].do
+    reduced = [*network.check_all_reduce(hosts)]
+    assert [diagnosis.result for diagnosis in reduced] == [WARNING], (
+        "nothing is tried where ports are blocked"
+    )
+    for each in (full, *clients):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    "address,own,chosen,several,result,finding",
+    [
+        ("172.17.0.1", "docker0", {}, True, FAILURE, "take docker0 (172.17.0.1), a bridge inside this host"),
+        ("172.17.0.1", "docker0", {}, False, OK, "docker0"),
+        ("10.0.0.1", "eth0", {}, True, OK, "eth0"),
+        ("10.0.0.1", "eth0", {"NCCL_SOCKET_IFNAME": "=docker0"}, True, FAILURE, "take docker0"),
+        ("10.0.0.1", "eth0", {"NCCL_SOCKET_IFNAME": "ib9"}, True, FAILURE, "there is no such interface"),
+        ("10.0.0.1", "eth0", {"NCCL_SOCKET_IFNAME": "eth"}, True, OK, "eth"),
+        ("10.0.0.9", None, {}, True, WARNING, "no interface has the node's address 10.0.0.9"),
+    ],
+)
+def test_interfaces(address, own, chosen, several, result, finding):
+    have = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "docker0": ["172.17.0.1"]}
+    found = {"own": own, "have": have, "chosen": chosen}
+    ((got, what, do),) = network._judge(found, address, False, several)
+    assert got == result and finding in what and (do == "") == (result == OK)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 9])
+def test_rounds_have_each_pair_once_and_each_node_once_a_round(count):
+    found = network.rounds([*range(10, 10 + count)])
+    pairs = [frozenset(pair) for each in found for pair in each]
+    assert len(pairs) == len({*pairs}) == count * (count - 1) // 2
+    for each in found:
+        members = [node for pair in each for node in pair]
+        assert len(members) == len({*members})
+
+
+def test_clocks_that_are_apart():
+    found = [*agreement.judge_clocks({"a": (0.2, 0.01), "b": (-7.0, 0.5), "c": (1000.0, 1.0), "d": (5, 6)})]
+    assert [(diagnosis.hosts, diagnosis.result) for diagnosis in found] == [
+        (("b",), WARNING),
+        (("c",), FAILURE),
+    ]
+    assert "7.0 s behind" in found[0].finding and "ahead of" in found[1].finding
+    (fine,) = agreement.judge_clocks({"a": (0.2, 0.01)})
+    assert fine.result == OK
+
+
+def test_storage_that_one_host_cannot_reach(tmp_path, monkeypatch):
+    (place := tmp_path / "shared").mkdir()
+    (fine,) = agreement.check_storage(TwoHosts(), str(place))
+    assert fine.result == OK and not [*place.iterdir()], "nothing is left there"
+    real = agreement.open_filesystem
+    asked = []
+
+    def elsewhere(uri):
+        """The second host that is asked has another folder in that place, or none."""
+        asked.append(uri)
+        return real(uri if len(asked) == 1 else str(other))
+
+    other = tmp_path / "missing"
+    monkeypatch.setattr(agreement, "open_filesystem", elsewhere)
+    found = [*agreement.check_storage(TwoHosts(), str(place))]
+    assert found[0].result == FAILURE and found[0].hosts == ("b (127.0.0.2)",)
+    assert "there is no such folder" in found[0].finding and "mounts, credentials" in found[0].do
+
+
+BLOCKED = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in %r:
+            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+sys.meta_path.insert(0, Block())
+from raytrec.cli import main
+main()
+"""
+BROKEN = "raise ImportError('libcublasLt.so.13: cannot open shared object file: No such file or directory')"
+
+
+def doctor(*arguments, blocked=(), **environment):
+    command = [sys.executable, "-c", BLOCKED % (blocked,), "doctor", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
+    assert "Traceback" not in done.stdout + done.stderr, done.stderr
+    return done
+
+
+def test_it_runs_where_neither_torch_nor_fbgemm_can_be_imported(tmp_path):
+    """Nor here, nor in its children; and a run of the command never shows a traceback."""
+    site = simulated_packages.install(
+        tmp_path / "site", {"torch/__init__.py": BROKEN, "torch/version.py": ""}
+    )
+    path = os.pathsep.join([site, os.environ.get("PYTHONPATH", "")])
+    done = doctor("--json", blocked=("torch", "torchrec", "fbgemm_gpu", "mlflow"), PYTHONPATH=path)
+    found = json.loads(done.stdout)
+    assert done.returncode == 1 and found["failures"] == 1, done.stdout
+    (row,) = [row for row in found["checks"] if row["result"] == "failure"]
+    assert row["check"] == "operators" and "import torch: libcublasLt.so.13" in row["finding"]
+    assert "make install DEVICE=cpu" in row["do"]
+
+
+def test_what_is_shared_has_neither_host_nor_user_nor_path(tmp_path, monkeypatch, capsys):
+    (home := tmp_path / "home/alice").mkdir(parents=True)
+    rays = short_folder(tmp_path)
+    (rays / "ray").mkdir()
+    (rays / "ray/ray_current_cluster").write_text(f"127.0.0.77:{free_ports(1)[0]}\n")
+    for name, value in {"HOME": home, "USER": "alice", "LOGNAME": "alice", "RAY_TMPDIR": rays}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    found = examine.examine(storage=[str(home / "secret")])
+    whole, text = json.dumps(as_json(found)), as_markdown(shared(found))
+    assert "| failure | storage |" in text and "| warning | clusters |" in text, text
+    for hidden in ("alice", "secret", "127.0.0", str(tmp_path), str(rays), sys.prefix):
+        assert hidden in whole and hidden not in text
+    assert socket.gethostname() in whole and not re.search(rf"\b{socket.gethostname()}\b", text)
+    monkeypatch.setattr(examine, "CHECK_ORDER", ("token", "storage"))
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--share", "--storage", str(home)])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and text.startswith("**raytrec doctor**") and "alice" not in text
+
+
+def test_names_in_findings_are_replaced():
+    names = ["gpu-1.example.com (10.0.0.1)", "gpu-1.example.com (10.0.0.1) #2"]
+    diagnosis = host_checks.Diagnosis(
+        FAILURE,
+        f"{names[0]} cannot reach {names[1]} at port 4711: fe80::1%eth0 gpu-1 gpu-1.example.com:6379 "
+        "/data/me/x.so.13 loading fbgemm_gpu_py.so, s3://mine/place torch 2.13.0 fbgemm::cumsum",
+        "look at /dev/shm and docs/gpu.md",
+        "ports",
+        (names[1],),
+    )
+    found = shared(examine.Examination(names, [diagnosis]))
+    assert found.hosts == ["node 1", "node 2"]
+    (row,) = as_json(found)["checks"]
+    assert row["hosts"] == ("node 2",) and row["do"] == "look at /dev/shm and docs/gpu.md"
+    assert row["finding"] == (
+        "node 1 cannot reach node 2 at port 4711: ADDRESS node 1 ADDRESS PATH/x.so.13 loading "
+        "fbgemm_gpu_py.so, STORAGE torch 2.13.0 fbgemm::cumsum"
+    )
+    assert as_markdown(found).count("\n") == 4

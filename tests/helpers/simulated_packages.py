@@ -1,0 +1,24 @@
+"""Packages of upstream that seem to be installed: a folder for Python's path, with their metadata."""
+
+from pathlib import Path
+
+METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
+
+
+def install(folder: Path, modules: dict[str, str] | None = None, **versions: str) -> str:
+    """Makes packages that seem to be installed; the folder, to be put on Python's path.
+
+    Args:
+        modules: file → its text, such as {"torch/version.py": "cuda = '13.0'"}.
+        versions: name, with _ in place of - → version.
+    """
+    for name, version in versions.items():
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text(METADATA.format(name.replace("_", "-"), version))
+        (info / "RECORD").write_text(f"{name}/__init__.py,sha256={version},1\n")
+    for name, text in (modules or {}).items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return str(folder)
