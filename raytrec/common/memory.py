@@ -78,6 +78,17 @@ def expect_scattered(address: int, size: int) -> None:
     _advise(address, size, mmap.MADV_RANDOM)
 
 
+def is_here(address: int) -> bool:
+    """Whether a page of a mapped file is in memory.
+
+    Args:
+        address: its first byte.
+    """
+    here = ctypes.c_ubyte()
+    _LIBC.mincore(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(here))
+    return bool(here.value & 1)
+
+
 def unmap_file(address: int, size: int) -> None:
     """Puts memory of the process's own, all 0, in the place of a part of a mapped file.
 
