@@ -1,14 +1,28 @@
 """Rows of tables in files that are in memory, too: which ones, and that nothing depends on it."""
 
+from contextlib import closing
+from functools import partial
+from threading import Event
+from types import SimpleNamespace
+
+import checkpoints
+import managed_ids
 import pytest
 import torch
 from ranks import on_ranks
 from small import SCHEMA, batches, build, config, train
 
-from raytrec.compat.fbgemm import in_memory_of
+from raytrec.checkpoint.save import Saver
+from raytrec.checkpoint.snapshot import RowSnapshot
+from raytrec.checkpoint.state import LogicalState
+from raytrec.checks.parity.sharded import Sharded
+from raytrec.compat.fbgemm import cache_hits, in_memory_of
 from raytrec.compat.torchrec_ import sharded_kernels
+from raytrec.config.training import CheckpointSection
+from raytrec.embeddings.hot_rows import HotRows
 from raytrec.embeddings.tables import tables
 from raytrec.worker import build as build_module
+from raytrec.worker.build import build_step
 
 # (plan.tables.*, the optimizer, world)
 WAYS = {
@@ -25,9 +39,14 @@ def built(world, plan, optimizer, kernel, share, folder, schema):
     planner counts more for ids than for rows."""
     made = config(world, plan | {"compute_kernel": kernel}, optimizer)
     made.plan.mmap_dir = folder
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_module, "hot_shares", lambda found, config, schema, world: [share] * world)
+    with sharing(share):
         return build(made, schema)
+
+
+def sharing(share):
+    patch = pytest.MonkeyPatch()
+    patch.setattr(build_module, "hot_shares", lambda found, config, schema, world: [share] * world)
+    return closing(SimpleNamespace(close=patch.undo))
 
 
 def schema_for(world):
@@ -58,6 +77,8 @@ def trained(rank, world, plan, optimizer, kernel, share, folder):
     for hot in places:
         hot.before_writing = written.append
     losses = [float(o.loss.detach()) for o in train(step, batches(16, rank, world, schema=schema)[1])]
+    shares = [cache_hits(kernel) for kernel in sharded_kernels(step.model) if in_memory_of(kernel)]
+    assert all(0 < share <= 1 for share in shares) and len(shares) == len(places)
     filled, moved = sum(hot._filled for hot in places), sum(len(rows) for rows in written)
     read = {
         name: shard.read(torch.arange(len(shard.rows)))
@@ -83,3 +104,93 @@ def test_training_is_that_of_tables_in_memory(way, tmp_path):
             assert its_losses == losses and values.keys() == wanted.keys()
             assert all(torch.equal(values[key], wanted[key]) for key in wanted)
             assert all(torch.equal(its_read[name], read[name]) for name in read)
+
+
+def saved(rank, world, kernel, share, folder):
+    """Saves while training goes on, and saves again when nothing else happens; how many rows were written to
+    the file meanwhile."""
+    step = built(world, {"sharding_type": "row_wise"}, "adagrad", kernel, share, folder, SCHEMA)
+    state, go, written = LogicalState(step.model, step.optimizer), Event(), []
+    rows, local = RowSnapshot(step.model, state.tables), batches(16, rank, world)[1]
+    read = rows.pieces
+    rows.pieces = lambda *args, **named: go.wait(20) and read(*args, **named)
+    train(step, local[:8])
+    saver = Saver(f"{folder}/{kernel}", CheckpointSection(keep_last=9), rows=rows)
+    saver.save(8, state.tensors(), {})
+    for hot in places_of(step):
+        set_aside = hot.before_writing
+        hot.before_writing = lambda of, set_aside=set_aside: (written.append(len(of)), set_aside(of))
+    train(step, local[8:])
+    moved = sum(written)
+    state.tensors()  # all rows are written back, during the save
+    go.set()
+    first = saver.taken()
+    if first.error:
+        raise first.error
+    saver.close()
+    return first.folder, checkpoints.save(f"{folder}/{kernel}-after", step, 16), moved
+
+
+def resumed(rank, world, sharding, kernel, share, folder):
+    """Trains, and begins anew with what another world has saved; what is saved after some more steps."""
+    step = built(world, {"sharding_type": sharding}, "adagrad", kernel, share, f"{folder}", SCHEMA)
+    local = batches(16, rank, world)[1]
+    train(step, local[:4])
+    state = checkpoints.restored(f"{folder}/fused", step)
+    again = checkpoints.save(f"{folder}/{kernel}-{world}-begun", step, 8)
+    assert not any(hot._filled for hot in places_of(step)) and state
+    train(step, local[8:])
+    assert not share or any(hot._filled for hot in places_of(step))
+    return again, checkpoints.save(f"{folder}/{kernel}-{world}", step, 16)
+
+
+def test_what_is_saved_and_resumed_is_that_of_tables_in_memory(tmp_path):
+    folder = str(tmp_path)
+    of_memory, found = (
+        on_ranks(2, saved, kernel, share, folder)[0]
+        for kernel, share in (("fused", 0.0), ("fused_mmap", 0.5))
+    )
+    assert found[2] > 0
+    assert checkpoints.equal(of_memory[0], found[0]) == [] == checkpoints.equal(of_memory[1], found[1])
+    assert checkpoints.equal(found[0], found[1])
+    for world, sharding in ((1, "table_wise"), (3, "row_wise")):
+        (begun, expected), (hot_begun, hot) = (
+            on_ranks(world, resumed, sharding, kernel, share, folder)[0]
+            for kernel, share in (("fused", 0.0), ("fused_mmap", SHARE))
+        )
+        assert checkpoints.equal(begun, hot_begun) == [] == checkpoints.equal(begun, of_memory[0])
+        assert checkpoints.equal(expected, hot) == []
+
+
+def with_managed_ids(rank, world, kernel, share, folder):
+    made = managed_ids.settings(world, {"sharding_type": "row_wise", "compute_kernel": kernel}, "adagrad")
+    made.plan.mmap_dir = folder
+    with sharing(share):
+        bounds = [0, 5, managed_ids.ROWS]
+        run = Sharded(build_step, made, managed_ids.schema(), torch.device("cpu"), bounds)
+    run.train(managed_ids.raw_batches())
+    return values_of(run.step), sum(hot._filled for hot in places_of(run.step))
+
+
+def test_rows_in_memory_that_get_another_id_begin_with_its_values(tmp_path):
+    (expected, _), _ = on_ranks(2, with_managed_ids, "fused", 0.0, str(tmp_path))
+    (found, filled), _ = on_ranks(2, with_managed_ids, "fused_mmap", 0.9, str(tmp_path))
+    assert filled and expected.keys() == found.keys()
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_rows_in_use_keep_their_places_and_others_lose_them():
+    weights = torch.arange(12.0).reshape(12, 1).repeat(1, 4)
+    hot = HotRows([weights], 10)  # and two places
+    look_up = partial(hot.look_up, trains=True)
+    for times in (1, 2, 3):
+        assert look_up(torch.tensor([7, 3])).tolist() == ([7, 3] if times < 3 else [11, 10])
+    weights[10:] += 100  # they are trained
+    for times in (1, 2, 3, 4):  # the third time the hand finds both in use
+        assert look_up(torch.tensor([7, 5, 5])).tolist() == ([11, 5, 5] if times < 4 else [11, 10, 10])
+    assert weights[:, 0].tolist() == [0, 1, 2, 103, 4, 5, 6, 7, 8, 9, 5, 107]
+    assert hot.look_up(torch.tensor([3, 7]), trains=False).tolist() == [3, 11]
+    assert hot.read(weights[:10], torch.tensor([7, 3]))[:, 0].tolist() == [107, 103]
+    assert hot.share_found() == 4 / 18 and hot.share_found() is None
+    hot.flush()
+    assert weights[:10, 0].tolist() == [0, 1, 2, 103, 4, 5, 6, 107, 8, 9]
