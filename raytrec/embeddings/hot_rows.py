@@ -17,7 +17,7 @@ from raytrec.common.memory import bring_in, is_here
 
 SIGHTINGS = 3  # fewer make rows that are looked up seldom take the places of others; more fill them later
 WINDOW = 4096  # places that the hand looks at, at least
-SAMPLE = 32  # pages, or up to twice as many
+PAGES_LOOKED_AT = 32  # pages, or up to twice as many
 BLOCK_ROWS = 65_536  # that are written back at once
 # What a place takes in addition to its row, and what each row of the table takes.
 PLACE_BYTES, ROW_BYTES = 10, 4
@@ -180,7 +180,8 @@ def _bring_in_each(values: torch.Tensor, rows: torch.Tensor) -> None:
     they are touched, it would wait for each."""
     begins, width = values.data_ptr() + rows * values[0].nbytes, values[0].nbytes
     pages = (torch.cat([begins, begins + (width - 1)]) // mmap.PAGESIZE).unique()
-    if all(is_here(page * mmap.PAGESIZE) for page in pages[:: max(1, len(pages) // SAMPLE)].tolist()):
+    sample = pages[:: max(1, len(pages) // PAGES_LOOKED_AT)].tolist()
+    if all(is_here(page * mmap.PAGESIZE) for page in sample):
         return
     is_first = torch.ones(len(pages) + 1, dtype=torch.bool)
     is_first[1:-1] = pages.diff() > 1

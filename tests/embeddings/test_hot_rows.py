@@ -132,7 +132,7 @@ def saved(rank, world, kernel, share, folder):
 
 
 def resumed(rank, world, sharding, kernel, share, folder):
-    """Trains, and begins anew with what another world has saved; what is saved after some more steps."""
+    """Trains, and begins again with what another world has saved; what is saved after some more steps."""
     step = built(world, {"sharding_type": sharding}, "adagrad", kernel, share, f"{folder}", SCHEMA)
     local = batches(16, rank, world)[1]
     train(step, local[:4])
