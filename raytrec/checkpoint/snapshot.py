@@ -8,7 +8,6 @@ change while it is written, and no more than a share of the tables: where that i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from threading import Condition
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checkpoint.blocks import blocks, is_plain, memory, pieces
 from raytrec.common.memory import bring_in
-from raytrec.compat.fbgemm import fbgemm_of, in_memory_of
+from raytrec.compat.fbgemm import fbgemm_of
 from raytrec.compat.torch_ import ShardedTensor
 from raytrec.compat.torchrec_ import sharded_kernels, tables_of
 from raytrec.embeddings.tables import Table
@@ -60,8 +59,6 @@ class RowSnapshot:
                 live = [shard.values for part in parts for shard in part.local]
                 if live and live[0].numel() and all(is_plain(values) for values in live):
                     self._shards[name] = _Shard(live)
-            if (hot := in_memory_of(kernel)) is not None:
-                hot.before_writing = partial(self.set_aside, *names)
             if names & self._shards.keys():
                 kernel.register_forward_pre_hook(self._before_lookup)
         self._place = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,8 +20,6 @@ CACHED = {"gather_uvm_cache_stats": True, "prefetch_pipeline": True}
 
 class InMemory(Protocol):
     """Rows of a table in a file that are in memory, too: see embeddings.hot_rows.HotRows."""
-
-    before_writing: Callable[[torch.Tensor], None]
 
     def look_up(self, rows: torch.Tensor, *, trains: bool) -> torch.Tensor: ...
     def share_found(self) -> float | None: ...

@@ -9,7 +9,6 @@ the row alone, and writes nothing back while the row is used.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
 
 import torch
 
@@ -30,16 +29,11 @@ class HotRows:
         whole: the lookup's weights [rows + places, columns], and its optimizer state, likewise or [rows +
             places]. Those of the file come first; those of places are in memory.
         rows: of the shard.
-
-    Attributes:
-        before_writing: called before anything is written to rows in the file: (int64 [n], counted from the
-            shard's first).
     """
 
     def __init__(self, whole: list[torch.Tensor], rows: int):
         self._whole, self._rows, self._count = whole, rows, len(whole[0]) - rows
         self._of = {values.data_ptr(): values for values in whole}
-        self.before_writing: Callable[[torch.Tensor], None] = lambda rows: None
         # Of each row its place, or below 0: −1 − steps in which it was looked up.
         self._places = torch.full((rows,), -1, dtype=torch.int32)
         # Of each place:
@@ -161,10 +155,11 @@ class HotRows:
         return torch.cat(found)
 
     def _write_back(self, places: torch.Tensor) -> None:
+        """To be called for rows that have changed since the last `flush`: a save that began with it has set
+        these aside (checkpoint/snapshot.py)."""
         if not len(places):
             return
         rows = self._row[places]
-        self.before_writing(rows)
         self._bring_in(rows)
         for values in self._whole:
             values.index_copy_(0, rows, values.index_select(0, places + self._rows))

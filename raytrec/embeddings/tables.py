@@ -33,8 +33,8 @@ class Shard:
         rows, columns: which part of the table it is.
         values: on the rank that holds it, the live weights or state: writing changes them. Weights are
             [rows, columns]; state with one value a row is [rows]. None on other ranks.
-        cache: of the kernel that keeps some of the rows on the GPU (fused_uvm_caching), or in memory
-            (fused_mmap): these `values` are as old as its last flush then, and `read` gives the current ones.
+        cache: of the kernel that keeps some rows on the GPU (fused_uvm_caching) or in memory (fused_mmap):
+            `values` of these are as old as its last flush, and `read` gives the current ones.
     """
 
     rank: int
@@ -56,11 +56,7 @@ class Shard:
         return self.values[rows] if isinstance(rows, slice) else self.values.index_select(0, rows)
 
     def write(self, rows: torch.Tensor, new: torch.Tensor) -> None:
-        """Replaces the values of some rows, on the rank that holds them.
-
-        Args:
-            rows: int64 [n], from 0 for the first of the shard. new: [n, columns] or [n]; of any dtype.
-        """
+        """Replaces the values of rows as in `read`: by [n, columns] or [n], of any dtype."""
         new = new.to(self.values.dtype)
         if self.cache is not None:
             self.cache.write(self.values, rows, new)
@@ -266,16 +262,11 @@ def _state(
 
 def _state_parts(weight: Parts, per_row: bool, live: list[torch.Tensor]) -> Parts:
     values = iter(live)
-    shards = [
-        Shard(
-            s.rank,
-            s.rows,
-            s.columns,
-            next(values) if s.values is not None and live else None,
-            None if isinstance(s.cache, Cache) else s.cache,  # on GPUs state has none
-        )
-        for s in weight.shards
-    ]
+    shards = []
+    for s in weight.shards:
+        cache = None if isinstance(s.cache, Cache) else s.cache  # on GPUs state has none
+        mine = next(values) if s.values is not None and live else None
+        shards.append(Shard(s.rank, s.rows, s.columns, mine, cache))
     shape = weight.shape[:1] if per_row else weight.shape
     return Parts(shape, torch.float32, shards, weight.replicated, weight.device)
 
