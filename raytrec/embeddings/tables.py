@@ -57,11 +57,10 @@ class Shard:
 
     def write(self, rows: torch.Tensor, new: torch.Tensor) -> None:
         """Replaces the values of rows as in `read`: by [n, columns] or [n], of any dtype."""
-        new = new.to(self.values.dtype)
         if self.cache is not None:
-            self.cache.write(self.values, rows, new)
+            self.cache.write(self.values, rows, new.to(self.values.dtype))
         else:
-            self.values.index_copy_(0, rows, new)
+            self.values.index_copy_(0, rows, new.to(self.values.dtype))
 
 
 @dataclass(frozen=True)
