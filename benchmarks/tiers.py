@@ -19,10 +19,16 @@ a table in a file: nearly each is of another page) and skewed (half of all ids a
 ms a step the median over turns
 equal     whether all losses are those of the first kernel, bit for bit
 
-A table larger than memory: --gib 30 --steps 32 --kernels fused_mmap --turns 0, with room for twice that in
---folder.
+Short memory: a table of --short-gib is trained on several sides in turns, 16 new steps at a time, by lookups
+of a power law of exponent 1.05 (tiers_short.py). Memory, with the pages of files, is bounded by a cgroup to
+what the process takes without the table, and a quarter of it. That takes a machine on which this process may
+make memory cgroups (v1); elsewhere nothing is bounded, and no figures are kept.
 
-Prints two tables; writes benchmarks/results/tiers.json and the tables of docs/benchmarks.md.
+A table larger than memory: --gib 30 --steps 32 --kernels fused_mmap --turns 0 --short-gib 0, with room for
+twice that in --folder. Short memory alone: --kernels "".
+
+Prints three tables; writes benchmarks/results/tiers.json and the tables of docs/benchmarks.md and
+docs/sharding.md.
 """
 
 from __future__ import annotations
@@ -45,11 +51,13 @@ from documents import fill, keep
 from psutil import virtual_memory
 from rich.console import Console
 from rich.table import Table
-from tiers_side import BATCHES, DIM, IDS, ROW_BYTES, Settings, Trained, begin
+from tiers_short import document_short, run_short
+from tiers_side import BATCHES, DIM, IDS, ROW_BYTES, Settings, Trained, begin, own_memory
 
 RESULTS = Path(__file__).parent / "results" / "tiers.json"
 SAMPLE_S = 0.002
 WARM_UP = 2  # turns that are not counted
+WARM_UP_SHORT, TURNS_SHORT = 16, 8
 PHASES = ("initialise", "train", "save", "save while training", "restore")
 
 
@@ -59,12 +67,6 @@ class Phase:
 
     memory: int = 0
     seconds: float = 0.0
-
-
-def own_memory() -> int:
-    """Bytes of this process's memory that are of no file."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
 @contextmanager
@@ -141,14 +143,21 @@ def main(
     turns: Annotated[int, typer.Option(help="Of each kernel, to see its speed; 0: not looked at.")] = 20,
     kernels: Annotated[str, typer.Option(help="With commas between.")] = "fused,fused_mmap",
     folder: Annotated[Path, typer.Option(help="Checkpoints and files of tables go there.")] = Path("data"),
+    short_gib: Annotated[
+        float, typer.Option(help="Of the table where memory is short; 0: not looked at.")
+    ] = 0.25,
     smallest: Annotated[bool, typer.Option(help="Does it still run?")] = False,
 ) -> None:
     """Prints the tables; see the top of this file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if short_gib:
+        measure_short(folder, short_gib, smallest)
     rows = int((0.01 if smallest else gib) * 2**30) // ROW_BYTES
     steps, turns = (5, 2) if smallest else (steps, turns)
-    folder.mkdir(parents=True, exist_ok=True)
+    if not each_of(kernels):
+        return
     each, lines = [], []
-    for kernel in kernels.split(","):
+    for kernel in each_of(kernels):
         with tempfile.TemporaryDirectory(dir=folder.absolute()) as place:
             each.append(Settings(kernel, rows, steps, place))
             lines.append(memory_of(each[-1]))
@@ -160,11 +169,33 @@ def main(
         show_speed(speed)
     if not smallest:
         found = {"rows": rows, "dim": DIM, "steps": steps, "turns": turns, "memory": lines, "speed": speed}
-        before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        found = before | (found if speed else {"alone": found | {"host_memory": virtual_memory().total}})
-        keep(RESULTS, found)
+        alone = {"alone": found | {"host_memory": virtual_memory().total}}
+        found = keep_also(found if speed else alone)
         if "speed" in found:
             fill("docs/benchmarks.md", "tiers", document(found))
+
+
+def each_of(names: str) -> list[str]:
+    """What commas are between."""
+    return [name for name in names.split(",") if name]
+
+
+def keep_also(found: dict[str, Any]) -> dict[str, Any]:
+    """Writes results in addition to those that are there; all of them."""
+    every = (json.loads(RESULTS.read_text()) if RESULTS.exists() else {}) | found
+    keep(RESULTS, every)
+    return every
+
+
+def measure_short(folder: Path, gib: float, smallest: bool) -> None:
+    """Prints the third table."""
+    with tempfile.TemporaryDirectory(dir=folder.absolute()) as place:
+        found = run_short(place, *((0.02, 1, 1) if smallest else (gib, WARM_UP_SHORT, TURNS_SHORT)))
+    text = document_short(found)
+    print(f"{text}\n\nlosses are {'' if found['equal'] else 'NOT '}equal")
+    if found["bounded"] and not smallest:
+        keep_also({"short": found})
+        fill("docs/sharding.md", "tiers", text)
 
 
 def memory_of(settings: Settings) -> dict[str, Any]:

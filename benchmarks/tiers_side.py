@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ class Settings:
     rows: int
     steps: int
     folder: str
+    memory_gib: float | None = None
 
 
 class Trained:
@@ -43,20 +46,23 @@ class Trained:
         self._folder = f"{settings.folder}/checkpoints"
         self.step, _ = build_step(self.config, self.schema, torch.device("cpu"), fill=fill)
         self.state = LogicalState(self.step.model, self.step.optimizer)
-        self._batches = {ids: self._random_batches(power) for ids, power in IDS.items()}
+        self._batches = {
+            ids: self.random_batches(lambda uniform, rows, power=power: skewed(uniform, rows, power))
+            for ids, power in IDS.items()
+        }
 
     def train(self, steps: int, ids: str = "uniform") -> list[float]:
         """The losses of all steps, which begin with the first batch."""
         batches = islice(cycle(self._batches[ids]), steps)
         return [float(outputs.loss.detach()) for outputs in self.step.train(batches, steps)]
 
-    def _random_batches(self, power: float) -> list[Any]:
+    def random_batches(self, ids_of: Callable[[torch.Tensor, int], torch.Tensor], seed: int = 1) -> list[Any]:
+        """Batches with ids that `ids_of` makes of uniform numbers and the number of rows."""
         found = []
-        for whole in random_batches(self.schema, BATCH, BATCHES, seed=1):
+        for whole in random_batches(self.schema, BATCH, BATCHES, seed=seed):
             batch, rows = local_batch(whole, self.schema, [0, BATCH], 0), self.schema.tables["t"].rows
             values = batch.sparse.values()
-            values.copy_(((values.double() / rows) ** power * rows).long())
-            values.copy_(values * 2_654_435_761 % rows)  # rows that are used often are not side by side
+            values.copy_(ids_of((values.double() + 0.5) / rows, rows))
             found.append(batch)
         torch.manual_seed(0)
         return found
@@ -90,6 +96,22 @@ class Trained:
         assert restore(self._folder, self.state).folder
 
 
+def skewed(uniform: torch.Tensor, rows: int, power: float) -> torch.Tensor:
+    """Ids of which small ones are the more frequent the higher the power, spread over the table."""
+    return scattered((uniform**power * rows).long(), rows)
+
+
+def scattered(ids: torch.Tensor, rows: int) -> torch.Tensor:
+    """The same ids, renamed: those that are used often are not side by side."""
+    return ids * 2_654_435_761 % rows
+
+
+def own_memory() -> int:
+    """Bytes of this process's memory that are of no file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
 def described(settings: Settings, rows: int) -> tuple[Any, Any]:
     """The configuration and the schema."""
     sparse = {f"f{i}": {"table": "t"} for i in range(FEATURES)}
@@ -99,7 +121,10 @@ def described(settings: Settings, rows: int) -> tuple[Any, Any]:
         "run": {"dir": settings.folder},
         "data": {"train": "unused", "global_batch_size": BATCH},
         "model": {"bottom_mlp": [DIM], "top_mlp": [DIM]},
-        "plan": {"tables": {"t": {"sharding_type": "table_wise", "compute_kernel": settings.kernel}}},
+        "plan": {
+            "memory_gib": settings.memory_gib,
+            "tables": {"t": {"sharding_type": "table_wise", "compute_kernel": settings.kernel}},
+        },
     }
     return RunConfig.model_validate(values), schema
 

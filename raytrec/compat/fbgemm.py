@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -16,6 +16,22 @@ from raytrec.compat.versions import private
 
 # Of a fused kernel with a cache: its hits are counted, and rows locked until their batch has been trained.
 CACHED = {"gather_uvm_cache_stats": True, "prefetch_pipeline": True}
+
+
+class InMemory(Protocol):
+    """Rows of a table in a file that are in memory, too: see embeddings.hot_rows.HotRows."""
+
+    def look_up(self, rows: torch.Tensor, *, trains: bool) -> torch.Tensor: ...
+    def share_found(self) -> float | None: ...
+    def flush(self) -> None: ...
+    def purge(self) -> None: ...
+    def read(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor: ...
+    def write(self, values: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None: ...
+
+
+def in_memory_of(kernel: nn.Module) -> InMemory | None:
+    """The rows in memory of a kernel's only table, where that is in a file."""
+    return getattr(fbgemm_of(kernel), "in_memory", None)
 
 
 def fbgemm_of(kernel: nn.Module) -> SplitTableBatchedEmbeddingBagsCodegen | None:
@@ -53,6 +69,16 @@ class Cache:
         """Forgets all cached rows of the kernel without writing them back."""
         private(self.kernel, "purge", "torchrec")()
 
+    def write(self, values: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
+        """Replaces the values of some rows.
+
+        Args:
+            values, rows: as in `read`. new: [n, columns], of the dtype of `values`.
+        """
+        self.flush()
+        values.index_copy_(0, rows, new)
+        self.purge()
+
     def read(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The current values of some rows; no synchronization with the host.
 
@@ -81,10 +107,12 @@ class Cache:
         return current_NC
 
 
-def caches(model: nn.Module) -> dict[str, Cache]:
-    """Table → the cache of this rank's shard of it, where its kernel has one."""
-    found = {}
+def caches(model: nn.Module) -> dict[str, Cache | InMemory]:
+    """Table → the cache of this rank's shard of it, or its rows in memory, where its kernel has any."""
+    found: dict[str, Cache | InMemory] = {}
     for kernel in sharded_kernels(model):
+        if (rows := in_memory_of(kernel)) is not None:
+            found[tables_of(kernel)[0].name] = rows
         if not has_cache(kernel):
             continue
         # A number for each feature, -1 for tables that are not cached, and the total.
@@ -99,8 +127,11 @@ def caches(model: nn.Module) -> dict[str, Cache]:
 
 def cache_hits(kernel: nn.Module) -> float | None:
     """The share of distinct rows that were in a kernel's cache, since the last call; None without a cache, or
-    where it does not count (gather_uvm_cache_stats), or when nothing was looked up."""
+    where it does not count (gather_uvm_cache_stats), or when nothing was looked up. Of rows in memory of a
+    table in a file: the share of lookups that they had."""
     lookup = fbgemm_of(kernel)
+    if (rows := in_memory_of(kernel)) is not None:
+        return rows.share_found()
     if lookup is None or not _of(lookup, "gather_uvm_cache_stats"):
         return None
     # Calls, ids, distinct ids, distinct misses, …

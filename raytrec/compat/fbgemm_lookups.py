@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
@@ -19,11 +19,23 @@ from torch import nn
 from torchrec.distributed import batched_embedding_kernel
 from torchrec.distributed.types import ShardingPlan
 
+from raytrec.compat.fbgemm import InMemory
 from raytrec.compat.versions import private, replacing
 
 MAPPED = "raytrec_mapped"  # among a table's settings; tables that have it share no lookup with others
-# (tables, values, dtype) → zeros [values] in a file.
-Zeros = Callable[[list[str], int, torch.dtype], torch.Tensor]
+
+
+class Files(Protocol):
+    """Makes what lookups of marked tables keep (embeddings/mapped.py).
+
+    Attributes:
+        share: of the rows of those that are marked by name, how many are in memory, too.
+    """
+
+    share: float
+
+    def zeros(self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0) -> torch.Tensor: ...
+    def in_memory(self, whole: list[torch.Tensor], rows: int) -> InMemory: ...
 
 
 class FusedBagsOfOne(SplitTableBatchedEmbeddingBagsCodegen):
@@ -62,35 +74,39 @@ def _one_each(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device)
 
 
-def map_table(weight: nn.Parameter, state: Mapping[str, str]) -> None:
+def map_table(weight: nn.Parameter, state: Mapping[str, str], name: str = "") -> None:
     """Marks a table, before sharding, to be in a file. It must be one that is updated in backward.
 
     TorchRec puts tables of equal settings into one lookup, so that marked ones are among themselves.
 
     Args:
         state: FBGEMM's name of each kind of optimizer state → what it has a number for: value or row.
+        name: of a table whose rows may be in memory, too: it gets a lookup to itself.
     """
     (settings,) = private(weight, "_optimizer_kwargs", "torch")
-    settings[MAPPED] = tuple(state.items())
+    settings[MAPPED] = (name, *state.items())
 
 
 @contextmanager
-def own_lookups(zeros: Zeros) -> Iterator[None]:
+def own_lookups(files: Files) -> Iterator[None]:
     """A block in which TorchRec makes lookups as follows.
 
     Those of each id's vector in one table are of bags of one id. Weights and optimizer state of tables that
-    are marked (`map_table`) are in memory that `zeros` makes, which FBGEMM has for a kernel on CPU under the
+    are marked (`map_table`) are in memory that `files` makes, which FBGEMM has for a kernel on CPU under the
     name of preallocated_host_buffers. No initial values are drawn: raytrec writes its own.
     """
 
     def making(theirs: type, own: type) -> Callable[..., nn.Module]:
         def made(*args: Any, **settings: Any) -> nn.Module:
             (specs,) = args or (settings["embedding_specs"],)  # a tuple for each table, of its rows, dim, …
-            state = settings.pop(MAPPED, None)
-            if state is not None:
-                settings["preallocated_host_buffers"] = _buffers(specs, settings, dict(state), zeros)
             each_id = settings["pooling_mode"] == PoolingMode.NONE and len(specs) == 1
-            return (own if each_id else theirs)(*args, **settings)
+            kind = own if each_id else theirs
+            if (mark := settings.pop(MAPPED, None)) is None:
+                return kind(*args, **settings)
+            name, *state = mark
+            places = int(files.share * specs[0][0]) if name else 0
+            settings["preallocated_host_buffers"] = _buffers(specs, settings, dict(state), files, places)
+            return _with_places(kind, specs, settings, files, places) if places else kind(*args, **settings)
 
         return made
 
@@ -104,15 +120,46 @@ def own_lookups(zeros: Zeros) -> Iterator[None]:
 
 
 def _buffers(
-    specs: list[tuple], settings: dict[str, Any], state: Mapping[str, str], zeros: Zeros
+    specs: list[tuple], settings: dict[str, Any], state: Mapping[str, str], files: Files, places: int
 ) -> dict[str, torch.Tensor] | None:
-    """What a fused kernel on CPU keeps: weights, and the state of its optimizer."""
+    """What a fused kernel on CPU keeps: weights, and the state of its optimizer.
+
+    Args:
+        places: of rows in memory, behind those of the only table.
+    """
     sizes = {"value": sum(rows * dim for rows, dim, *_ in specs), "row": sum(rows for rows, *_ in specs)}
     if not sizes["value"]:
         return None  # shards without a row
+    more = {"value": places * specs[0][1], "row": places}
+    kinds = {"weights": ("value", settings["weights_precision"].as_dtype())}
+    kinds |= {name: (per, torch.float32) for name, per in state.items()}
     tables = list(dict.fromkeys(settings["table_names"]))
-    buffers = {"weights": zeros(tables, sizes["value"], settings["weights_precision"].as_dtype())}
-    return buffers | {name: zeros(tables, sizes[per], torch.float32) for name, per in state.items()}
+    return {name: files.zeros(tables, sizes[per], dtype, more[per]) for name, (per, dtype) in kinds.items()}
+
+
+def _with_places(
+    kind: Callable[..., nn.Module], specs: list[tuple], settings: dict[str, Any], files: Files, places: int
+) -> nn.Module:
+    """A lookup of one table with more rows behind its own: places of rows that are in memory.
+
+    TorchRec and its optimizers see the table alone, by FBGEMM's embedding_specs; the kernel, which is made
+    before these are cut, reads and updates all of it.
+    """
+    ((rows, *rest),) = specs
+    lookup = kind(**settings | {"embedding_specs": [(rows + places, *rest)]})
+    whole = private(lookup, "split_embedding_weights", "fbgemm-gpu")()
+    (states,) = lookup.split_optimizer_states() or [[]]
+    lookup.embedding_specs = specs
+    hot = lookup.in_memory = files.in_memory([*whole, *states], rows)
+    lookup.flush, lookup.reset_cache_states = hot.flush, hot.purge
+
+    def translate(module: nn.Module, args: tuple, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        trains = module.training and torch.is_grad_enabled()
+        inputs["indices"] = hot.look_up(inputs["indices"], trains=trains)
+        return args, inputs
+
+    lookup.register_forward_pre_hook(translate, with_kwargs=True)
+    return lookup
 
 
 @contextmanager

@@ -174,6 +174,7 @@ class PlanSection(Section):
     """Groups of tables (or patterns); the tables of a group are placed on one rank, table-wise."""
     qcomms: QCommsSection = Field(default_factory=QCommsSection)
     memory_gib: PositiveFloat | None = None
-    """Memory for tables on each worker's device, in GiB; default: what it has."""
+    """Memory for tables on each worker's device, in GiB; default: what it has. Where it is set, what tables
+    in memory leave of it has the rows of tables in files that are looked up most."""
     mmap_dir: Annotated[str, AfterValidator(_local)] | None = None
     """Folder on a disk of each node for tables with compute_kernel fused_mmap; default: the run folder."""

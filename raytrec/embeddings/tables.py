@@ -17,7 +17,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.common.collectives import device_of
 from raytrec.common.errors import RunError
-from raytrec.compat.fbgemm import Cache, caches
+from raytrec.compat.fbgemm import Cache, InMemory, caches
 from raytrec.compat.torch_ import ShardedTensor, local_parts
 from raytrec.compat.torchrec_ import sharded_collections, unwrapped
 from raytrec.embeddings.bags import table_of, weight_name
@@ -33,15 +33,15 @@ class Shard:
         rows, columns: which part of the table it is.
         values: on the rank that holds it, the live weights or state: writing changes them. Weights are
             [rows, columns]; state with one value a row is [rows]. None on other ranks.
-        cache: of the kernel that keeps some of the rows on the GPU (fused_uvm_caching): `values` are as old
-            as its last flush then, and `read` gives the current ones.
+        cache: of the kernel that keeps some rows on the GPU (fused_uvm_caching) or in memory (fused_mmap):
+            `values` of these are as old as its last flush, and `read` gives the current ones.
     """
 
     rank: int
     rows: range
     columns: range
     values: torch.Tensor | None
-    cache: Cache | None = None
+    cache: Cache | InMemory | None = None
 
     def read(self, rows: torch.Tensor | slice) -> torch.Tensor:
         """The current values of some rows, on the rank that holds them; a view where that is possible.
@@ -51,9 +51,16 @@ class Shard:
         """
         if self.cache is not None:
             if isinstance(rows, slice):
-                rows = torch.arange(len(self.values), device=self.values.device)[rows]
+                rows = torch.arange(*rows.indices(len(self.values)), device=self.values.device)
             return self.cache.read(self.values, rows)
         return self.values[rows] if isinstance(rows, slice) else self.values.index_select(0, rows)
+
+    def write(self, rows: torch.Tensor, new: torch.Tensor) -> None:
+        """Replaces the values of rows as in `read`: by [n, columns] or [n], of any dtype."""
+        if self.cache is not None:
+            self.cache.write(self.values, rows, new.to(self.values.dtype))
+        else:
+            self.values.index_copy_(0, rows, new.to(self.values.dtype))
 
 
 @dataclass(frozen=True)
@@ -222,7 +229,7 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
     return found
 
 
-def _weight(value: torch.Tensor | ShardedTensor, cache: Cache | None) -> Parts:
+def _weight(value: torch.Tensor | ShardedTensor, cache: Cache | InMemory | None) -> Parts:
     if not isinstance(value, ShardedTensor):
         value = value.detach().as_subclass(torch.Tensor)
         whole = Shard(dist.get_rank(), range(value.shape[0]), range(value.shape[1]), value)
@@ -254,10 +261,11 @@ def _state(
 
 def _state_parts(weight: Parts, per_row: bool, live: list[torch.Tensor]) -> Parts:
     values = iter(live)
-    shards = [
-        Shard(s.rank, s.rows, s.columns, next(values) if s.values is not None and live else None)
-        for s in weight.shards
-    ]
+    shards = []
+    for s in weight.shards:
+        cache = None if isinstance(s.cache, Cache) else s.cache  # on GPUs state has none
+        mine = next(values) if s.values is not None and live else None
+        shards.append(Shard(s.rank, s.rows, s.columns, mine, cache))
     shape = weight.shape[:1] if per_row else weight.shape
     return Parts(shape, torch.float32, shards, weight.replicated, weight.device)
 

@@ -24,6 +24,7 @@ from raytrec.embeddings.mapped import MappedFiles, mark_mapped
 from raytrec.embeddings.optim import DenseAverage, GlobalNormClip, combine, fuse
 from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.embeddings.planner.footprint import CACHING_KERNEL, MMAP_KERNEL
+from raytrec.embeddings.planner.held import held, hot_shares
 from raytrec.embeddings.planner.plan import make_plan, sharders, sharders_for_planning
 from raytrec.models.recommender import build_recommender, checkpoint_activations, compile_dense
 from raytrec.tasks.global_batch import require_gradient_division
@@ -67,9 +68,11 @@ def build_step(
     world = dist.get_world_size()
     plan = make_plan(model, sharders_for_planning(config, schema, world), schema, config, device)
     codecs = make_codecs(config, widths_of(plan), world)
-    mark_mapped(model.embeddings.collections, plan, optimizers)
+    shares = hot_shares(held(plan, config, schema, device.type, world), config, schema, world)
+    mark_mapped(model.embeddings.collections, plan, optimizers, any(shares))
     cache = _cache_settings(plan, device)
-    with own_lookups(MappedFiles(config).zeros), as_known_to_torchrec(plan, {MMAP_KERNEL: "fused"}):
+    files = MappedFiles(config, shares[dist.get_rank()])
+    with own_lookups(files), as_known_to_torchrec(plan, {MMAP_KERNEL: "fused"}):
         sharded = DistributedModelParallel(
             model,
             device=device,
@@ -191,10 +194,11 @@ class ManagedRows(ManagedBatches):
                     its_rows = rows[its] - shard.rows.start
                     values = initial_values(self._seed, name, ids[its], shard.columns, spec.rows)
                     self.before_writing(name, its_rows)
-                    shard.values.index_copy_(0, its_rows, values.to(shard.values.dtype))
+                    shard.write(its_rows, values)
             for parts in table.state.values():
                 for shard in parts.local:
-                    shard.values.index_fill_(0, rows[places[shard.rows]] - shard.rows.start, 0)
+                    its_rows = rows[places[shard.rows]] - shard.rows.start
+                    shard.write(its_rows, shard.values.new_zeros(len(its_rows), *shard.values.shape[1:]))
 
     def _before_forward(self, model: Any, inputs: tuple[Batch, ...]) -> None:
         self.begin_rows(inputs[0])

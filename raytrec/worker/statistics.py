@@ -120,13 +120,13 @@ class Statistics:
         shard, probed = _shard(table.weight), self._probed.get(table.name)
         rows, columns = shard.values.shape
         read_ids, changed_share = self._read(table.name)
-        state = {kind: s.values for kind, parts in table.state.items() if (s := _shard(parts))}
+        state = {kind: s for kind, parts in table.state.items() if (s := _shard(parts))}
         figures = {
             "rows": rows,
             "columns": columns,
             "replicated": table.weight.replicated,
             "weight_bytes": shard.values.nbytes,
-            "state_bytes": sum(values.nbytes for values in state.values()),
+            "state_bytes": sum(part.values.nbytes for part in state.values()),
             "device": _device(table, shard),
             "lookups": lookups,
             "lookup_bytes": lookups * columns * shard.values.element_size(),
@@ -166,7 +166,7 @@ class Statistics:
             "weight_norm": (norms.square().mean() * rows).sqrt(),
         }
         if (kind := _second_moment(table)) in state:
-            kept = state[kind][sample].reshape(len(norms), -1)
+            kept = state[kind].read(sample).reshape(len(norms), -1)
             figures["dead_share"] = (kept == 0).all(1).float().mean()
             figures["state_norm"] = (kept.square().sum(1).mean() * rows).sqrt()
         elif (seen := self._seen.get(table.name)) is not None:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from raytrec.common.errors import ConfigError
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
-from raytrec.config.schema import Schema, Table
+from raytrec.config.schema import Schema
 from raytrec.embeddings.optim import fuse
 from raytrec.embeddings.planner.constraints import table_optimizers
-from raytrec.embeddings.planner.footprint import GIB, Footprint, footprint, kernel_on
+from raytrec.embeddings.planner.footprint import GIB
+from raytrec.embeddings.planner.held import held, hot_shares, with_hot_rows
 from raytrec.embeddings.planner.hosts import Hosts
 from raytrec.embeddings.planner.plan import describe, plan_for, sharders_for_planning, validated
 from raytrec.embeddings.pooling import PooledEmbeddings
@@ -83,24 +84,15 @@ def dry_run(
         plan = plan_for(topology, constraints, schema, config, tables, offered)
     if isinstance(plan, ConfigError):
         raise plan
-    shards = {
-        table: spec.sharding_spec.shards if spec.sharding_spec else None
-        for module in plan.plan.values()
-        for table, spec in module.items()
-    }
+    found = held(plan, config, schema, device, world)
+    found = with_hot_rows(found, hot_shares(found, config, schema, world))
     out = []
     for entry in describe(plan):
         name, table = entry["table"], schema.tables[entry["table"]]
-        held: dict[int, Footprint] = {}
-        for rank, rows, dim in _parts(shards[name], table, world):
-            part = Table.model_construct(rows=rows, dim=dim)
-            constraint, kernel = constraints[name], kernel_on(device, entry["compute_kernel"])
-            size = footprint(part, constraint.dtype, optimizers[name].name, kernel)
-            before = held.get(rank, Footprint(0, 0))
-            held[rank] = Footprint(*(a + b for a, b in zip(before, size, strict=True)))
+        of_ranks = {rank: size for rank, (_, size) in found[name].items()}
         kind = entry["sharding_type"], entry["compute_kernel"]
-        sizes = ([size / GIB for size in each] for each in zip(*held.values(), strict=True))
-        out.append(PlannedTable(name, table.rows, table.dim, *kind, list(held), *sizes))
+        sizes = ([size / GIB for size in each] for each in zip(*of_ranks.values(), strict=True))
+        out.append(PlannedTable(name, table.rows, table.dim, *kind, list(of_ranks), *sizes))
     return out
 
 
@@ -120,13 +112,6 @@ def gib_of_hosts(plan: list[PlannedTable], hosts: int, gpus: int, place: str = "
         for rank, gib in zip(table.ranks, getattr(table, place), strict=True):
             total[rank // gpus] += gib
     return total
-
-
-def _parts(shards: list | None, table: Table, world: int) -> list[tuple[int, int, int]]:
-    """(rank, rows, columns) of each shard; None: every rank has all of it."""
-    if shards is None:
-        return [(rank, table.rows, table.dim) for rank in range(world)]
-    return [(shard.placement.rank(), *shard.shard_sizes) for shard in shards]
 
 
 @contextmanager

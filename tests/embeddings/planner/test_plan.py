@@ -10,6 +10,8 @@ from small import SCHEMA, a_schema, batches, config, train
 from torchrec.distributed.planner import Topology
 
 from raytrec.common.errors import ConfigError
+from raytrec.compat.fbgemm import in_memory_of
+from raytrec.compat.torchrec_ import sharded_kernels
 from raytrec.config.managed import ManagedIds
 from raytrec.config.run_config import load_config
 from raytrec.embeddings.planner import hosts
@@ -322,6 +324,47 @@ def test_a_plan_for_cpus_counts_memory_and_disks():
     assert gib_of_ranks(held, 2) == pytest.approx([3 * size / 2] * 2)
     with pytest.raises(ConfigError, match=r"no plan for 4 tables(.|\n)*0.2 GiB of disk"):
         dry(tables, hosts=2, gpus=1, memory_gib=1, device="cpu", disk_gib=0.2)
+
+
+def test_a_plan_counts_rows_of_files_that_are_in_memory_too():
+    """Four tables of 0.6 GiB on two workers, of which two are in files."""
+    size = 10_000_000 * 8 * 4 * 2 / GIB
+    maps, places = 10_000_000 * 4 / GIB, 10_000_000 * 10 / GIB
+    plan = {
+        "memory_gib": 0.8,
+        "sharding_types": ["row_wise"],
+        "tables": {"t[01]": {"compute_kernel": "fused_mmap"}},
+    }
+    made = settings(2, plan)
+    made.scaling.device = "cpu"
+    held = dry_run(made, schema(10_000_000), hosts=2, gpus=1)
+    left = 0.8 - size - maps  # of each worker
+    share = left / (size + places)
+    for table in held[:2]:
+        assert table.gib == pytest.approx([(maps + share * (size + places)) / 2] * 2, rel=1e-6)
+        assert table.disk_gib == pytest.approx([size / 2] * 2)
+    assert gib_of_ranks(held, 2) == pytest.approx([0.8] * 2, rel=1e-6)
+    made.plan.memory_gib = None
+    assert all(table.gib == [0, 0] for table in dry_run(made, schema(10_000_000), hosts=2, gpus=1)[:2])
+
+
+def share_of_places(rank, world, memory_gib):
+    plan = {
+        "memory_gib": memory_gib,
+        "tables": {"*": {"sharding_type": "row_wise", "compute_kernel": "fused_mmap"}},
+    }
+    step, _ = build_step(settings(world, plan), schema(200_000), torch.device("cpu"))
+    places = [in_memory_of(kernel) for kernel in sharded_kernels(step.model)]
+    return [hot and hot._count / hot._rows for hot in places]
+
+
+def test_a_run_has_as_many_rows_in_memory_as_its_plan_counts():
+    """Four tables of 12 MiB, with state, on two workers."""
+    shares = on_ranks(2, share_of_places, 0.015)
+    per_row = 8 * 4 * 2
+    expected = (0.015 * GIB / 400_000 - 4) / (per_row + 10)
+    assert 0.2 < expected < 0.6 and shares == [pytest.approx([expected] * 4, rel=1e-4)] * 2
+    assert on_ranks(2, share_of_places, None) == [[None]] * 2, "one lookup of all tables"
 
 
 def test_the_planner_chooses_host_memory_where_a_gpu_is_short():

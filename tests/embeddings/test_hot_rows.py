@@ -1,0 +1,188 @@
+"""Rows of tables in files that are in memory, too: which ones, and that nothing depends on it."""
+
+from contextlib import closing
+from functools import partial
+from threading import Event
+from types import SimpleNamespace
+
+import checkpoints
+import managed_ids
+import pytest
+import torch
+from ranks import on_ranks
+from small import batches, build, config, train
+
+from raytrec.checkpoint.save import Saver
+from raytrec.checkpoint.snapshot import RowSnapshot
+from raytrec.checkpoint.state import LogicalState
+from raytrec.checks.parity.sharded import Sharded
+from raytrec.compat.fbgemm import cache_hits, in_memory_of
+from raytrec.compat.torchrec_ import sharded_kernels
+from raytrec.config.training import CheckpointSection
+from raytrec.embeddings.hot_rows import HotRows
+from raytrec.embeddings.tables import tables
+from raytrec.worker import build as build_module
+from raytrec.worker.build import build_step
+
+# (plan.tables.*, the optimizer, world)
+WAYS = {
+    "one rank": ({"sharding_type": "table_wise"}, "rowwise_adagrad", 1),
+    "row-wise": ({"sharding_type": "row_wise"}, "rowwise_adagrad", 2),
+    "columns, fp16": ({"sharding_type": "column_wise", "dtype": "fp16"}, "adagrad", 2),
+    "no state": ({"sharding_type": "row_wise"}, "sgd", 2),
+}
+SHARE = 0.3  # of rows, in memory
+
+
+def built(world, plan, optimizer, kernel, share, folder):
+    """A Step whose tables have this share of their rows in memory: on tables as small as these TorchRec's
+    planner counts more for ids than for rows."""
+    made = config(world, plan | {"compute_kernel": kernel}, optimizer)
+    made.plan.mmap_dir = folder
+    with sharing(share):
+        return build(made)
+
+
+def sharing(share):
+    patch = pytest.MonkeyPatch()
+    patch.setattr(build_module, "hot_shares", lambda found, config, schema, world: [share] * world)
+    return closing(SimpleNamespace(close=patch.undo))
+
+
+def places_of(step):
+    """Table's rows in memory, of each kernel that has any."""
+    return [hot for kernel in sharded_kernels(step.model) if (hot := in_memory_of(kernel)) is not None]
+
+
+def written_back(places):
+    """How many rows each call writes back to the file from now on."""
+    counts = []
+    for hot in places:
+        write = hot._write_back
+        hot._write_back = lambda which, write=write: (counts.append(len(which)), write(which))
+    return counts
+
+
+def values_of(step):
+    found = tables(step.model, step.optimizer).items()
+    return {
+        (name, kind): parts.dense()
+        for name, table in found
+        for kind, parts in {"weight": table.weight, **table.state}.items()
+    }
+
+
+def trained(rank, world, plan, optimizer, kernel, share, folder):
+    """Losses; weights and state after some steps; and how many rows moved out of memory again."""
+    step = built(world, plan, optimizer, kernel, share, folder)
+    places, watched = places_of(step), tables(step.model)
+    written = written_back(places)
+    losses = [float(o.loss.detach()) for o in train(step, batches(16, rank, world)[1])]
+    shares = [cache_hits(kernel) for kernel in sharded_kernels(step.model) if in_memory_of(kernel)]
+    assert all(0 < share <= 1 for share in shares) and len(shares) == len(places)
+    filled, moved = sum(hot._filled for hot in places), sum(written)
+    read = {
+        name: shard.read(torch.arange(len(shard.rows)))
+        for name, table in watched.items()
+        for shard in table.weight.local
+    }
+    return losses, values_of(step), read, (filled, moved)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_is_that_of_tables_in_memory(way, tmp_path):
+    plan, optimizer, world = WAYS[way]
+    expected = on_ranks(world, trained, plan, optimizer, "fused", 0.0, str(tmp_path))
+    found = on_ranks(world, trained, plan, optimizer, "fused_mmap", SHARE, str(tmp_path))
+    assert all(filled and moved for *_, (filled, moved) in found)
+    for (losses, wanted, read, _), (its_losses, values, its_read, _) in zip(expected, found, strict=True):
+        assert its_losses == losses and values.keys() == wanted.keys()
+        assert all(torch.equal(values[key], wanted[key]) for key in wanted)
+        assert all(torch.equal(its_read[name], read[name]) for name in read)
+
+
+def saved(rank, world, kernel, share, folder):
+    """Saves while training goes on, and saves again when nothing else happens; how many rows were written to
+    the file meanwhile."""
+    step = built(world, {"sharding_type": "row_wise"}, "adagrad", kernel, share, folder)
+    state, go = LogicalState(step.model, step.optimizer), Event()
+    rows, local = RowSnapshot(step.model, state.tables), batches(16, rank, world)[1]
+    read = rows.pieces
+    rows.pieces = lambda *args, **named: go.wait(20) and read(*args, **named)
+    train(step, local[:8])
+    alone = checkpoints.save(f"{folder}/{kernel}-alone", step, 8)
+    saver = Saver(f"{folder}/{kernel}", CheckpointSection(keep_last=9), rows=rows)
+    saver.save(8, state.tensors(), {})
+    written = written_back(places_of(step))
+    train(step, local[8:])
+    moved = sum(written)
+    state.tensors()  # all rows are written back, during the save
+    go.set()
+    first = saver.taken()
+    if first.error:
+        raise first.error
+    saver.close()
+    return alone, first.folder, checkpoints.save(f"{folder}/{kernel}-after", step, 16), moved
+
+
+def resumed(rank, world, kernel, share, folder):
+    """Trains, and begins again with what two ranks have saved; what is saved then, and some steps later."""
+    step = built(world, {"sharding_type": "table_wise"}, "adagrad", kernel, share, folder)
+    local = batches(16, rank, world)[1]
+    train(step, local[:4])
+    checkpoints.restored(f"{folder}/fused", step)
+    again = checkpoints.save(f"{folder}/{kernel}-{world}-begun", step, 8)
+    assert not any(hot._filled for hot in places_of(step))
+    train(step, local[8:])
+    assert not share or all(hot._filled for hot in places_of(step))
+    return again, checkpoints.save(f"{folder}/{kernel}-{world}", step, 16)
+
+
+def test_what_is_saved_and_resumed_is_that_of_tables_in_memory(tmp_path):
+    folder = str(tmp_path)
+    of_memory, found = (
+        on_ranks(2, saved, kernel, share, folder)[0]
+        for kernel, share in (("fused", 0.0), ("fused_mmap", 0.5))
+    )
+    assert found[3] > 0
+    for one, other in zip(of_memory[:3], found[:3], strict=True):
+        assert checkpoints.equal(one, other) == []
+    assert checkpoints.equal(found[0], found[1]) == [] != checkpoints.equal(found[1], found[2])
+    begun, expected = on_ranks(1, resumed, "fused", 0.0, folder)[0]
+    hot_begun, hot = on_ranks(1, resumed, "fused_mmap", SHARE, folder)[0]
+    assert checkpoints.equal(begun, hot_begun) == [] == checkpoints.equal(begun, of_memory[0])
+    assert checkpoints.equal(expected, hot) == []
+
+
+def with_managed_ids(rank, world, kernel, share, folder):
+    made = managed_ids.settings(world, {"sharding_type": "row_wise", "compute_kernel": kernel}, "adagrad")
+    made.plan.mmap_dir = folder
+    with sharing(share):
+        bounds = [0, 5, managed_ids.ROWS]
+        run = Sharded(build_step, made, managed_ids.schema(), torch.device("cpu"), bounds)
+    run.train(managed_ids.raw_batches())
+    return values_of(run.step), sum(hot._filled for hot in places_of(run.step))
+
+
+def test_rows_in_memory_that_get_another_id_begin_with_its_values(tmp_path):
+    (expected, _), _ = on_ranks(2, with_managed_ids, "fused", 0.0, str(tmp_path))
+    (found, filled), _ = on_ranks(2, with_managed_ids, "fused_mmap", 0.9, str(tmp_path))
+    assert filled and expected.keys() == found.keys()
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_rows_in_use_keep_their_places_and_others_lose_them():
+    weights = torch.arange(12.0).reshape(12, 1).repeat(1, 4)
+    hot = HotRows([weights], 10)  # and two places
+    look_up = partial(hot.look_up, trains=True)
+    for times in (1, 2, 3):
+        assert look_up(torch.tensor([7, 3])).tolist() == ([7, 3] if times < 3 else [11, 10])
+    weights[10:] += 100  # they are trained
+    for times in (1, 2, 3, 4):  # the third time the hand finds both in use
+        assert look_up(torch.tensor([7, 5, 5])).tolist() == ([11, 5, 5] if times < 4 else [11, 10, 10])
+    assert weights[:, 0].tolist() == [0, 1, 2, 103, 4, 5, 6, 7, 8, 9, 5, 107]
+    assert hot.look_up(torch.tensor([3, 7]), trains=False).tolist() == [3, 11]
+    assert hot.read(weights[:10], torch.tensor([7, 3]))[:, 0].tolist() == [107, 103]
+    assert hot.share_found() == 4 / 18 and hot.share_found() is None
+    hot.flush()
+    assert weights[:10, 0].tolist() == [0, 1, 2, 103, 4, 5, 6, 107, 8, 9]
