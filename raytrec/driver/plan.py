@@ -49,7 +49,7 @@ def plan(
     from raytrec.driver.prepare import resolve
     from raytrec.embeddings.planner.dry_run import ENOUGH_GIB, dry_run, gib_of_hosts, gib_of_ranks
     from raytrec.embeddings.planner.footprint import GIB, map_share
-    from raytrec.embeddings.planner.gpus import GPUS, known_gpu
+    from raytrec.embeddings.planner.machines import GPUS, known_gpu
 
     config = resolve(load_config(source, overrides), source)
     workers = config.scaling.max_workers

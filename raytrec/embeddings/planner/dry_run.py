@@ -30,6 +30,8 @@ class PlannedTable:
         ranks: that hold a part of it.
         gib, host_gib, disk_gib: of each of these ranks: GiB of weights, optimizer state and cache on its
             device (its GPU, or its memory), in the memory of a GPU's host, and in files.
+        shards: (rank, rows, columns) of each.
+        dtype: fp32 or fp16.
     """
 
     table: str
@@ -41,6 +43,8 @@ class PlannedTable:
     gib: list[float]
     host_gib: list[float]
     disk_gib: list[float]
+    shards: list[tuple[int, int, int]]
+    dtype: str
 
 
 def dry_run(
@@ -52,6 +56,7 @@ def dry_run(
     host_memory_gib: float | None = None,
     disk_gib: float = ENOUGH_GIB,
     gpu: str = "",
+    network: float | None = None,
 ) -> list[PlannedTable]:
     """The plan on `hosts` × `gpus` GPUs, or workers on CPU (scaling.device), as a run there would make it.
 
@@ -63,7 +68,8 @@ def dry_run(
         memory_gib: of each GPU or worker, unless plan.memory_gib is set.
         host_memory_gib: of each host's main memory; default: twice that of its GPUs.
         disk_gib: of each host, for tables in files.
-        gpu: name of the GPUs (embeddings.planner.gpus), whose bandwidths the planner then takes.
+        gpu: name of the GPUs (embeddings.planner.machines), whose bandwidths the planner then takes.
+        network: 10⁹ bytes a second between hosts, for each GPU; default: as such GPUs have at most.
 
     Raises:
         ConfigError: tables that do not fit, or constraints that cannot be met.
@@ -73,7 +79,9 @@ def dry_run(
     if min(hosts, gpus) < 1:
         raise ConfigError(f"{hosts} hosts with {gpus} GPUs each", expected="at least one of each")
     share = int(host_memory_gib * GIB) // gpus if host_memory_gib else 2 * memory
-    there = Hosts(gpus, (), memory, share, int(disk_gib * GIB) // gpus, frozenset([gpu] if gpu else []))
+    there = Hosts(
+        gpus, (), memory, share, int(disk_gib * GIB) // gpus, frozenset([gpu] if gpu else []), network
+    )
     optimizers = table_optimizers(config, schema)
     with _ranks_per_host(gpus), _quiet():
         constraints, topology = validated(there, world, config, schema, device)
@@ -93,7 +101,8 @@ def dry_run(
     for entry in describe(plan):
         name, table = entry["table"], schema.tables[entry["table"]]
         held: dict[int, Footprint] = {}
-        for rank, rows, dim in _parts(shards[name], table, world):
+        parts = _parts(shards[name], table, world)
+        for rank, rows, dim in parts:
             part = Table.model_construct(rows=rows, dim=dim)
             constraint, kernel = constraints[name], kernel_on(device, entry["compute_kernel"])
             size = footprint(part, constraint.dtype, optimizers[name].name, kernel)
@@ -101,7 +110,8 @@ def dry_run(
             held[rank] = Footprint(*(a + b for a, b in zip(before, size, strict=True)))
         kind = entry["sharding_type"], entry["compute_kernel"]
         sizes = ([size / GIB for size in each] for each in zip(*held.values(), strict=True))
-        out.append(PlannedTable(name, table.rows, table.dim, *kind, list(held), *sizes))
+        about = name, table.rows, table.dim, *kind, list(held)
+        out.append(PlannedTable(*about, *sizes, parts, constraints[name].dtype))
     return out
 
 

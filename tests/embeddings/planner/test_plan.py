@@ -17,6 +17,7 @@ from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.planner.dry_run import dry_run, gib_of_hosts, gib_of_ranks
 from raytrec.embeddings.planner.footprint import GIB
 from raytrec.embeddings.planner.hosts import Place, host_memory, hosts_of
+from raytrec.embeddings.planner.machines import GPUS, MACHINES, cluster_of, machine_of, network_of
 from raytrec.embeddings.planner.plan import describe, name_devices, plan_for, sharders, validated
 from raytrec.embeddings.planner.validation import without_training
 from raytrec.embeddings.pooling import PooledEmbeddings
@@ -230,6 +231,23 @@ def test_the_planner_knows_how_fast_gpus_are(gpus, memory, intra_host, inter_hos
     default = Topology(8, "cuda")
     for name, gb in {"hbm_mem_bw": memory, "intra_host_bw": intra_host, "inter_host_bw": inter_host}.items():
         assert getattr(topology, name) == (gb * 1e6 if gb else getattr(default, name))
+
+
+@pytest.mark.parametrize("name", list(MACHINES))
+def test_machines_have_what_plans_read_of_them(name):
+    machine = machine_of(name)
+    assert machine.name == name and machine.gpu in GPUS and name.startswith(f"{machine.gpus}x")
+    assert cluster_of(f"3x{name}") == (3, machine) and cluster_of(name) == (1, machine)
+    assert 0 < machine.network_of_gpu <= network_of(machine.gpu) <= GPUS[machine.gpu].intra_host
+    assert machine.cpus >= machine.gpus and machine.memory_gib > 0 and machine.disk_gib > 0
+
+
+def test_a_machine_that_is_not_known_is_refused_with_the_nearest_name():
+    assert machine_of("8xH100") is MACHINES["8xh100-sxm"]
+    with pytest.raises(ConfigError, match="8xh100-sx'; did you mean '8xh100-sxm'"):
+        cluster_of("2x8xh100-sx")
+    with pytest.raises(ConfigError, match="0 machines"):
+        cluster_of("0x8xh200")
 
 
 def test_plans_follow_from_how_fast_gpus_are():
