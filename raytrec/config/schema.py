@@ -313,7 +313,7 @@ def scalar(value: object) -> str:
 def _explain(error: dict) -> str:
     place = ".".join(str(p) for p in error["loc"])
     if error["type"] == "extra_forbidden":
-        of_part = {"sparse": Sparse, "statistics": Statistics}.get(error["loc"][0], Table)
+        of_part: type[BaseModel] = {"sparse": Sparse, "statistics": Statistics}.get(error["loc"][0], Table)
         known = {0: Schema, 2: of_part, 3: ManagedIds}.get(len(error["loc"]) - 1)
         near = did_you_mean(str(error["loc"][-1]), list(known.model_fields)) if known else None
         return f"{place}: unknown key" + (f"; did you mean '{near}'?" if near else "")

@@ -108,10 +108,22 @@ def dry_run(
             size = footprint(part, constraint.dtype, optimizers[name].name, kernel)
             before = held.get(rank, Footprint(0, 0))
             held[rank] = Footprint(*(a + b for a, b in zip(before, size, strict=True)))
-        kind = entry["sharding_type"], entry["compute_kernel"]
-        sizes = ([size / GIB for size in each] for each in zip(*held.values(), strict=True))
-        about = name, table.rows, table.dim, *kind, list(held)
-        out.append(PlannedTable(*about, *sizes, parts, constraints[name].dtype))
+        gib, host_gib, disk_gib = ([size / GIB for size in each] for each in zip(*held.values(), strict=True))
+        out.append(
+            PlannedTable(
+                name,
+                table.rows,
+                table.dim,
+                entry["sharding_type"],
+                entry["compute_kernel"],
+                list(held),
+                gib,
+                host_gib,
+                disk_gib,
+                parts,
+                constraints[name].dtype,
+            )
+        )
     return out
 
 

@@ -1,0 +1,124 @@
+"""What the dense layers compute in a step, counted while they run on the meta device: no formula for each model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+# Operators that compute nothing, besides views.
+NOTHING = ("empty", "detach", "_local_scalar_dense", "sym_", "is_pinned", "_unsafe_view", "_reshape_alias")
+
+
+@dataclass(frozen=True)
+class DenseWork:
+    """Of a rank's part of a step.
+
+    Attributes:
+        flops: of matrix products, forward and backward; a multiplication and an addition are two.
+        bytes: read and written by operators that are no matrix products, whose own traffic hides behind their
+            arithmetic.
+        launches: operators that compute something; on a GPU a kernel each.
+        parameters: bytes of the dense layers.
+        activations: bytes alive at once that the step makes, at most, without gradients of parameters.
+    """
+
+    flops: float
+    bytes: float
+    launches: float
+    parameters: float
+    activations: float
+
+
+class Counter(TorchDispatchMode):
+    """Counts what runs inside a `with`.
+
+    Attributes:
+        flops, bytes, launches: as in DenseWork.
+        peak: the most bytes that tensors which were made inside had at one time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.bytes = self.launches = self.peak = 0
+        self._alive, self._live = 0, set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name, returns = func._schema.name, func._schema.returns
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+        if is_view:
+            return out
+        given, made = list(_tensors((args, kwargs))), list(_tensors(out))
+        if not name.partition("::")[2].startswith(NOTHING):
+            self.launches += 1
+            if (count := flop_registry.get(func._overloadpacket)) is not None:
+                self.flops += count(*args, **(kwargs or {}), out_val=out)
+            else:
+                self.bytes += sum(map(_bytes, given)) + sum(map(_bytes, made))
+        known = {tensor.untyped_storage()._cdata for tensor in given}
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                self._note(storage)
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._live:
+            return
+        self._live.add(key)
+        self._alive += size
+        self.peak = max(self.peak, self._alive)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._live.discard(key)
+        self._alive -= size
+
+
+def count_dense_work(
+    run: Callable[[torch.device, int, Counter], int], rows: int, few_rows: int = 64
+) -> DenseWork:
+    """What `run` computes of `rows` rows. A model that reads its values (lengths of sequences, say) cannot
+    run on the meta device: of that, what `few_rows` take on CPU, times as many.
+
+    Args:
+        run: runs forward and backward of so many rows on a device, inside the counter; gives the bytes of
+            the model's parameters.
+    """
+    for device, count in (("meta", rows), ("cpu", min(rows, few_rows))):
+        counter = Counter()
+        try:
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                size = run(torch.device(device), count, counter)
+            break
+        except (RuntimeError, NotImplementedError):
+            if device == "cpu":
+                raise
+    times = rows / count
+    activations = max(0.0, counter.peak - size) * times
+    return DenseWork(counter.flops * times, counter.bytes * times, counter.launches, size, activations)
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Of its values that are there: of an expanded tensor each counts once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else 1
+    return count * tensor.element_size()
