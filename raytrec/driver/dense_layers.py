@@ -25,10 +25,12 @@ def count_dense_layers(config: RunConfig, schema: Schema, rows: int) -> DenseWor
     import torch
 
     from raytrec.checks.parity.batches import local_batch, random_batches
+    from raytrec.compat.torch_ import quiet_tracing
     from raytrec.embeddings.planner.dense_work import count_dense_work
     from raytrec.tasks.task import resolve_tasks
     from raytrec.worker.build import unsharded
 
+    quiet_tracing()
     features, tasks = resolve_features(schema, config.model), resolve_tasks(config.tasks, schema)
 
     def run(device: torch.device, count: int, counter: Counter) -> int:
@@ -46,9 +48,7 @@ def count_dense_layers(config: RunConfig, schema: Schema, rows: int) -> DenseWor
     return count_dense_work(run, rows)
 
 
-def _vectors(
-    name: str, schema: Schema, features: Features, rows: int, device: torch.device
-) -> torch.Tensor:
+def _vectors(name: str, schema: Schema, features: Features, rows: int, device: torch.device) -> torch.Tensor:
     """What is looked up of a feature."""
     import torch
 

@@ -1,4 +1,4 @@
-"""What the dense layers compute in a step, counted while they run on the meta device: no formula for each model."""
+"""What dense layers compute in a step, counted while they run on the meta device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DenseWork:
 
     Attributes:
         flops: of matrix products, forward and backward; a multiplication and an addition are two.
-        bytes: read and written by operators that are no matrix products, whose own traffic hides behind their
+        bytes: read and written by operators other than matrix products, whose own traffic hides behind their
             arithmetic.
         launches: operators that compute something; on a GPU a kernel each.
         parameters: bytes of the dense layers.
@@ -85,7 +85,7 @@ class Counter(TorchDispatchMode):
 def count_dense_work(
     run: Callable[[torch.device, int, Counter], int], rows: int, few_rows: int = 64
 ) -> DenseWork:
-    """What `run` computes of `rows` rows. A model that reads its values (lengths of sequences, say) cannot
+    """What `run` computes of `rows` rows. A model that reads values (such as lengths of sequences) cannot
     run on the meta device: of that, what `few_rows` take on CPU, times as many.
 
     Args:

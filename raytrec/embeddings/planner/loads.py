@@ -17,8 +17,8 @@ from raytrec.embeddings.planner.footprint import CACHED, CACHING_KERNEL, DTYPE_B
 
 ID_BYTES, LENGTH_BYTES, VALUE_BYTES = 8, 4, 4
 WIRE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.125}  # int8: with scales of 64 values
-# Of a table without statistics: the share of lookups that the fifth of its rows which are looked up most takes,
-# as ids of logs have it (Zipf's law with exponent 1 over a million rows: 0.89; 0.8 leaves room).
+# Of a table without statistics: the share of lookups that the hottest fifth of its rows takes. By Zipf's law
+# with exponent 1 it is 0.89 of a million rows; 0.8 leaves room.
 UNKNOWN_HITS = 0.8
 
 
@@ -36,8 +36,8 @@ class Loads:
         near, far: kind of collective → bytes that a rank sends, or receives if that is more, to others of its
             host and to other hosts; forward and backward together.
         gradients: bytes of dense gradients of tables, which replicas add up.
-        groups: ways of sharding, for each of which ids and sums travel apart; replicated: whether some tables
-            are copied to all ranks.
+        groups: ways of sharding, for each of which ids and sums travel apart; replicated: bytes of gradients
+            of tables that are copied to all ranks (one number).
         row_values: values of a row's inputs that reach the dense layers; row_ids: its ids (numbers).
     """
 
@@ -52,7 +52,7 @@ class Loads:
     far: dict[str, np.ndarray]
     sent_ids: float = 0.0
     groups: set[tuple[str, str]] = field(default_factory=set)
-    replicated: bool = False
+    replicated: float = 0.0
     row_values: float = 0.0
     row_ids: float = 0.0
 
@@ -111,7 +111,9 @@ def loads_of(
         out.row_values += table.dim * vectors
         optimizer = optimizer_of(optimizers[table.table].name)
         ranks = np.array([rank for rank, _, _ in table.shards])
-        rows, columns = (np.array(of, float) for of in zip(*(shard[1:] for shard in table.shards), strict=True))
+        rows, columns = (
+            np.array(of, float) for of in zip(*(shard[1:] for shard in table.shards), strict=True)
+        )
         share, kind = rows / table.rows, table.sharding_type
         batches = float(batch if kind == "data_parallel" else total)
         ids = batches * each * (1.0 if kind == "data_parallel" else share)
@@ -139,7 +141,7 @@ def loads_of(
         _add(out.touched, ranks, near_bytes + gradients + 2 * sums)
         _add(out.pooled, ranks, sums)
         if kind == "data_parallel":
-            out.replicated = True
+            out.replicated += table.rows * table.dim * VALUE_BYTES
             _add(out.gradients, ranks, rows * columns * VALUE_BYTES)
             continue
         if dense:
@@ -177,14 +179,14 @@ def _exchange(out: Loads, ranks: np.ndarray, sizes: np.ndarray, near: float, far
         found["all_to_all"] += np.maximum(sent, sizes.sum() * part / world)
 
 
-def _add(to: np.ndarray, ranks: np.ndarray, values: np.ndarray) -> None:
+def _add(to: np.ndarray, ranks: np.ndarray, values: np.ndarray | float) -> None:
     np.add.at(to, ranks, values)
 
 
 def _distinct(draws: float, rows: int, known: Sequence[Statistics]) -> float:
     """Distinct rows among so many lookups of a table: n draws from m ids that are drawn alike give
-    m·(1 − (1 − 1/m)ⁿ) of them, counted for the 1, next 9, next 90, … hottest ids apart. Without statistics, of
-    rows that are drawn alike."""
+    m·(1 − (1 − 1/m)ⁿ) of them, counted for the 1, next 9, next 90, … hottest ids apart; without statistics,
+    of rows that are drawn alike."""
     if not known or not known[0].hottest:
         return _alike(draws, min(rows, known[0].distinct or rows) if known else rows)
     one = known[0]
@@ -204,8 +206,8 @@ def _alike(draws: float, ids: float) -> float:
 
 
 def hit_share(rows: float, known: Sequence[Statistics]) -> float:
-    """The share of lookups that the `rows` hottest rows of a table take; between two powers of ten it grows with
-    the logarithm of their number."""
+    """The share of lookups that the `rows` hottest rows of a table take; between two powers of ten it grows
+    with the logarithm of their number."""
     if not known or not known[0].hottest:
         return UNKNOWN_HITS
     shares, distinct = [*known[0].hottest], max(1, known[0].distinct)

@@ -122,8 +122,41 @@ def machine_of(name: str, where: str = "--on") -> Machine:
     return found
 
 
-def cluster_of(text: str) -> tuple[int, Machine]:
-    """Machines such as 2x8xh100-sxm: how many, and which; 8xh100-sxm is one.
+class Cluster(NamedTuple):
+    """Equal hosts.
+
+    Attributes:
+        gpus: of each host; on CPU, workers.
+        memory_gib: of each GPU, or worker.
+        host_memory_gib, disk_gib: of each host.
+        machine: what the hosts are; None: they are described by the rest alone.
+    """
+
+    hosts: int
+    gpus: int
+    memory_gib: float
+    host_memory_gib: float
+    disk_gib: float
+    machine: Machine | None = None
+
+    @classmethod
+    def of(cls, hosts: int, machine: Machine) -> Cluster:
+        """So many machines."""
+        memory = GPUS[machine.gpu].memory_gib
+        return cls(hosts, machine.gpus, memory, machine.memory_gib, machine.disk_gib, machine)
+
+    @property
+    def name(self) -> str:
+        return f"{self.hosts}x{self.machine.name}" if self.machine else f"{self.hosts} × {self.gpus}"
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.hosts * self.gpus
+
+
+def cluster_of(text: str) -> Cluster:
+    """Machines such as 2x8xh100-sxm; 8xh100-sxm is one.
 
     Raises:
         ConfigError: it is no such text, or no machine has that name.
@@ -132,7 +165,7 @@ def cluster_of(text: str) -> tuple[int, Machine]:
     count, name = (int(counted[1]), counted[2]) if counted else (1, text)
     if count < 1:
         raise ConfigError(f"{count} machines", where=f"--on {text}", expected="at least one")
-    return count, machine_of(name)
+    return Cluster.of(count, machine_of(name))
 
 
 def known_gpu(name: str) -> Gpu | None:

@@ -7,7 +7,7 @@ PyTorch's allocator keeps apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from raytrec.embeddings.optimizers import optimizer_of
 from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.embeddings.planner.dense_work import DenseWork
 from raytrec.embeddings.planner.dry_run import PlannedTable
-from raytrec.embeddings.planner.footprint import CACHE, GIB, kernel_on, map_share, parts_of
+from raytrec.embeddings.planner.footprint import CACHE, GIB, Footprint, kernel_on, map_share, parts_of
 from raytrec.embeddings.planner.loads import ID_BYTES, LENGTH_BYTES, VALUE_BYTES, Loads
 
 DEVICE, HOST, DISK = TIERS = ("device", "host", "disk")
@@ -61,23 +61,21 @@ def memory_of(
     read ahead: data.buffer_gib. process, CUDA: PROCESS_GIB, CONTEXT_GIB.
     """
     device, world = "cpu" if config.scaling.device == "cpu" else "cuda", len(loads.ids)
-    optimizers, parts = table_optimizers(config, schema), {}
+    parts: dict[tuple[str, str], np.ndarray] = {}
 
     def add(tier: str, part: str, sizes: np.ndarray | float, ranks: np.ndarray | None = None) -> None:
         found = parts.setdefault((tier, part), np.zeros(world))
         np.add.at(found, np.arange(world) if ranks is None else ranks, sizes)
 
     copies = np.zeros(world)
-    for table in plan:
-        for rank, rows, columns in table.shards:
-            shard = Table.model_construct(rows=rows, dim=columns)
-            kernel = kernel_on(device, table.compute_kernel)
-            for part, size in parts_of(shard, table.dtype, optimizers[table.table].name, kernel).items():
-                for tier, of_tier in zip(TIERS, size, strict=True):
-                    if of_tier:
-                        parts.setdefault((tier, part), np.zeros(world))[rank] += of_tier
-                if part != CACHE and (device == "cuda" or table.compute_kernel == "dense"):
-                    copies[rank] += size.device + size.host
+    kernels = {table.table: table.compute_kernel for table in plan}
+    for table, rank, sizes in shard_sizes(config, schema, plan):
+        for part, size in sizes.items():
+            for tier, of_tier in zip(TIERS, size, strict=True):
+                if of_tier:
+                    parts.setdefault((tier, part), np.zeros(world))[rank] += of_tier
+            if part != CACHE and (device == "cuda" or kernels[table] == "dense"):
+                copies[rank] += size.device + size.host
     if maps := map_share(schema, world):
         add(DEVICE, "id maps", maps)
     batch = -(-config.data.global_batch_size // world)
@@ -96,6 +94,18 @@ def memory_of(
     if device == "cuda":
         add(DEVICE, "CUDA", CONTEXT_GIB * GIB)
     return Memory({key: size for key, size in parts.items() if size.any()})
+
+
+def shard_sizes(
+    config: RunConfig, schema: Schema, plan: Sequence[PlannedTable]
+) -> Iterator[tuple[str, int, dict[str, Footprint]]]:
+    """(table, rank, part → bytes) of every shard."""
+    device, optimizers = "cpu" if config.scaling.device == "cpu" else "cuda", table_optimizers(config, schema)
+    for table in plan:
+        kernel, name = kernel_on(device, table.compute_kernel), optimizers[table.table].name
+        for rank, rows, columns in table.shards:
+            shard = Table.model_construct(rows=rows, dim=columns)
+            yield table.table, rank, parts_of(shard, table.dtype, name, kernel)
 
 
 def states_of(optimizer: DenseOptim) -> int:

@@ -10,11 +10,11 @@ from raytrec.common.errors import ConfigError
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.embeddings.planner.machines import GPUS, Machine
 
-# Kinds of collectives, by what takes them: ids and whole tables' sums; sums of tables that are cut by rows, and
-# their gradients; dense layers.
+# Kinds of collectives, by what takes them: ids and whole tables' sums; sums of tables that are cut by rows,
+# and their gradients; dense layers.
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
-# Shares of data sheets that steps reach: fp32 products as in TorchRec's published 149,000 rows/s on A100, tf32,
-# bf16, memory and wires as docs/gpu.md assumes them; rows of some hundred bytes at random places reach half.
+# Shares of data sheets that steps reach: fp32 products as in TorchRec's published 149,000 rows/s on A100;
+# tf32, bf16, memory and wires as docs/gpu.md assumes them; rows of some hundred bytes at random places half.
 SHARES = {"fp32": 0.9, "tf32": 0.65, "bf16": 0.5, "copy": 0.75, "lookup": 0.5, "wire": 0.7}
 
 
@@ -36,8 +36,8 @@ class Rates:
         host_link: bytes a second between host and device. file_row_s: of a row that is read from a file.
         launch_s: of an operator of the dense layers on the host. step_s, group_s, feature_s: of the rest of a
             step on the host: of each step, of each way of sharding in it, of each sparse feature.
-        assemble_value_s, read_value_s: of each number or id, to put a batch together in the rank's process,
-            and to read it in another one.
+        assemble_column_s, read_column_s: of each column of a row, to put a batch together in the rank's
+            process, and to read it in another one; read_id_s: of an id, in each of the two.
     """
 
     source: str
@@ -58,9 +58,10 @@ class Rates:
     far: float = 0.0
     host_link: float = float("inf")
     file_row_s: float = 1e-4  # an SSD's random read
-    # benchmarks/results/ingest.json: 0.35 and 1.17 CPU-µs a row of 40 columns of one value
-    assemble_value_s: float = 0.35e-6 / 40
-    read_value_s: float = 1.17e-6 / 40
+    # benchmarks/results/ingest.json: 0.35 and 1.17 CPU-µs a row of 40 columns, 26 of which have an id
+    assemble_column_s: float = 5.5e-9
+    read_column_s: float = 26e-9
+    read_id_s: float = 5e-9
 
     def to_json(self) -> str:
         """Text that `from_json` reads."""
@@ -85,7 +86,7 @@ class Rates:
             return made
         except (NotReadable, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"these are no rates: {error}", where=where, do="write them again with `raytrec doctor`"
+                f"not a file of rates: {error}", where=where, do="write them again with `raytrec doctor`"
             ) from None
 
     @classmethod
@@ -129,4 +130,8 @@ class Rates:
             peer_s=1e-6,
             far=machine.network_of_gpu * wire,
             host_link=gpu.pcie * wire,
+            # of cores that are 1.7 times as fast as those of benchmarks/results/ingest.json
+            assemble_column_s=cls.assemble_column_s / 1.7,
+            read_column_s=cls.read_column_s / 1.7,
+            read_id_s=cls.read_id_s / 1.7,
         )

@@ -9,7 +9,7 @@ import numpy as np
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.planner.dense_work import DenseWork
-from raytrec.embeddings.planner.loads import VALUE_BYTES, Loads
+from raytrec.embeddings.planner.loads import Loads
 from raytrec.embeddings.planner.memory_by_part import batch_bytes, states_of
 from raytrec.embeddings.planner.rates import Rates
 
@@ -20,16 +20,6 @@ PARTS = (
     *("lookup", "input exchange", "output exchange", "dense layers", "all-reduce", "host launches"),
     *("ingest", "host to device"),
 )
-RESOURCES = {
-    "lookup": "memory at random places",
-    "output exchange": "links between ranks",
-    "dense layers": "arithmetic and memory of the dense layers",
-    "host launches": "Python and launches on the host",
-    "ingest": "reading",
-    "host to device": "the link between host and GPU",
-    "input exchange": "links between ranks (ids)",
-    "all-reduce": "links between ranks (gradients)",
-}
 
 
 @dataclass(frozen=True)
@@ -62,8 +52,8 @@ def step_time(
 ) -> StepTime:
     """How long a step takes.
 
-    lookup = bytes touched ÷ random-access rate + ids × time of an id + bytes of host memory ÷ host link + rows
-        of files × time of one.
+    lookup = bytes touched ÷ random-access rate + ids × time of an id + bytes of host memory ÷ host link
+        + rows of files × time of one.
     input exchange = ids and lengths: three all-to-alls (sizes, lengths, ids) for each way of sharding.
     output exchange = sums and gradients: two collectives for each way of sharding; the slower of links and
         network, which work at the same time.
@@ -72,11 +62,12 @@ def step_time(
     all-reduce = 2 × gradients ÷ links (a ring: (W−1)/W sent twice), and once to other hosts.
     host launches = operators of the dense layers × time of one + that of a step, of each way of sharding and
         of each feature; + assembling the next batch, under the same lock of Python.
-    ingest = values read by the reader processes, as many at a time as there are CPUs for them.
+    ingest = columns and ids read by the reader processes, as many at a time as there are CPUs for them.
 
     On GPUs device, host, readers and copies work at the same time, ids travel during the step before, and
     half of the dense layers hides the all-reduce:
-        step = max(lookup + output exchange + dense + max(0, all-reduce − dense ÷ 2), host, ingest, copies, ids)
+        step = max(lookup + output exchange + dense + max(0, all-reduce − dense ÷ 2),
+                   host, ingest, copies, ids)
     On CPU ranks compute what they send themselves: a step is the sum of its parts. There W ranks share C
     cores: what takes rank r tᵣ of CPU takes max(max tᵣ, Σ tᵣ ÷ C). Collectives are measured with as many
     ranks, and the slowest rank is waited for.
@@ -104,15 +95,16 @@ def step_time(
     products = dense.flops / rates.matrix[precision] + moved / rates.copy
     launches = dense.launches * (COMPILED_LAUNCHES if config.train.compile and not on_cpu else 1.0)
     host = launches * rates.launch_s + rates.step_s + len(schema.sparse) * rates.feature_s
-    host += (len(loads.groups) + loads.replicated) * rates.group_s
-    assembled = batch * (loads.row_ids + len(schema.dense) + len(schema.labels)) * rates.assemble_value_s
-    values = batch * (loads.row_ids + len(schema.dense) + len(schema.labels))
+    host += (len(loads.groups) + bool(loads.replicated)) * rates.group_s
+    columns, its_ids = len(schema.columns), loads.row_ids * rates.read_id_s
+    assembled = batch * (columns * rates.assemble_column_s + its_ids)
     readers = config.data.readers if not cpus else min(config.data.readers, max(0.5, cpus / gpus - 2))
     ids = output = reduced = np.zeros(world)
     if world > 1:
         ids = _ids_s(loads, rates, world, hosts, gpus)
         output = _output_s(loads, rates, world)
-        reduced = np.full(world, _reduce_s(dense.parameters + loads.gradients.max() * loads.replicated, rates, world, hosts, gpus))
+        added_up = dense.parameters + loads.replicated
+        reduced = np.full(world, _reduce_s(added_up, rates, world, hosts, gpus))
     parts = {
         "lookup": shared(lookups),
         "input exchange": float(ids.max()),
@@ -120,21 +112,19 @@ def step_time(
         "dense layers": shared(products),
         "all-reduce": float(reduced.max()),
         "host launches": shared(host) + assembled,
-        "ingest": values * rates.read_value_s / readers,
+        "ingest": batch * (columns * rates.read_column_s + its_ids) / readers,
         "host to device": 0.0 if on_cpu else batch_bytes(schema, loads, batch) / rates.host_link,
     }
     if on_cpu:
-        chains = {"sum": sum(parts.values()) - parts["ingest"], "ingest": parts["ingest"]}
-        step = max(chains.values())
-        slowest = "ingest" if step == parts["ingest"] else max(parts, key=lambda name: parts[name] * (name != "ingest"))
+        together = {name: seconds for name, seconds in parts.items() if name != "ingest"}
+        alone = {"ingest": parts["ingest"]}
     else:
-        visible = max(0.0, parts["all-reduce"] - HIDDEN * parts["dense layers"])
-        on_device = {name: parts[name] for name in ("lookup", "output exchange", "dense layers")}
-        on_device["all-reduce"] = visible
-        others = {name: parts[name] for name in PARTS if name not in on_device}
-        step = max(sum(on_device.values()), *others.values())
-        chain = on_device if step == sum(on_device.values()) else others
-        slowest = max(chain, key=lambda name: chain[name])
+        together = {name: parts[name] for name in ("lookup", "output exchange", "dense layers")}
+        together["all-reduce"] = max(0.0, parts["all-reduce"] - HIDDEN * parts["dense layers"])
+        alone = {name: seconds for name, seconds in parts.items() if name not in together}
+    step = max(sum(together.values()), *alone.values())
+    chain = together if step == sum(together.values()) else alone
+    slowest = max(chain, key=lambda name: chain[name])
     busy = lookups + output
     balance = float(busy.mean() / busy.max()) if busy.max() else 1.0
     return StepTime(parts, step, total / step, slowest, balance)
@@ -161,7 +151,11 @@ def _output_s(loads: Loads, rates: Rates, world: int) -> np.ndarray:
 
 
 def _reduce_s(size: float, rates: Rates, world: int, hosts: int, gpus: int) -> float:
-    near = 2 * size * (min(world, gpus) - 1) / min(world, gpus) / rates.bandwidth["all_reduce"] if gpus > 1 else 0.0
+    near = (
+        2 * size * (min(world, gpus) - 1) / min(world, gpus) / rates.bandwidth["all_reduce"]
+        if gpus > 1
+        else 0.0
+    )
     far = 2 * size * (hosts - 1) / hosts / gpus / rates.far if hosts > 1 else 0.0
     return -(-size // BUCKET) * _latency(rates, "all_reduce", world) + near + far
 

@@ -237,7 +237,7 @@ def test_the_planner_knows_how_fast_gpus_are(gpus, memory, intra_host, inter_hos
 def test_machines_have_what_plans_read_of_them(name):
     machine = machine_of(name)
     assert machine.name == name and machine.gpu in GPUS and name.startswith(f"{machine.gpus}x")
-    assert cluster_of(f"3x{name}") == (3, machine) and cluster_of(name) == (1, machine)
+    assert cluster_of(f"3x{name}").world == 3 * machine.gpus and cluster_of(name).machine is machine
     assert 0 < machine.network_of_gpu <= network_of(machine.gpu) <= GPUS[machine.gpu].intra_host
     assert machine.cpus >= machine.gpus and machine.memory_gib > 0 and machine.disk_gib > 0
 
