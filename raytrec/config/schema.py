@@ -313,8 +313,9 @@ def scalar(value: object) -> str:
 def _explain(error: dict) -> str:
     place = ".".join(str(p) for p in error["loc"])
     if error["type"] == "extra_forbidden":
-        of_part: type[BaseModel] = {"sparse": Sparse, "statistics": Statistics}.get(error["loc"][0], Table)
-        known = {0: Schema, 2: of_part, 3: ManagedIds}.get(len(error["loc"]) - 1)
+        parts: dict[object, type[BaseModel]] = {"sparse": Sparse, "statistics": Statistics}
+        of_part = parts.get(error["loc"][0], Table)
+        known = dict[int, type[BaseModel]]({0: Schema, 2: of_part, 3: ManagedIds}).get(len(error["loc"]) - 1)
         near = did_you_mean(str(error["loc"][-1]), list(known.model_fields)) if known else None
         return f"{place}: unknown key" + (f"; did you mean '{near}'?" if near else "")
     if error["type"] == "missing":

@@ -90,10 +90,9 @@ def loads_of(
     world = hosts * gpus
     total, batch = config.data.global_batch_size, -(-config.data.global_batch_size // world)
     kinds = ("all_to_all", "reduce_scatter", "all_gather")
-    out = Loads(
-        *(np.zeros(world) for _ in range(7)),
-        *({kind: np.zeros(world) for kind in kinds} for _ in ("near", "far")),
-    )
+    near, far = ({kind: np.zeros(world) for kind in kinds} for _ in range(2))
+    ids_, touched, host, files, received, pooled, dense_ = np.zeros((7, world))
+    out = Loads(ids_, touched, host, files, received, pooled, dense_, near, far)
     out.row_ids = sum(lengths.values())
     optimizers, of_table = table_optimizers(config, schema), {table: [] for table in schema.tables}
     for name in schema.sparse:
