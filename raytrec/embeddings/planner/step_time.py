@@ -31,6 +31,7 @@ class StepTime:
         step: the step; rows_per_s: of all ranks.
         bottleneck: the part that it waits for most.
         balance: of lookups and their exchange, the mean of ranks ÷ the slowest; 1: even.
+        busy: of each rank, what it computes and sends itself: ingest and waiting left out.
     """
 
     parts: dict[str, float]
@@ -38,6 +39,7 @@ class StepTime:
     rows_per_s: float
     bottleneck: str
     balance: float
+    busy: list[float]
 
 
 def step_time(
@@ -127,7 +129,8 @@ def step_time(
     slowest = max(chain, key=lambda name: chain[name])
     busy = lookups + output
     balance = float(busy.mean() / busy.max()) if busy.max() else 1.0
-    return StepTime(parts, step, total / step, slowest, balance)
+    everything = busy + ids + reduced + products + host + assembled
+    return StepTime(parts, step, total / step, slowest, balance, everything.tolist())
 
 
 def _ids_s(loads: Loads, rates: Rates, world: int, hosts: int, gpus: int) -> np.ndarray:

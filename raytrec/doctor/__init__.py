@@ -1,0 +1,1 @@
+"""The doctor of an installation and its machines."""
