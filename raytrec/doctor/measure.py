@@ -1,8 +1,8 @@
 """What the ranks of this machine reach: rates for `raytrec plan --rates`, measured in as many processes.
 
 All ranks measure the same at the same time, so that what they share (caches, memory, links) is shared as in
-a run. On CPU what is computed is counted in seconds of CPU. Collectives and steps are counted in both, seconds
-and seconds of CPU, of which the latter mean something on a machine that has other work, too.
+a run. On CPU what is computed is counted in seconds of CPU. Collectives and steps are counted in seconds and
+in seconds of CPU; the latter mean something on a machine that has other work, too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from statistics import median
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
@@ -45,8 +46,8 @@ Sample = dict[str, float]
 
 
 def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
-    """The rates of so many ranks on this machine: a GPU each where there are GPUs, else on CPU. Takes some 20 s
-    where nothing else runs.
+    """The rates of so many ranks on this machine: a GPU each where there are GPUs, else on CPU. Takes some
+    20 s where nothing else runs.
 
     Args:
         ranks: at least 1.
@@ -146,7 +147,7 @@ class Probe:
         products = 2.0 * self._x.shape[0] * self._x.shape[1] * self._w.shape[1]
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             x, w = self._x.to(dtype), self._w.to(dtype)
-            out[f"matrix {name}"] = products / self._compute(lambda x=x, w=w: x @ w)
+            out[f"matrix {name}"] = products / self._compute(partial(torch.matmul, x, w))
         out["matrix tf32"] = out["matrix fp32"]
         if self._device.type == "cuda":
             before = torch.get_float32_matmul_precision()
@@ -177,23 +178,24 @@ class Probe:
 
     def _compute(self, call: Callable[[], object], times: int = 8) -> float:
         """Seconds of the device that a call takes."""
-        return min(
-            self._timed(call, process_time if self._device.type == "cpu" else perf_counter, times)
-            for _ in range(3)
-        )
+        took = [self._timed(call, times) for _ in range(3)]
+        return min(each[self._device.type == "cpu"] for each in took)
 
-    def _timed(self, call: Callable[[], object], clock: Callable[[], float], times: int) -> float:
-        import torch
-
+    def _timed(self, call: Callable[[], object], times: int) -> tuple[float, float]:
+        """(seconds, seconds of CPU) of a call."""
         call()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-        began = clock()
+        self._wait()
+        began, used = perf_counter(), process_time()
         for _ in range(times):
             call()
+        self._wait()
+        return (perf_counter() - began) / times, (process_time() - used) / times
+
+    def _wait(self) -> None:
+        import torch
+
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        return (clock() - began) / times
 
     def _collective(self, kind: str, size: int) -> tuple[float, float]:
         """(seconds, seconds of CPU) of one of `size` values."""
@@ -305,13 +307,13 @@ def tiny_run(features: int, ways: int, world: int, device: str) -> tuple[RunConf
 def rates_from(samples: Sequence[Sequence[Sample]], device: str, clock: str = CLOCKS[0]) -> Rates:
     """Rates of what the ranks have seen.
 
-    Bytes and ids of lookups are told apart by least squares over LOOKUPS. What is left of the tiny steps, when
-    all that is known of them is taken away, is the host's: of a step, of a feature, of a way of sharding.
+    Bytes and ids of lookups are told apart by least squares over LOOKUPS. What is left of the tiny steps,
+    when all that is known of them is taken away, is the host's: of a step, a feature, a way of sharding.
 
     Args:
         samples: of each rank, one for each round.
-        clock: of CLOCKS, by which collectives and steps count; cpu s: as on a machine that has no other work
-            and whose ranks never wait.
+        clock: of CLOCKS, by which collectives and steps count; cpu s: as on a machine without other work
+            whose ranks never wait.
     """
     world = len(samples)
     seen = {
@@ -350,8 +352,8 @@ def rates_from(samples: Sequence[Sequence[Sample]], device: str, clock: str = CL
 def _with_host(rates: Rates, seen: Mapping[tuple, float | None], clock: str) -> Rates:
     """The same rates with what the host takes.
 
-    What a tiny step takes beyond its predicted parts is s + ways · g + features · f, on each of the cores that
-    ranks share; a single rank has one way of sharding alone, so that g is among s.
+    What a tiny step takes beyond its predicted parts is s + ways · g + features · f, on each of the cores
+    that ranks share; a single rank has one way of sharding alone, so that g is among s.
 
     Args:
         seen: features and ways of sharding → seconds of the step.
