@@ -96,7 +96,7 @@ def measure(world: int, schemas: list[str], ways: tuple[str, ...], rounds: int, 
                     of_rank.append(one)
                 ranks.ask(case=name)
                 seen[name].append(ranks.ask(steps=STEPS))
-                memory[name] = max(memory.get(name, 0.0), *ranks.ask(memory=True))
+                memory[name] = min(memory.get(name, 1e18), max(ranks.ask(memory=True)))
                 print(world, name, file=sys.stderr, flush=True)
     rates = rates_from(samples, "cpu", clock)
     print(rates.to_json(), file=sys.stderr)

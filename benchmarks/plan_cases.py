@@ -33,17 +33,17 @@ def _schema(dense: int, features: list[tuple[int, int, int]]) -> Schema:
 # Many tables with an id a row; few with wide rows and long bags; tables of very uneven sizes and loads.
 SCHEMAS: dict[str, tuple[Schema, dict[str, Any], int]] = {
     "clicks": (
-        _schema(13, [(60_000 if i < 20 else 400, 16, 1) for i in range(26)]),
+        _schema(13, [(150_000 if i < 20 else 400, 16, 1) for i in range(26)]),
         {"name": "dlrm", "bottom_mlp": [256, 64], "top_mlp": [256, 128]},
         512,
     ),
     "bags": (
-        _schema(4, [(50_000, 64, ids) for ids in (1, 5, 10, 20, 30, 40)]),
+        _schema(4, [(120_000, 64, ids) for ids in (1, 5, 10, 20, 30, 40)]),
         {"name": "dcn", "bottom_mlp": [64], "cross_layers": 2, "cross_rank": 64, "top_mlp": [128]},
         256,
     ),
     "uneven": (
-        _schema(8, [(400_000, 32, 20), (200_000, 32, 8), *[(5_000, 32, 2)] * 10]),
+        _schema(8, [(1_000_000, 32, 20), (400_000, 32, 8), *[(5_000, 32, 2)] * 10]),
         {"name": "dlrm", "bottom_mlp": [512, 128], "top_mlp": [512, 256]},
         384,
     ),

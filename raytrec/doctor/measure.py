@@ -27,17 +27,29 @@ from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.predict import Predictor
+from raytrec.embeddings.optimizers import optimizer_of
 from raytrec.embeddings.planner.machines import Cluster
-from raytrec.embeddings.planner.rates import COLLECTIVES, Rates
+from raytrec.embeddings.planner.rates import COLLECTIVES, LookupRates, Rates
 
 if TYPE_CHECKING:
     import torch
 
 ROUNDS = 7
 ALONE_S = 180.0  # that measuring may take, for each rank
-# Of lookups: (columns, ids of a bag). Bytes and ids are told apart by what these take.
-LOOKUPS = ((8, 1), (8, 8), (64, 1), (64, 8))
 BAGS, TABLE_BYTES = 512, 64 << 20  # more than caches hold
+DENSE = "dense"
+# A table's optimizer → FBGEMM's name for it.
+UPDATES = {
+    "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD",
+    "adagrad": "EXACT_ADAGRAD",
+    "sgd": "EXACT_SGD",
+}
+# Of lookups: (way of updating, tables, columns, ids of a bag). Bytes, ids and shards are told apart by these.
+LOOKUPS = tuple(
+    (way, *shape) for way in (*UPDATES, DENSE) for shape in ((1, 16, 16), (8, 16, 1), (8, 64, 1), (1, 64, 16))
+)
+# A small matrix of a batched product, as DLRM has them of 27 vectors with 16 columns.
+SMALL_SHAPE, SMALL_FLOPS = (27, 16), 2 * 27 * 27 * 16
 SMALL, LARGE = 256, 1 << 20  # values of a collective
 # Steps with next to no arithmetic, (features, ways of sharding): what each of these takes of the host.
 STEPS = ((2, 1), (26, 1), (26, 2))
@@ -76,7 +88,7 @@ def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
             stack.callback(process.kill)
         samples = [_samples(process, rank, ranks) for rank, process in enumerate(started)]
     rates = rates_from(samples, "cuda" if samples[0][0]["on_gpu"] else "cpu")
-    show(f"{rates.matrix['fp32'] / 1e9:.0f} GFLOP/s in fp32, {rates.lookup / 1e9:.1f} GB/s of lookups")
+    show(f"{rates.matrix['fp32'] / 1e9:.0f} GFLOP/s in fp32, {rates.copy / 1e9:.0f} GB/s of memory")
     return rates
 
 
@@ -129,6 +141,8 @@ class Probe:
         big = 1 if device.type == "cpu" else 16
         self._x, self._w = values(512 * big, 512), values(512, 256 * big)
         self._a, self._b = values(1024 * big, 512), values(1024 * big, 512)
+        self._stream = torch.ones(1 << 23, device=device)
+        self._matrices = values(512, *SMALL_SHAPE)
         self._small = [values(8, 8).requires_grad_() for _ in range(16)]
         with Counter() as counter:
             self._many_small()
@@ -159,15 +173,18 @@ class Probe:
             out["host link"] = self._copy_host.numel() / copy
         moved = 3.0 * self._a.numel() * 4
         out["copy"] = moved / self._compute(lambda: self._a + self._b)
+        out["stream"] = 2.0 * self._stream.numel() * 4 / self._compute(lambda: self._stream * 2, 1)
         for shape, lookup in self._lookups.items():
-            out[f"lookup {shape}"] = self._compute(lookup, 3)
+            out[f"lookup {shape}"] = self._compute(lookup, 1)
+        batched = partial(torch.bmm, self._matrices, self._matrices.transpose(1, 2))
+        out["small"] = self._compute(batched) / len(self._matrices)
         out["launch"] = self._compute(self._many_small) / self._launches
         if self._world > 1:
             for kind in COLLECTIVES:
                 for size in (SMALL, LARGE):
                     out |= _both(f"{kind} {size}", self._collective(kind, size))
-        for shape, step in self._steps.items():
-            out |= _both(f"step {shape}", step.seconds())
+        for layout, step in self._steps.items():
+            out |= _both(f"step {layout}", step.seconds())
         return out
 
     def _many_small(self) -> None:
@@ -212,7 +229,7 @@ class Probe:
             "all_reduce": lambda: dist.all_reduce(whole),
         }
         dist.barrier()
-        return self._timed(calls[kind], 10)
+        return self._timed(calls[kind], 6)
 
 
 def _both(name: str, took: tuple[float, float]) -> Sample:
@@ -220,38 +237,45 @@ def _both(name: str, took: tuple[float, float]) -> Sample:
 
 
 class _Lookup:
-    """FBGEMM's lookup and update of one table, as TorchRec calls it."""
+    """FBGEMM's lookup and update of some tables, as TorchRec calls it."""
 
-    def __init__(self, dim: int, length: int, device: torch.device, made: Any):
+    def __init__(self, way: str, tables: int, dim: int, length: int, device: torch.device, made: Any):
         import torch
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
         from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
             ComputeDevice,
+            DenseTableBatchedEmbeddingBagsCodegen,
             SplitTableBatchedEmbeddingBagsCodegen,
         )
 
-        rows, on_cpu = TABLE_BYTES // (4 * dim), device.type == "cpu"
-        places = (
-            (EmbeddingLocation.HOST, ComputeDevice.CPU)
-            if on_cpu
-            else (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
-        )
-        self._kernel = SplitTableBatchedEmbeddingBagsCodegen(
-            [(rows, dim, *places)], optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, device=device
-        )
-        self._ids = torch.randint(0, rows, (BAGS * length,), generator=made).to(device)
-        self._offsets = torch.arange(0, BAGS * length + 1, length).to(device)
-        self._gradient = torch.full((BAGS, dim), 1e-3, device=device)
+        rows, on_cpu = TABLE_BYTES // (4 * dim * tables), device.type == "cpu"
+        places = (EmbeddingLocation.HOST, ComputeDevice.CPU)
+        if not on_cpu:
+            places = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+        if way == DENSE:  # whose gradients are as large as its tables: small ones
+            rows = 1024
+            self._kernel: Any = DenseTableBatchedEmbeddingBagsCodegen([(rows, dim)] * tables, use_cpu=on_cpu)
+        else:
+            self._kernel = SplitTableBatchedEmbeddingBagsCodegen(
+                [(rows, dim, *places)] * tables, optimizer=EmbOptimType[UPDATES[way]], device=device
+            )
+        bags = BAGS * tables
+        self._ids = torch.randint(0, rows, (bags * length,), generator=made).to(device)
+        self._offsets = torch.arange(0, bags * length + 1, length).to(device)
+        self._gradient = torch.full((BAGS, dim * tables), 1e-3, device=device)
 
     def __call__(self) -> None:
         self._kernel(self._ids, self._offsets).backward(self._gradient)
 
 
-def lookup_bytes(dim: int, length: int) -> float:
-    """What `_Lookup` reads and writes, as loads.loads_of counts it."""
-    ids = BAGS * length
-    return ids * (dim * 4 + dim * 4 + 2 * (dim * 4 + 4)) + 2 * BAGS * dim * 4
+def lookup_shape(way: str, tables: int, dim: int, length: int) -> tuple[float, float, float]:
+    """Bytes at random places, ids and shards of `_Lookup`, as loads.loads_of counts them."""
+    bags, row, state = BAGS * tables, 4.0 * dim, 0.0
+    if way != DENSE:
+        state = dim * optimizer_of(way).bytes_per("value") + optimizer_of(way).bytes_per("row")
+    touched = bags * (length * (row + row + 2 * (row + state)) + 2 * row)
+    return touched, float(bags * length), float(tables)
 
 
 class _TinyStep:
@@ -265,9 +289,9 @@ class _TinyStep:
 
         config, schema = tiny_run(features, ways, world, device.type)
         self._step, _ = build_step(config, schema, device)
-        (whole,) = random_batches(schema, config.data.global_batch_size, 1, seed=0)
-        bounds = cuts(len(whole), world, "equal")
-        self._batch = local_batch(whole, schema, bounds, dist.get_rank())
+        (global_batch,) = random_batches(schema, config.data.global_batch_size, 1, seed=0)
+        bounds = cuts(len(global_batch), world, "equal")
+        self._batch = local_batch(global_batch, schema, bounds, dist.get_rank())
 
     def seconds(self, steps: int = 8) -> tuple[float, float]:
         """(seconds, seconds of CPU) of a step in steady state."""
@@ -320,9 +344,10 @@ def rates_from(samples: Sequence[Sequence[Sample]], device: str, clock: str = CL
         name: median([float(np.median([sample[name] for sample in of_rank])) for of_rank in samples])
         for name in samples[0][0]
     }
-    shapes = np.array([[lookup_bytes(*shape), BAGS * shape[1]] for shape in LOOKUPS])
-    took = np.array([seen[f"lookup {shape}"] for shape in LOOKUPS])
-    (byte_s, id_s), *_ = np.linalg.lstsq(shapes / took[:, None], np.ones(len(took)), rcond=None)
+    lookups = {
+        way: fit_lookups({shape: seen[f"lookup {shape}"] for shape in LOOKUPS if shape[0] == way})
+        for way in (*UPDATES, DENSE)
+    }
     latency, bandwidth = {}, {}
     for kind in COLLECTIVES:
         small, large = (seen.get(f"{kind} {size}, {clock}", 0.0) for size in (SMALL, LARGE))
@@ -335,8 +360,9 @@ def rates_from(samples: Sequence[Sequence[Sample]], device: str, clock: str = CL
         ranks=world,
         cores=0.0 if device == "cuda" else float(len(os.sched_getaffinity(0))),
         copy=seen["copy"],
-        lookup=1 / max(byte_s, 1e-15),
-        id_s=max(0.0, float(id_s)),
+        stream=seen["stream"],
+        lookup=lookups,
+        matrix_s=max(0.0, seen["small"] - SMALL_FLOPS / seen["matrix fp32"]),
         matrix={name: seen[f"matrix {name}"] for name in ("fp32", "tf32", "bf16")},
         latency_s=latency,
         bandwidth=bandwidth,
@@ -347,6 +373,25 @@ def rates_from(samples: Sequence[Sequence[Sample]], device: str, clock: str = CL
         host_link=seen.get("host link", 1e12),
     )
     return _with_host(rates, {shape: seen.get(f"step {shape}, {clock}") for shape in STEPS}, clock)
+
+
+def fit_lookups(took: Mapping[tuple, float]) -> LookupRates:
+    """What a byte, an id and a shard take: at least 0, with the least squares of relative errors (what would
+    be below 0 is left out).
+
+    Args:
+        took: shape, as in LOOKUPS → seconds.
+    """
+    found, left = [0.0, 0.0, 0.0], [0, 1, 2]
+    while left:
+        matrix = np.array([lookup_shape(*shape) for shape in took])[:, left] / np.array([[*took.values()]]).T
+        values = np.linalg.lstsq(matrix, np.ones(len(took)), rcond=None)[0]
+        if (values >= 0).all():
+            for place, value in zip(left, values.tolist(), strict=True):
+                found[place] = value
+            break
+        left.pop(int(values.argmin()))
+    return LookupRates(*found)
 
 
 def _with_host(rates: Rates, seen: Mapping[tuple, float | None], clock: str) -> Rates:
@@ -362,7 +407,7 @@ def _with_host(rates: Rates, seen: Mapping[tuple, float | None], clock: str) -> 
     share = max(1.0, world / rates.cores) if rates.cores and clock == CLOCKS[0] else 1.0
     for shape, seconds in seen.items():
         if seconds is not None:
-            config, schema = tiny_run(*shape, world, rates.device)
+            config, schema = tiny_run(shape[0], shape[1], world, rates.device)
             time = Predictor(config, schema, rates)(Cluster(1, world, 16, 64, 64)).time
             known = time.step if clock == CLOCKS[0] else float(np.mean(time.busy))
             left[shape] = (seconds - known) / share

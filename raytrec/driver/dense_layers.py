@@ -33,7 +33,7 @@ def count_dense_layers(config: RunConfig, schema: Schema, rows: int) -> DenseWor
     quiet_tracing()
     features, tasks = resolve_features(schema, config.model), resolve_tasks(config.tasks, schema)
 
-    def run(device: torch.device, count: int, counter: Counter) -> int:
+    def run(device: torch.device, count: int, counter: Counter) -> list[torch.Tensor]:
         head = unsharded(config, schema, torch.device("cpu")).head.to(device)
         (whole,) = random_batches(schema, count, 1, seed=0, tasks=tasks)
         here = local_batch(whole, schema, [0, count], 0, features)
@@ -43,7 +43,7 @@ def count_dense_layers(config: RunConfig, schema: Schema, rows: int) -> DenseWor
         with counter:
             loss, _ = head(found, batch)
             loss.backward()
-        return sum(parameter.numel() * parameter.element_size() for parameter in head.parameters())
+        return list(head.parameters())
 
     return count_dense_work(run, rows)
 

@@ -21,17 +21,20 @@ class DenseWork:
 
     Attributes:
         flops: of matrix products, forward and backward; a multiplication and an addition are two.
+        matrices: of products of many small matrices at once, how many they are.
         bytes: read and written by operators other than matrix products, whose own traffic hides behind their
             arithmetic.
         launches: operators that compute something; on a GPU a kernel each.
-        parameters: bytes of the dense layers.
+        parameters: bytes of the dense layers; tensors: how many they are in.
         activations: bytes alive at once that the step makes, at most, without gradients of parameters.
     """
 
     flops: float
+    matrices: float
     bytes: float
     launches: float
     parameters: float
+    tensors: int
     activations: float
 
 
@@ -39,13 +42,13 @@ class Counter(TorchDispatchMode):
     """Counts what runs inside a `with`.
 
     Attributes:
-        flops, bytes, launches: as in DenseWork.
+        flops, matrices, bytes, launches: as in DenseWork.
         peak: the most bytes that tensors which were made inside had at one time.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = self.bytes = self.launches = self.peak = 0
+        self.flops = self.matrices = self.bytes = self.launches = self.peak = 0
         self._alive, self._live = 0, set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,6 +62,7 @@ class Counter(TorchDispatchMode):
             self.launches += 1
             if (count := flop_registry.get(func._overloadpacket)) is not None:
                 self.flops += count(*args, **(kwargs or {}), out_val=out)
+                self.matrices += len(made[0]) if made and made[0].dim() == 3 else 0
             else:
                 self.bytes += sum(map(_bytes, given)) + sum(map(_bytes, made))
         known = {tensor.untyped_storage()._cdata for tensor in given}
@@ -83,27 +87,28 @@ class Counter(TorchDispatchMode):
 
 
 def count_dense_work(
-    run: Callable[[torch.device, int, Counter], int], rows: int, few_rows: int = 64
+    run: Callable[[torch.device, int, Counter], list[torch.Tensor]], rows: int, few_rows: int = 64
 ) -> DenseWork:
     """What `run` computes of `rows` rows. A model that reads values (such as lengths of sequences) cannot
     run on the meta device: of that, what `few_rows` take on CPU, times as many.
 
     Args:
-        run: runs forward and backward of so many rows on a device, inside the counter; gives the bytes of
-            the model's parameters.
+        run: runs forward and backward of so many rows on a device, inside the counter; gives the model's
+            parameters.
     """
     for device, count in (("meta", rows), ("cpu", min(rows, few_rows))):
         counter = Counter()
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
-                size = run(torch.device(device), count, counter)
+                parameters = run(torch.device(device), count, counter)
             break
         except (RuntimeError, NotImplementedError):
             if device == "cpu":
                 raise
-    times = rows / count
+    times, size = rows / count, sum(p.numel() * p.element_size() for p in parameters)
     activations = max(0.0, counter.peak - size) * times
-    return DenseWork(counter.flops * times, counter.bytes * times, counter.launches, size, activations)
+    scaled = (counter.flops * times, counter.matrices * times, counter.bytes * times)
+    return DenseWork(*scaled, counter.launches, size, len(parameters), activations)
 
 
 def _tensors(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -27,8 +28,10 @@ class Loads:
     """Arrays of one number a rank, float64 [ranks], of a step, forward and backward.
 
     Attributes:
-        ids: looked up, of all ranks' rows.
-        touched: bytes that lookups and updates read and write in the device's memory.
+        ids, shards, touched: how rows are updated (a table's optimizer, or dense) → ids looked up, of all
+            ranks' rows; shards that they are looked up in; bytes read and written for that in the device's
+            memory, at random places.
+        streamed: bytes that dense updates read and write, in order.
         host_bytes: the same of host memory, over the link of a GPU.
         file_rows: rows read from files.
         received_ids: bytes of ids and lengths that reach the rank; sent_ids: that it sends (one number).
@@ -41,8 +44,10 @@ class Loads:
         row_values: values of a row's inputs that reach the dense layers; row_ids: its ids (numbers).
     """
 
-    ids: np.ndarray
-    touched: np.ndarray
+    ids: dict[str, np.ndarray]
+    shards: dict[str, np.ndarray]
+    touched: dict[str, np.ndarray]
+    streamed: np.ndarray
     host_bytes: np.ndarray
     file_rows: np.ndarray
     received_ids: np.ndarray
@@ -91,8 +96,9 @@ def loads_of(
     total, batch = config.data.global_batch_size, -(-config.data.global_batch_size // world)
     kinds = ("all_to_all", "reduce_scatter", "all_gather")
     near, far = ({kind: np.zeros(world) for kind in kinds} for _ in range(2))
-    ids_, touched, host, files, received, pooled, dense_ = np.zeros((7, world))
-    out = Loads(ids_, touched, host, files, received, pooled, dense_, near, far)
+    ways: list[dict[str, np.ndarray]] = [defaultdict(lambda: np.zeros(world)) for _ in range(3)]
+    streamed, host, files, received, pooled, added = np.zeros((6, world))
+    out = Loads(*ways, streamed, host, files, received, pooled, added, near, far)
     out.row_ids = sum(lengths.values())
     optimizers, of_table = table_optimizers(config, schema), {table: [] for table in schema.tables}
     for name in schema.sparse:
@@ -125,9 +131,11 @@ def loads_of(
         gradients = ids * columns * VALUE_BYTES
         dense = table.compute_kernel == "dense"
         if dense:  # gradients of all rows are made, read by the optimizer, and weights and state with them
-            size = rows * columns * VALUE_BYTES
-            updated = rows * (3 * row + 2 * state) + 2 * size
-        _add(out.ids, ranks, ids)
+            _add(out.streamed, ranks, rows * (3 * row + 2 * state + 3 * columns * VALUE_BYTES))
+            updated = 2 * distinct * row
+        way = "dense" if dense else optimizers[table.table].name
+        _add(out.ids[way], ranks, ids)
+        _add(out.shards[way], ranks, 1.0)
         near_bytes = read + updated
         if table.compute_kernel in UVM_KERNELS and config.scaling.device != "cpu":
             missed = 1.0
@@ -137,7 +145,7 @@ def loads_of(
             near_bytes = (1 - missed) * near_bytes
         if table.compute_kernel == MMAP_KERNEL:
             _add(out.file_rows, ranks, distinct)
-        _add(out.touched, ranks, near_bytes + gradients + 2 * sums)
+        _add(out.touched[way], ranks, near_bytes + gradients + 2 * sums)
         _add(out.pooled, ranks, sums)
         if kind == "data_parallel":
             out.replicated += table.rows * table.dim * VALUE_BYTES
@@ -171,7 +179,7 @@ def loads_of(
 def _exchange(out: Loads, ranks: np.ndarray, sizes: np.ndarray, near: float, far: float) -> None:
     """An all-to-all in which these ranks send so many bytes, evenly to all. A rank that receives more than it
     sends takes as long as that."""
-    world = len(out.ids)
+    world = len(out.pooled)
     for found, part in ((out.near, near), (out.far, far)):
         sent = np.zeros(world)
         _add(sent, ranks, sizes * part)

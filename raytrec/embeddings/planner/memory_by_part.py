@@ -28,6 +28,7 @@ CONTEXT_GIB = 1.5  # of a GPU: CUDA's context with its kernels, and NCCL's buffe
 # Of a rank's process: 331 MiB after importing torch and TorchRec, and what a run adds; with CUDA's libraries,
 # pinned batches and Ray's worker 6 GiB.
 PROCESS_GIB = {"cpu": 0.45, "cuda": 6.0}
+OBJECTS_MIB = 6  # of Python, for model, plan and pipeline, with what the allocator keeps (make bench-plan)
 SORTED_BYTES = 40  # of an id in FBGEMM's update on GPUs: its row and place twice, sorted and not, and a run's
 
 
@@ -50,7 +51,8 @@ def memory_of(
 
     weights, optimizer state, cache: of shards, by `footprint.parts_of`; id maps by `footprint.map_share`.
     dense model: weights P, the optimizer's state (Adam 2·P, Adagrad P), an average P with train.ema.
-    gradients: of the dense layers P, and of tables with a dense kernel or copies as large as these.
+    gradients: of the dense layers P; of tables with a dense kernel, or copied to all ranks, twice their size,
+        as the kernel makes them for all tables at once, and each table then gets its own.
     activations: what the dense layers have alive at most (dense_work), of B rows.
     exchange buffers: sums that lookups give, and their gradients; sums that arrive for B rows, and their
         gradients; on GPUs 40 bytes an id that the update sorts.
@@ -58,9 +60,9 @@ def memory_of(
         have arrived from other ranks for two.
     checkpoint copies, with checkpoint.async_save: all that a rank's GPU holds of tables and dense layers, and
         tables in host memory once more; on CPU dense layers and tables with dense updates alone.
-    read ahead: data.buffer_gib. process, CUDA: PROCESS_GIB, CONTEXT_GIB.
+    read ahead: data.buffer_gib. process, objects, CUDA: PROCESS_GIB, OBJECTS_MIB, CONTEXT_GIB.
     """
-    device, world = "cpu" if config.scaling.device == "cpu" else "cuda", len(loads.ids)
+    device, world = "cpu" if config.scaling.device == "cpu" else "cuda", len(loads.pooled)
     parts: dict[tuple[str, str], np.ndarray] = {}
 
     def add(tier: str, part: str, sizes: np.ndarray | float, ranks: np.ndarray | None = None) -> None:
@@ -81,16 +83,17 @@ def memory_of(
     batch = -(-config.data.global_batch_size // world)
     dense_state = dense.parameters * (1 + states_of(config.optim.dense) + bool(config.train.ema))
     add(DEVICE, "dense model", dense_state)
-    add(DEVICE, "gradients", dense.parameters + loads.gradients)
+    add(DEVICE, "gradients", dense.parameters + 2 * loads.gradients)
     add(DEVICE, "activations", dense.activations)
     arrived = batch * loads.row_values * VALUE_BYTES
-    sorting = SORTED_BYTES * loads.ids if device == "cuda" else 0.0
+    sorting = SORTED_BYTES * sum(loads.ids.values()) if device == "cuda" else 0.0
     add(DEVICE, "exchange buffers", 2 * loads.pooled + (2 * arrived if world > 1 else 0.0) + sorting)
     add(DEVICE, "pipeline batches", IN_FLIGHT * batch_bytes(schema, loads, batch) + 2 * loads.received_ids)
     if config.checkpoint.async_save:
         add(HOST if device == "cuda" else DEVICE, "checkpoint copies", copies + dense_state)
     add(HOST if device == "cuda" else DEVICE, "read ahead", config.data.buffer_gib * GIB)
     add(HOST if device == "cuda" else DEVICE, "process", PROCESS_GIB[device] * GIB)
+    add(HOST if device == "cuda" else DEVICE, "objects", OBJECTS_MIB * 2**20)
     if device == "cuda":
         add(DEVICE, "CUDA", CONTEXT_GIB * GIB)
     return Memory({key: size for key, size in parts.items() if size.any()})

@@ -5,17 +5,33 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.reading import NotReadable, json_values
+from raytrec.common.registry import modules_of
 from raytrec.embeddings.planner.machines import GPUS, Machine
 
 # Kinds of collectives, by what takes them: ids and whole tables' sums; sums of tables that are cut by rows,
 # and their gradients; dense layers.
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
+WAYS = (*modules_of("raytrec.embeddings.optimizers"), "dense")  # in which rows are updated
 # Shares of data sheets that steps reach: fp32 products as in TorchRec's published 149,000 rows/s on A100;
 # tf32, bf16, memory and wires as docs/gpu.md assumes them; rows of some hundred bytes at random places half.
 SHARES = {"fp32": 0.9, "tf32": 0.65, "bf16": 0.5, "copy": 0.75, "lookup": 0.5, "wire": 0.7}
+
+
+class LookupRates(NamedTuple):
+    """Of lookups in tables, forward and update, whose rows are updated in one way: seconds of a byte that is
+    read or written, of an id, and of a table's shard in addition."""
+
+    byte_s: float
+    id_s: float = 0.0
+    shard_s: float = 0.0
+
+    def seconds(self, touched: Any, ids: Any, shards: Any) -> Any:
+        """Of so much; numbers or arrays."""
+        return touched * self.byte_s + ids * self.id_s + shards * self.shard_s
 
 
 @dataclass(frozen=True)
@@ -27,9 +43,9 @@ class Rates:
         device: cpu or cuda.
         ranks: with how many ranks collectives were measured; 1: they are from data sheets.
         cores: that ranks of a host share for what they compute; 0: each has a device.
-        copy: bytes a second, read and written.
-        lookup: the same of table rows, forward and update. id_s: of an id in addition.
-        matrix: precision → operations a second.
+        copy: bytes a second, read and written. stream: the same of large tensors, made anew at each step.
+        lookup: how rows are updated (a table's optimizer, or dense) → rates of lookups.
+        matrix: precision → operations a second. matrix_s: of each small matrix of a batched product.
         latency_s, bandwidth: of each kind of collective within a host: seconds that it takes however small,
             and bytes a second that a rank sends.
         peer_s: of each other rank of an all-to-all. far: bytes a second to other hosts.
@@ -45,8 +61,8 @@ class Rates:
     ranks: int
     cores: float
     copy: float
-    lookup: float
-    id_s: float
+    stream: float
+    lookup: dict[str, LookupRates]
     matrix: dict[str, float]
     latency_s: dict[str, float]
     bandwidth: dict[str, float]
@@ -54,6 +70,7 @@ class Rates:
     step_s: float
     group_s: float
     feature_s: float
+    matrix_s: float = 0.0
     peer_s: float = 0.0
     far: float = 0.0
     host_link: float = float("inf")
@@ -79,12 +96,13 @@ class Rates:
             names = {each.name for each in fields(cls)}
             if not isinstance(values, dict) or set(values) - names:
                 raise TypeError("other keys")
+            values["lookup"] = {way: LookupRates(*of_way) for way, of_way in values["lookup"].items()}
             made = cls(**values)
-            numbers = [made.copy, made.lookup, *made.matrix.values(), *made.bandwidth.values()]
+            numbers = [made.copy, made.stream, *made.matrix.values(), *made.bandwidth.values()]
             if not all(number > 0 for number in numbers) or set(made.bandwidth) != {*COLLECTIVES}:
                 raise ValueError("rates that are not above 0")
             return made
-        except (NotReadable, ValueError, TypeError, AttributeError) as error:
+        except (NotReadable, ValueError, TypeError, AttributeError, KeyError) as error:
             raise ConfigError(
                 f"not a file of rates: {error}", where=where, do="write them again with `raytrec doctor`"
             ) from None
@@ -118,8 +136,8 @@ class Rates:
             ranks=1,
             cores=0,
             copy=SHARES["copy"] * gpu.memory * 1e9,
-            lookup=SHARES["lookup"] * gpu.memory * 1e9,
-            id_s=0.0,
+            stream=SHARES["copy"] * gpu.memory * 1e9,
+            lookup=dict.fromkeys(WAYS, LookupRates(1 / (SHARES["lookup"] * gpu.memory * 1e9))),
             matrix={name: SHARES[name] * getattr(gpu, name) * 1e12 for name in ("fp32", "tf32", "bf16")},
             latency_s=dict.fromkeys(COLLECTIVES, 20e-6),
             bandwidth=dict.fromkeys(COLLECTIVES, near),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from raytrec.embeddings.planner.rates import Rates
 
 BUCKET = 25 << 20  # bytes of gradients in one all-reduce (DistributedDataParallel)
 COMPILED_BYTES, COMPILED_LAUNCHES = 0.5, 1 / 3  # of eager layers' (docs/gpu.md)
+OPERATORS = {"sgd": 1, "adagrad": 5, "adam": 9}  # of torch's optimizers, for each tensor, on CPU
 HIDDEN = 0.5  # of the dense layers' time hides an all-reduce: their backward, but for its first layers
 PARTS = (
     *("lookup", "input exchange", "output exchange", "dense layers", "all-reduce", "host launches"),
@@ -54,13 +56,13 @@ def step_time(
 ) -> StepTime:
     """How long a step takes.
 
-    lookup = bytes touched ÷ random-access rate + ids × time of an id + bytes of host memory ÷ host link
-        + rows of files × time of one.
+    lookup = bytes touched ÷ random-access rate + ids × time of an id + shards × time of one + bytes of dense
+        updates ÷ memory rate + bytes of host memory ÷ host link + rows of files × time of one.
     input exchange = ids and lengths: three all-to-alls (sizes, lengths, ids) for each way of sharding.
     output exchange = sums and gradients: two collectives for each way of sharding; the slower of links and
         network, which work at the same time.
-    dense layers = products ÷ their rate + other operators' bytes ÷ memory rate + the optimizer, which reads
-        weights, gradients and state and writes weights and state.
+    dense layers = products ÷ their rate + small matrices × time of one + other operators' bytes ÷ memory rate
+        + the optimizer, which reads weights, gradients and state and writes weights and state.
     all-reduce = 2 × gradients ÷ links (a ring: (W−1)/W sent twice), and once to other hosts.
     host launches = operators of the dense layers × time of one + that of a step, of each way of sharding and
         of each feature; + assembling the next batch, under the same lock of Python.
@@ -85,17 +87,19 @@ def step_time(
         each = np.broadcast_to(np.asarray(seconds, float), (world,))
         return float(max(each.max(), each.sum() / hosts / rates.cores if rates.cores else 0.0))
 
+    lookups = sum(rates.lookup[way].seconds(*load) for way, *load in _of_ways(loads))
     lookups = (
-        loads.touched / rates.lookup
-        + loads.ids * rates.id_s
+        lookups
+        + loads.streamed / rates.stream
         + loads.host_bytes / rates.host_link
         + loads.file_rows * rates.file_row_s
     )
     precision = "fp32" if on_cpu and config.train.matmul == "tf32" else config.train.matmul
     moved = dense.bytes * (COMPILED_BYTES if config.train.compile and not on_cpu else 1.0)
     moved += dense.parameters * (3 + 2 * states_of(config.optim.dense) + 3 * bool(config.train.ema))
-    products = dense.flops / rates.matrix[precision] + moved / rates.copy
+    products = dense.flops / rates.matrix[precision] + dense.matrices * rates.matrix_s + moved / rates.copy
     launches = dense.launches * (COMPILED_LAUNCHES if config.train.compile and not on_cpu else 1.0)
+    launches += OPERATORS[config.optim.dense.name] * dense.tensors if on_cpu else 1  # there in one kernel
     host = launches * rates.launch_s + rates.step_s + len(schema.sparse) * rates.feature_s
     host += (len(loads.groups) + bool(loads.replicated)) * rates.group_s
     columns, its_ids = len(schema.columns), loads.row_ids * rates.read_id_s
@@ -131,6 +135,12 @@ def step_time(
     balance = float(busy.mean() / busy.max()) if busy.max() else 1.0
     everything = busy + ids + reduced + products + host + assembled
     return StepTime(parts, step, total / step, slowest, balance, everything.tolist())
+
+
+def _of_ways(loads: Loads) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
+    """(way of updating rows, bytes touched, ids, shards)."""
+    for way, ids in loads.ids.items():
+        yield way, loads.touched[way], ids, loads.shards[way]
 
 
 def _ids_s(loads: Loads, rates: Rates, world: int, hosts: int, gpus: int) -> np.ndarray:
