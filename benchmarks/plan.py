@@ -12,6 +12,7 @@ Prints a table; writes benchmarks/results/plan.json and the table of docs/planni
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import sys
@@ -36,7 +37,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "plan.json"
 BUSY = 1.5
 NOT_HERE = ("process", "read ahead", "checkpoint copies")  # parts that no rank of this benchmark has
-STEPS = 16
+STEPS = 12
 MiB = 2**20
 
 
@@ -62,69 +63,83 @@ class Row:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Turns of each plan.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Turns of each plan.")] = 3,
     smallest: Annotated[bool, typer.Option(help="Two plans of two ranks; writes nothing.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Predict again what plan.json has measured.")
+    ] = False,
 ) -> None:
     """Prints the table."""
     ways = {2: ("table_wise", "row_wise")} if smallest else WAYS
-    schemas = ["clicks"] if smallest else list(SCHEMAS)
-    clock = CLOCKS[os.getloadavg()[0] > BUSY]
-    rows = [
-        row
-        for world in ways
-        for row in measure(world, schemas, ways[world], 1 if smallest else rounds, clock)
-    ]
+    schemas, rounds = (["clicks"], 1) if smallest else (list(SCHEMAS), rounds)
+    if again:
+        kept = json.loads(RESULTS.read_text())
+        clock, measured = kept["clock"], [Measured(**each) for each in kept["measured"]]
+    else:
+        clock = CLOCKS[os.getloadavg()[0] > BUSY]
+        measured = [measure(world, schemas, ways[world], rounds) for world in ways]
+    rows = [row for each in measured for row in predict(each, clock)]
     found = summary(rows)
     show(rows, found, clock)
     if not smallest:
-        keep(RESULTS, {"clock": clock, "summary": found, "plans": [asdict(row) for row in rows]})
+        keep(RESULTS, {"clock": clock, "summary": found, "measured": [asdict(each) for each in measured]})
         fill("docs/planning.md", "plan", document(rows, found))
 
 
-def measure(world: int, schemas: list[str], ways: tuple[str, ...], rounds: int, clock: str) -> list[Row]:
-    """Measures, then predicts, all plans of so many ranks."""
+@dataclass
+class Measured:
+    """What ranks have seen.
+
+    Attributes:
+        samples: of each rank, the median of its looks at rates.
+        turns: plan → of each turn, of each rank [seconds, seconds of CPU] of a step.
+        memory: plan → bytes that the fullest rank had, at most, in the turn in which it was least.
+    """
+
+    world: int
+    samples: list[dict[str, float]]
+    turns: dict[str, list[list[list[float]]]]
+    memory: dict[str, float]
+
+
+def measure(world: int, schemas: list[str], ways: tuple[str, ...], rounds: int) -> Measured:
+    """All plans of so many ranks, in turns with rates."""
     names = [f"{schema} {way}" for schema in schemas for way in ways]
-    seen: dict[str, list[Any]] = {name: [] for name in names}
-    memory: dict[str, float] = {}
-    samples: list[list[dict[str, float]]] = [[] for _ in range(world)]
+    out, samples = Measured(world, [], {name: [] for name in names}, {}), []
     with ExitStack() as stack:
         ranks = Ranks("plan_side.py", HERE.parent, world, stack)
         ranks.ask(sample=True)  # sets everything up
         for _ in range(rounds):
             for name in names:
-                for of_rank, one in zip(samples, ranks.ask(sample=True), strict=True):
-                    of_rank.append(one)
+                samples.append(ranks.ask(sample=True))
                 ranks.ask(case=name)
-                seen[name].append(ranks.ask(steps=STEPS))
-                memory[name] = min(memory.get(name, 1e18), max(ranks.ask(memory=True)))
-                print(world, name, file=sys.stderr, flush=True)
-    rates = rates_from(samples, "cpu", clock)
-    print(rates.to_json(), file=sys.stderr)
-    rows = []
-    for name in names:
+                out.turns[name].append(ranks.ask(steps=STEPS))
+                out.memory[name] = min(out.memory.get(name, 1e18), max(ranks.ask(memory=True)))
+                print(f"{world} ranks, {name}", file=sys.stderr, flush=True)
+    for of_rank in zip(*samples, strict=True):
+        out.samples.append({name: statistics.median(one[name] for one in of_rank) for name in of_rank[0]})
+    return out
+
+
+def predict(measured: Measured, clock: str) -> list[Row]:
+    """Each plan's memory and step, from the ranks' rates."""
+    world, rows = measured.world, []
+    rates = rates_from([[sample] for sample in measured.samples], "cpu", clock)
+    for name, turns in measured.turns.items():
         case, (schema, way) = CASES[name], name.split()
         found = Predictor(config_of(case, world), case.schema, rates)(Cluster(1, world, 64, 256, 256))
         sizes = sum(size for (_, part), size in found.memory.parts.items() if part not in NOT_HERE)
         step = found.time.step if clock == CLOCKS[0] else critical(found.time.busy)
-        rows.append(
-            Row(
-                world,
-                schema,
-                way,
-                1e3 * took(seen[name], clock),
-                1e3 * step,
-                memory[name] / MiB,
-                float(sizes.max()) / MiB,
-            )
-        )
+        times = 1e3 * took(turns, clock), 1e3 * step
+        rows.append(Row(world, schema, way, *times, measured.memory[name] / MiB, float(sizes.max()) / MiB))
     return rows
 
 
-def took(rounds: list[Any], clock: str) -> float:
+def took(turns: list[Any], clock: str) -> float:
     """Seconds of a step: the median of the turns."""
     if clock == CLOCKS[0]:
-        return statistics.median(max(seconds for seconds, _ in turn) for turn in rounds)
-    return critical(np.median([[cpu for _, cpu in turn] for turn in rounds], axis=0).tolist())
+        return statistics.median(max(seconds for seconds, _ in turn) for turn in turns)
+    return critical(np.median([[cpu for _, cpu in turn] for turn in turns], axis=0).tolist())
 
 
 def critical(busy: list[float]) -> float:
@@ -172,8 +187,8 @@ HEADER = ["ranks", "schema", "sharding", "ms", "predicted", "", "MiB", "predicte
 def words(found: dict[str, float]) -> str:
     return (
         f"{found['plans']} plans: memory within {found['memory_error_max']:.1%}, time off by "
-        f"{found['time_error_median']:.1%} (median), rank correlation {found['rank_correlation']:.2f}, the best plan or "
-        f"one within 5 % of it picked in {found['best_picked']:.0%}"
+        f"{found['time_error_median']:.1%} (median), rank correlation {found['rank_correlation']:.2f}, the best "
+        f"plan or one within 5 % of it picked in {found['best_picked']:.0%}"
     )
 
 

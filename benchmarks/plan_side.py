@@ -1,9 +1,9 @@
-"""A rank of `benchmarks/plan.py`: measures rates, and steps and memory of plans, in turns.
+"""A rank of `benchmarks/plan.py`: measures rates, steps and memory of plans, in turns.
 
     python benchmarks/plan_side.py RANK WORLD STORE
 
-It reads lines of JSON. {"sample": true}: a look at the machine's rates. {"case": NAME, "world": W}: builds that
-plan. {"steps": n}: trains. {"memory": true}: bytes that this plan has taken, at most. Each is answered by a line.
+It reads lines of JSON. {"sample": true}: a look at the machine's rates. {"case": NAME}: builds that plan.
+{"steps": n}: trains. {"memory": true}: bytes that this plan has taken, at most. It answers each by a line.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 ROUNDS = 7
 ALONE_S = 180.0  # that measuring may take, for each rank
-BAGS, TABLE_BYTES = 512, 64 << 20  # more than caches hold
+BAGS, TABLE_BYTES = 512, 32 << 20
+DENSE_BYTES = 4 * (3 + 2 + 3)  # of a value in Adagrad's dense update, as loads.loads_of counts them
 DENSE = "dense"
 # A table's optimizer → FBGEMM's name for it.
 UPDATES = {
@@ -139,14 +140,17 @@ class Probe:
             return torch.randn(*shape, generator=made).to(device)
 
         big = 1 if device.type == "cpu" else 16
-        self._x, self._w = values(512 * big, 512), values(512, 256 * big)
-        self._a, self._b = values(1024 * big, 512), values(1024 * big, 512)
-        self._stream = torch.ones(1 << 23, device=device)
+        self._x, self._w = values(512 * big, 512).requires_grad_(), values(256 * big, 512).requires_grad_()
+        self._layers = [values(512, 512).requires_grad_() for _ in range(4)]
+        self._large = torch.optim.Adagrad([values(1 << 24).requires_grad_()])
+        self._tensors = torch.optim.Adagrad([values(8).requires_grad_() for _ in range(16)])
         self._matrices = values(512, *SMALL_SHAPE)
         self._small = [values(8, 8).requires_grad_() for _ in range(16)]
         with Counter() as counter:
             self._many_small()
         self._launches = counter.launches
+        with Counter() as self._of_layers:
+            self._run_layers()
         self._lookups = {shape: _Lookup(*shape, device, made) for shape in LOOKUPS}
         self._steps = {shape: _TinyStep(*shape, self._world, device) for shape in STEPS}
         if dist.get_world_size() == 1:
@@ -158,27 +162,31 @@ class Probe:
         import torch
 
         out: Sample = {"on_gpu": float(self._device.type == "cuda")}
-        products = 2.0 * self._x.shape[0] * self._x.shape[1] * self._w.shape[1]
-        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-            x, w = self._x.to(dtype), self._w.to(dtype)
-            out[f"matrix {name}"] = products / self._compute(partial(torch.matmul, x, w))
+        products = 3 * 2.0 * self._x.shape[0] * self._x.shape[1] * self._w.shape[0]
+        for name in ("fp32", "bf16"):
+            out[f"matrix {name}"] = products / self._compute(partial(self._layer, bf16=name == "bf16"))
         out["matrix tf32"] = out["matrix fp32"]
         if self._device.type == "cuda":
             before = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision("high")
-            out["matrix tf32"] = products / self._compute(lambda: self._x @ self._w)
+            out["matrix tf32"] = products / self._compute(self._layer)
             torch.set_float32_matmul_precision(before)
             there = self._copy_host.to(self._device)
             copy = self._compute(lambda: there.copy_(self._copy_host, non_blocking=True))
             out["host link"] = self._copy_host.numel() / copy
-        moved = 3.0 * self._a.numel() * 4
-        out["copy"] = moved / self._compute(lambda: self._a + self._b)
-        out["stream"] = 2.0 * self._stream.numel() * 4 / self._compute(lambda: self._stream * 2, 1)
+        out["layers"] = self._compute(self._run_layers, 4)
+        (large,) = self._large.param_groups[0]["params"]
+        out["stream"] = DENSE_BYTES * large.numel() / self._compute(partial(self._update, self._large), 1)
+        tensors = len(self._tensors.param_groups[0]["params"])
+        out["tensor"] = self._compute(partial(self._update, self._tensors)) / tensors
         for shape, lookup in self._lookups.items():
             out[f"lookup {shape}"] = self._compute(lookup, 1)
         batched = partial(torch.bmm, self._matrices, self._matrices.transpose(1, 2))
         out["small"] = self._compute(batched) / len(self._matrices)
         out["launch"] = self._compute(self._many_small) / self._launches
+        work = self._of_layers
+        arithmetic = work.flops / out["matrix fp32"] + work.launches * out["launch"]
+        out["copy"] = work.bytes / max(0.1 * out["layers"], out["layers"] - arithmetic)
         if self._world > 1:
             for kind in COLLECTIVES:
                 for size in (SMALL, LARGE):
@@ -186,6 +194,37 @@ class Probe:
         for layout, step in self._steps.items():
             out |= _both(f"step {layout}", step.seconds())
         return out
+
+    def _run_layers(self) -> None:
+        """Some layers as models have them, forward and backward. What they take beyond products and launches
+        is for reading, writing and getting memory."""
+        import torch
+
+        kept = [self._x]
+        for weights in self._layers:
+            kept.append(torch.nn.functional.linear(kept[-1], weights).relu())
+        torch.cat(kept, 1).square().mean().backward()
+        self._x.grad = None
+        for weights in self._layers:
+            weights.grad = None
+
+    def _layer(self, bf16: bool = False) -> None:
+        """A layer's products, forward and backward."""
+        import torch
+
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=bf16):
+            given = torch.nn.functional.linear(self._x, self._w)
+        given.backward(given.detach())
+        self._x.grad = self._w.grad = None
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        """A dense update, whose gradients are made for it."""
+        import torch
+
+        for weights in optimizer.param_groups[0]["params"]:
+            weights.grad = torch.ones_like(weights)
+        optimizer.step()
+        optimizer.zero_grad()
 
     def _many_small(self) -> None:
         x = self._small[0]
@@ -361,6 +400,7 @@ def rates_from(samples: Sequence[Sequence[Sample]], device: str, clock: str = CL
         cores=0.0 if device == "cuda" else float(len(os.sched_getaffinity(0))),
         copy=seen["copy"],
         stream=seen["stream"],
+        tensor_s=0.0 if device == "cuda" else seen["tensor"],  # there in one kernel
         lookup=lookups,
         matrix_s=max(0.0, seen["small"] - SMALL_FLOPS / seen["matrix fp32"]),
         matrix={name: seen[f"matrix {name}"] for name in ("fp32", "tf32", "bf16")},

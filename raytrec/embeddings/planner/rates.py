@@ -50,7 +50,8 @@ class Rates:
             and bytes a second that a rank sends.
         peer_s: of each other rank of an all-to-all. far: bytes a second to other hosts.
         host_link: bytes a second between host and device. file_row_s: of a row that is read from a file.
-        launch_s: of an operator of the dense layers on the host. step_s, group_s, feature_s: of the rest of a
+        launch_s: of an operator of the dense layers on the host. tensor_s: of a tensor that their optimizer
+            updates. step_s, group_s, feature_s: of the rest of a
             step on the host: of each step, of each way of sharding in it, of each sparse feature.
         assemble_column_s, read_column_s: of each column of a row, to put a batch together in the rank's
             process, and to read it in another one; read_id_s: of an id, in each of the two.
@@ -67,6 +68,7 @@ class Rates:
     latency_s: dict[str, float]
     bandwidth: dict[str, float]
     launch_s: float
+    tensor_s: float
     step_s: float
     group_s: float
     feature_s: float
@@ -142,6 +144,7 @@ class Rates:
             latency_s=dict.fromkeys(COLLECTIVES, 20e-6),
             bandwidth=dict.fromkeys(COLLECTIVES, near),
             launch_s=11e-6,
+            tensor_s=0.0,
             step_s=4.8e-3,
             group_s=95 * 11e-6,
             feature_s=0.0,

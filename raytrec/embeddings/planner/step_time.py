@@ -16,7 +16,6 @@ from raytrec.embeddings.planner.rates import Rates
 
 BUCKET = 25 << 20  # bytes of gradients in one all-reduce (DistributedDataParallel)
 COMPILED_BYTES, COMPILED_LAUNCHES = 0.5, 1 / 3  # of eager layers' (docs/gpu.md)
-OPERATORS = {"sgd": 1, "adagrad": 5, "adam": 9}  # of torch's optimizers, for each tensor, on CPU
 HIDDEN = 0.5  # of the dense layers' time hides an all-reduce: their backward, but for its first layers
 PARTS = (
     *("lookup", "input exchange", "output exchange", "dense layers", "all-reduce", "host launches"),
@@ -64,8 +63,8 @@ def step_time(
     dense layers = products ÷ their rate + small matrices × time of one + other operators' bytes ÷ memory rate
         + the optimizer, which reads weights, gradients and state and writes weights and state.
     all-reduce = 2 × gradients ÷ links (a ring: (W−1)/W sent twice), and once to other hosts.
-    host launches = operators of the dense layers × time of one + that of a step, of each way of sharding and
-        of each feature; + assembling the next batch, under the same lock of Python.
+    host launches = operators of the dense layers × time of one + tensors × time of one + that of a step, of
+        each way of sharding and of each feature; + assembling the next batch, under the same lock of Python.
     ingest = columns and ids read by the reader processes, as many at a time as there are CPUs for them.
 
     On GPUs device, host, readers and copies work at the same time, ids travel during the step before, and
@@ -99,8 +98,12 @@ def step_time(
     moved += dense.parameters * (3 + 2 * states_of(config.optim.dense) + 3 * bool(config.train.ema))
     products = dense.flops / rates.matrix[precision] + dense.matrices * rates.matrix_s + moved / rates.copy
     launches = dense.launches * (COMPILED_LAUNCHES if config.train.compile and not on_cpu else 1.0)
-    launches += OPERATORS[config.optim.dense.name] * dense.tensors if on_cpu else 1  # there in one kernel
-    host = launches * rates.launch_s + rates.step_s + len(schema.sparse) * rates.feature_s
+    host = (
+        dense.tensors * rates.tensor_s
+        + launches * rates.launch_s
+        + rates.step_s
+        + len(schema.sparse) * rates.feature_s
+    )
     host += (len(loads.groups) + bool(loads.replicated)) * rates.group_s
     columns, its_ids = len(schema.columns), loads.row_ids * rates.read_id_s
     assembled = batch * (columns * rates.assemble_column_s + its_ids)
