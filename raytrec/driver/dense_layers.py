@@ -42,6 +42,7 @@ def count_dense_layers(config: RunConfig, schema: Schema, rows: int) -> DenseWor
         found = {name: _vectors(name, schema, features, count, device) for name in schema.sparse}
         with counter:
             loss, _ = head(found, batch)
+            counter.keep()
             loss.backward()
         return list(head.parameters())
 

@@ -319,6 +319,9 @@ def _troubles(found: Prediction) -> list[str]:
     name, lines = found.cluster.name, []
     if found.refusal:
         lines.append(f"{name} does not fit: {found.refusal.what}; expected {found.refusal.expected}")
+        needs, has = found.tables_gib
+        more = f"{needs - has:.1f} more than" if needs > has else "of"
+        lines.append(f"  tables take {needs:.1f} GiB with optimizer state, {more} the {has:.1f} for them")
     for lack in found.lacks:
         where = {"device": "GPU", "host": "share of its host", "disk": "share of its disk"}[lack.tier]
         lines.append(

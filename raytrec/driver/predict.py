@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 TABLES_SHARE = 0.85  # of a GPU's memory, which TorchRec's planner gives to tables
 MOST_HOSTS = 256
+MOST_REFUSALS = 3  # of plans, each of twice as many hosts: then it is not for want of these
 
 
 class Lack(NamedTuple):
@@ -46,7 +47,8 @@ class Prediction:
     """A configuration on a cluster.
 
     Attributes:
-        refusal: why there is no plan; then nothing else is known but remedies.
+        refusal: why there is no plan; then nothing else is known but remedies, and how many GiB the tables
+            take of how many.
         time: None without rates.
         lacks: tiers that are too small.
         remedies: changes, each of which makes it fit.
@@ -58,6 +60,7 @@ class Prediction:
     memory: Memory | None = None
     time: StepTime | None = None
     refusal: ConfigError | None = None
+    tables_gib: tuple[float, float] = (0.0, 0.0)
     lacks: list[Lack] = field(default_factory=list)
     remedies: list[str] = field(default_factory=list)
 
@@ -103,7 +106,7 @@ class Predictor:
                 simplefilter("ignore", FutureWarning)
                 tables = dry_run(config, self._schema, cluster)
         except ConfigError as refusal:
-            return Prediction(cluster, refusal=refusal)
+            return Prediction(cluster, refusal=refusal, tables_gib=self._tables_gib(config, cluster))
         lengths, shape = ids_of_features(self._schema, features), (cluster.hosts, cluster.gpus)
         loads = loads_of(config, self._schema, features, tables, lengths, *shape)
         dense = self._dense_work(config, cluster)
@@ -150,7 +153,7 @@ class Predictor:
 
     def smallest(self, of_hosts: Callable[[int], Cluster], least: int = 1) -> Prediction | None:
         """The prediction for the fewest hosts that it fits, found by doubling, then halving the gap; None:
-        there are none below MOST_HOSTS.
+        none was found.
 
         Args:
             of_hosts: the cluster of so many.
@@ -158,16 +161,17 @@ class Predictor:
         """
         one = of_hosts(1)
         config = _for(self._config, one)
-        sizes = footprints(config, self._schema, resolve_constraints(config, self._schema), "cuda")
-        room = TABLES_SHARE * one.memory_gib * GIB * one.gpus
-        if config.scaling.device != "cpu" and config.plan.compute_kernels == ["fused"]:
-            least = max(least, math.ceil(sum(size.device for size in sizes.values()) / room))
-        most, low = least, least - 1
+        needed, room = self._tables_gib(config, one)
+        if config.plan.compute_kernels == ["fused"]:
+            least = max(least, math.ceil(needed / room))
+        most, low, refused = least, least - 1, 0
         while True:
             found = self(of_hosts(most))
             if found.fits:
                 break
-            if most >= MOST_HOSTS or most * one.gpus >= config.data.global_batch_size:
+            refused += found.refusal is not None
+            ended = most >= MOST_HOSTS or most * one.gpus >= config.data.global_batch_size
+            if ended or refused == MOST_REFUSALS:
                 return None
             low, most = most, min(2 * most, MOST_HOSTS)
         while most - low > 1:
@@ -178,6 +182,19 @@ class Predictor:
             else:
                 low = middle
         return found
+
+    def _tables_gib(self, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
+        """GiB that tables take of devices, with optimizer state, and that there are for them."""
+        on_cpu = config.scaling.device == "cpu"
+        sizes = footprints(
+            config,
+            self._schema,
+            resolve_constraints(config, self._schema),
+            "cpu" if on_cpu else "cuda",
+        )
+        share = 1.0 if on_cpu else TABLES_SHARE
+        memory = config.plan.memory_gib or cluster.memory_gib
+        return sum(size.device for size in sizes.values()) / GIB, share * memory * cluster.world
 
     def choose(self, machines: list[Machine], prices: Mapping[str, float]) -> list[Prediction]:
         """Of each machine as few as it fits, the fewest GPUs first.

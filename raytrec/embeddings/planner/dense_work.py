@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+MOST_ROWS, FEW_ROWS = 8192, 64
 # Operators that compute nothing, besides views.
 NOTHING = ("empty", "detach", "_local_scalar_dense", "sym_", "is_pinned", "_unsafe_view", "_reshape_alias")
 
@@ -43,12 +44,13 @@ class Counter(TorchDispatchMode):
 
     Attributes:
         flops, matrices, bytes, launches: as in DenseWork.
-        peak: the most bytes that tensors which were made inside had at one time.
+        peak: the most bytes that tensors which were made inside had at one time; kept: those that had them at
+            the last call of `keep`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = self.matrices = self.bytes = self.launches = self.peak = 0
+        self.flops = self.matrices = self.bytes = self.launches = self.peak = self.kept = 0
         self._alive, self._live = 0, set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,6 +74,10 @@ class Counter(TorchDispatchMode):
                 self._note(storage)
         return out
 
+    def keep(self) -> None:
+        """Notes what is alive, between forward and backward: activations."""
+        self.kept = self._alive
+
     def _note(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._live:
@@ -86,29 +92,50 @@ class Counter(TorchDispatchMode):
         self._alive -= size
 
 
-def count_dense_work(
-    run: Callable[[torch.device, int, Counter], list[torch.Tensor]], rows: int, few_rows: int = 64
-) -> DenseWork:
-    """What `run` computes of `rows` rows. A model that reads values (such as lengths of sequences) cannot
-    run on the meta device: of that, what `few_rows` take on CPU, times as many.
+def count_dense_work(run: Callable[[torch.device, int, Counter], list[torch.Tensor]], rows: int) -> DenseWork:
+    """What `run` computes of `rows` rows.
+
+    Autocast, and models that read values (such as lengths of sequences), cannot run on the meta device: they
+    run on CPU with two small numbers of rows, and a line through these is extended. So it is for more than
+    MOST_ROWS rows. Losses that compare each two rows of a batch are underestimated by that.
 
     Args:
-        run: runs forward and backward of so many rows on a device, inside the counter; gives the model's
-            parameters.
+        run: runs forward and backward of so many rows on a device, inside the counter, with its `keep`
+            between the two; gives the model's parameters.
     """
-    for device, count in (("meta", rows), ("cpu", min(rows, few_rows))):
-        counter = Counter()
+    if rows <= MOST_ROWS:
         try:
-            with torch.random.fork_rng(devices=[]), torch.enable_grad():
-                parameters = run(torch.device(device), count, counter)
-            break
+            return _count(run, "meta", rows)[0]
         except (RuntimeError, NotImplementedError):
-            if device == "cpu":
-                raise
-    times, size = rows / count, sum(p.numel() * p.element_size() for p in parameters)
-    activations = max(0.0, counter.peak - size) * times
-    scaled = (counter.flops * times, counter.matrices * times, counter.bytes * times)
-    return DenseWork(*scaled, counter.launches, size, len(parameters), activations)
+            pass
+        few = "cpu", FEW_ROWS
+    else:
+        few = "meta", MOST_ROWS // 2
+    try:
+        one, two = (_count(run, few[0], times * few[1]) for times in (1, 2))
+    except (RuntimeError, NotImplementedError):
+        one, two = (_count(run, "cpu", times * FEW_ROWS) for times in (1, 2))
+        few = "cpu", FEW_ROWS
+    more = rows / few[1] - 1
+    (first, kept), (second, kept_of_second) = one, two
+    scaled = {
+        name: max(0.0, getattr(first, name) + more * (getattr(second, name) - getattr(first, name)))
+        for name in ("flops", "matrices", "bytes")
+    }
+    return replace(first, **scaled, activations=max(0.0, kept + more * (kept_of_second - kept)))
+
+
+def _count(
+    run: Callable[[torch.device, int, Counter], list[torch.Tensor]], device: str, rows: int
+) -> tuple[DenseWork, int]:
+    """The work, and bytes of activations."""
+    counter = Counter()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        parameters = run(torch.device(device), rows, counter)
+    size = sum(p.numel() * p.element_size() for p in parameters)
+    activations = max(0.0, counter.peak - size)
+    work = counter.flops, counter.matrices, counter.bytes, counter.launches
+    return DenseWork(*work, size, len(parameters), activations), counter.kept
 
 
 def _tensors(value: Any) -> Any:

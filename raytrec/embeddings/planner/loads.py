@@ -96,9 +96,10 @@ def loads_of(
     total, batch = config.data.global_batch_size, -(-config.data.global_batch_size // world)
     kinds = ("all_to_all", "reduce_scatter", "all_gather")
     near, far = ({kind: np.zeros(world) for kind in kinds} for _ in range(2))
-    ways: list[dict[str, np.ndarray]] = [defaultdict(lambda: np.zeros(world)) for _ in range(3)]
+    by_way: list[dict[str, np.ndarray]] = [defaultdict(lambda: np.zeros(world)) for _ in range(3)]
+    looked_up, shards, touched = by_way
     streamed, host, files, received, pooled, added = np.zeros((6, world))
-    out = Loads(*ways, streamed, host, files, received, pooled, added, near, far)
+    out = Loads(looked_up, shards, touched, streamed, host, files, received, pooled, added, near, far)
     out.row_ids = sum(lengths.values())
     optimizers, of_table = table_optimizers(config, schema), {table: [] for table in schema.tables}
     for name in schema.sparse:

@@ -9,6 +9,7 @@ from small import a_schema
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Statistics
+from raytrec.driver import predict
 from raytrec.driver.dense_layers import count_dense_layers
 from raytrec.driver.predict import Predictor
 from raytrec.embeddings.planner.loads import hit_share
@@ -28,6 +29,19 @@ SHARDS = {
     "data_parallel": ([BYTES] * 4, ROWS),
 }
 OF_COLUMNS = ("column_wise", "table_column_wise", "grid_shard")
+
+
+@pytest.fixture(autouse=True)
+def counted_once(monkeypatch, counts={}):  # noqa: B006
+    """Dense layers of the same sizes are the same in all tests."""
+
+    def count(config, schema, rows):
+        key = str(config.model), rows
+        if key not in counts:
+            counts[key] = count_dense_layers(config, schema, rows)
+        return counts[key]
+
+    monkeypatch.setattr(predict, "count_dense_layers", count)
 
 
 def schema(ids=3, **parts):
