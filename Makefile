@@ -31,6 +31,7 @@
 # make bench-host  what the host does for a step: kernels that it would launch, milliseconds of Python
 # make bench-serve  how fast raytrec serves, next to two other services of the same model
 # make soak-serve  200,000 requests to a service through swaps, damaged exports and killed replicas
+# make bench-plan  memory and time that raytrec plan predicts, against measured ones
 # make bench-start  how long a run takes to start, and to train again when a worker has been killed
 # make gpu-check, make bench-gpu  whether a machine's GPU does what raytrec promises, and how fast (docs/gpu.md)
 # The newest of these that runs and has venv; PYTHON=… is another one. Looked for only where one is needed.
@@ -54,7 +55,7 @@ DATA ?= .
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-serve bench-start bench-metrics bench-sequences bench-ids bench-precision quality quality-smoke gpu-check bench-gpu bench-host lint format install lock clean bench-tiers bench-export soak-serve bench-ids-resume bench-ids-quality weight map
+.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-serve bench-start bench-metrics bench-sequences bench-ids bench-precision quality quality-smoke gpu-check bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve bench-ids-resume bench-ids-quality weight map
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -115,6 +116,9 @@ bench-export: install
 bench-host: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/host.py
 
+bench-plan: install
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/plan.py
+
 bench-serve: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/serve.py
 
@@ -147,7 +151,6 @@ quality-smoke: install
 
 bench-scale: install
 	$(BIN)/python -W ignore benchmarks/scale.py
-	$(BIN)/python benchmarks/step_model.py
 
 gpu-check: install
 	$(BIN)/python -W ignore tests/gpu/check.py

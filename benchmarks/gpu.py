@@ -47,6 +47,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 from raytrec.data.read_plan import ReadPlan
+from raytrec.embeddings.planner.machines import known_gpu
 from raytrec.models import build_model
 from raytrec.worker.build import build_step
 from raytrec.worker.process import Numerics
@@ -78,28 +79,12 @@ class Peaks:
     measured: bool = False
 
 
-T, GB = 1e12, 1e9
-# NVIDIA's data sheets. The first whose words are all in the device's name counts: 'NVIDIA H100 80GB HBM3' is
-# the SXM module, 'NVIDIA H100 PCIe' the card.
-KNOWN: list[tuple[tuple[str, ...], Peaks]] = [
-    (("A100", "40GB"), Peaks(19.5 * T, 156 * T, 312 * T, 1555 * GB, 32 * GB)),
-    (("A100", "80GB", "PCIe"), Peaks(19.5 * T, 156 * T, 312 * T, 1935 * GB, 32 * GB)),
-    (("A100", "80GB"), Peaks(19.5 * T, 156 * T, 312 * T, 2039 * GB, 32 * GB)),
-    (("H100", "PCIe"), Peaks(51 * T, 378 * T, 756 * T, 2000 * GB, 64 * GB)),
-    (("H100", "80GB", "HBM3"), Peaks(67 * T, 494 * T, 989 * T, 3350 * GB, 64 * GB)),
-    (("H200", "NVL"), Peaks(60 * T, 418 * T, 835 * T, 4800 * GB, 64 * GB)),
-    (("H200",), Peaks(67 * T, 494 * T, 989 * T, 4800 * GB, 64 * GB)),
-    (("B200",), Peaks(75 * T, 1100 * T, 2250 * T, 7700 * GB, 64 * GB)),
-    (("L40S",), Peaks(91.6 * T, 183 * T, 362 * T, 864 * GB, 32 * GB)),
-    (("L4",), Peaks(30.3 * T, 60 * T, 121 * T, 300 * GB, 32 * GB)),
-    (("A10G",), Peaks(31.5 * T, 35 * T, 70 * T, 600 * GB, 32 * GB)),
-]
-
-
 def peaks_of(name: str) -> Peaks | None:
     """By the device's name, such as 'NVIDIA H100 80GB HBM3'; None where nothing is known of it."""
-    words = set(name.replace("-", " ").split())
-    return next((peaks for known, peaks in KNOWN if set(known) <= words), None)
+    gpu = known_gpu(name)
+    if gpu is None:
+        return None
+    return Peaks(*(each * 1e12 for each in (gpu.fp32, gpu.tf32, gpu.bf16)), gpu.memory * 1e9, gpu.pcie * 1e9)
 
 
 @dataclass(frozen=True)

@@ -77,10 +77,12 @@ def peak_mib() -> int:
 @part
 def plan(world: int, tables: int, folder: Path) -> dict:
     from raytrec.embeddings.planner.dry_run import dry_run
+    from raytrec.embeddings.planner.machines import Cluster
 
     before = peak_mib()
     with Cpu() as took:
-        found = dry_run(config_of(world), schema_of(world, tables), max(1, world // 8), min(8, world))
+        hosts, gpus = max(1, world // 8), min(8, world)
+        found = dry_run(config_of(world), schema_of(world, tables), Cluster(hosts, gpus, 80, 1280, 1e6))
     (folder / "ranks.json").write_text(json.dumps({table.table: table.ranks for table in found}))
     shards = sum(len(table.ranks) for table in found)
     cut = sum(len(table.ranks) > 1 for table in found)

@@ -67,6 +67,7 @@ TARGETS = {
     "bench-serve": "-W ignore benchmarks/serve.py --smallest",
     "soak-serve": "-W ignore tests/serving/soak.py --smallest",
     "bench-start": "-W ignore benchmarks/start.py --smallest",
+    "bench-plan": "-W ignore benchmarks/plan.py --smallest",
     "bench-scale": "-W ignore benchmarks/scale.py --smallest",
     "gpu-check": "-W ignore tests/gpu/check.py --smallest --only environment --out {folder}/gpu-check.json",
     "bench-gpu": "-W ignore benchmarks/gpu.py --device cpu --only dense,kinds,host,exchange --rounds 1 "

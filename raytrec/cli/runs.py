@@ -194,30 +194,54 @@ def doctor(
 def plan(
     config: Annotated[str, typer.Argument(metavar="CONFIG")],
     overrides: Overrides = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="2x8xh100-sxm,8xa100-80",
+            help="Machines, by comma; any: of every known machine as many as it takes.",
+        ),
+    ] = None,
     hosts: Annotated[
-        int | None, typer.Option(help="Number of hosts; default: as many as scaling.num_workers fill.")
+        int | None,
+        typer.Option(help="Without --on: number of hosts; default: as many as scaling.num_workers fill."),
     ] = None,
     gpus: Annotated[
         int | None, typer.Option(help="GPUs, or workers on CPU, per host; default: up to 8.")
     ] = None,
-    memory_gib: Annotated[
-        float, typer.Option(help="Memory of each GPU, or worker on CPU, unless plan.memory_gib is set.")
-    ] = 80,
+    memory_gib: Annotated[float, typer.Option(help="Memory of each GPU, or worker on CPU.")] = 80,
     host_memory_gib: Annotated[
         float | None, typer.Option(help="Memory of each host; default: twice that of its GPUs.")
     ] = None,
     disk_gib: Annotated[
         float | None, typer.Option(help="Disk of each host for tables in files; default: enough.")
     ] = None,
-    gpu: Annotated[str, typer.Option(help="Which GPUs, as in nvidia-smi, for their bandwidths.")] = "",
+    rates: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Measured rates, instead of those of data sheets.")
+    ] = None,
+    prices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Machines and their prices an hour, as YAML or JSON: find the smallest and the cheapest "
+            "cluster of these.",
+        ),
+    ] = None,
+    picture: Annotated[
+        str | None, typer.Option(metavar="FILE.svg", help="Draw the shards, tables × ranks (.svg or .png).")
+    ] = None,
     json: Json = False,
 ):
-    """Plan the sharding of tables for machines that are not here; needs the schema, no data."""
+    """Predict sharding, memory and time on machines that are not here; needs the schema, no data."""
+    from raytrec.driver.plan import draw, print_plans
     from raytrec.driver.plan import plan as make
-    from raytrec.driver.plan import print_plan
 
-    found = make(config, overrides or [], hosts, gpus, memory_gib, host_memory_gib, disk_gib, gpu)
-    print_json(found) if json else print_plan(found)
+    machines = on, hosts, gpus, memory_gib, host_memory_gib, disk_gib
+    plans = make(config, overrides or [], *machines, rates, prices)
+    if picture:
+        draw(plans, picture)
+    print_json(plans.metrics()) if json else print_plans(plans)
+    if not all(each.fits for each in plans.on) or (prices and not plans.chosen):
+        raise typer.Exit(1)
 
 
 def config(

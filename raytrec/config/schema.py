@@ -17,11 +17,15 @@ A `schema.yaml` next to the data:
       tag:   {rows: 5000, dim: 16, out_of_range: hash}
       film:  {rows: 100000, dim: 16, ids: managed}
 
+`raytrec inspect` adds `statistics` of the sparse features, by which plans count lookups; nothing that is
+trained depends on them.
+
 No torch here: the driver reads schemas on machines without it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
@@ -106,6 +110,22 @@ class Sparse(BaseModel):
     become seconds since 1970."""
 
 
+class Statistics(BaseModel):
+    """What the ids of a sparse feature are like; a bag without ids counts."""
+
+    model_config = ConfigDict(extra="forbid")
+    mean_length: float = Field(ge=0)
+    """Ids of a row, on average."""
+    p99_length: int = Field(ge=0)
+    """Ids that 99 of 100 rows have at most."""
+    max_length: int = Field(ge=0)
+    """Ids of the longest bag."""
+    distinct: int = Field(ge=0)
+    """Distinct ids."""
+    hottest: list[float] = Field(default_factory=list)
+    """Shares of all lookups of the 1, 10, 100, … ids that are looked up most."""
+
+
 class Schema(BaseModel):
     """The columns of a dataset and the embedding tables behind them."""
 
@@ -118,6 +138,8 @@ class Schema(BaseModel):
     """Feature name → how it is looked up."""
     tables: dict[str, Table] = Field(min_length=1)
     """Table name → its size."""
+    statistics: dict[str, Statistics] = Field(default_factory=dict)
+    """Sparse feature → what its ids are like."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Schema:
@@ -132,6 +154,8 @@ class Schema(BaseModel):
                 raise ValueError(
                     f"sparse.{name}.side_features: only a feature of pooling: sequence has side features"
                 )
+        if unknown := sorted(set(self.statistics) - set(self.sparse)):
+            raise ValueError(f"statistics: there is no sparse feature {', '.join(unknown)}")
         for name in self.tables:
             if name != table_name(name) or not name:
                 raise ValueError(
@@ -175,8 +199,11 @@ class Schema(BaseModel):
     def part(self, names: Collection[str]) -> Schema:
         """The same with no other dense columns and sparse features than these; all labels and tables stay."""
         dense = [name for name in self.dense if name in names]
-        sparse = {name: spec for name, spec in self.sparse.items() if name in names}
-        return self.model_copy(update={"dense": dense, "sparse": sparse})
+        sparse, known = (
+            {name: of for name, of in parts.items() if name in names}
+            for parts in (self.sparse, self.statistics)
+        )
+        return self.model_copy(update={"dense": dense, "sparse": sparse, "statistics": known})
 
     @property
     def managed(self) -> list[str]:
@@ -264,6 +291,9 @@ class Schema(BaseModel):
                 inner = ", ".join(f"{k}: {_ids(v) if k == 'ids' else scalar(v)}" for k, v in values.items())
                 comment = comments.get((section, name))
                 lines.append(f"  {scalar(name)}: {{{inner}}}" + (f"  # {comment}" if comment else ""))
+        for name, found in self.statistics.items():
+            lines += ["statistics:"] if "statistics:" not in lines else []
+            lines.append(f"  {scalar(name)}: {json.dumps(found.model_dump())}")
         return "\n".join(lines) + "\n"
 
 
@@ -283,8 +313,9 @@ def scalar(value: object) -> str:
 def _explain(error: dict) -> str:
     place = ".".join(str(p) for p in error["loc"])
     if error["type"] == "extra_forbidden":
-        of_part = Sparse if error["loc"][0] == "sparse" else Table
-        known = {0: Schema, 2: of_part, 3: ManagedIds}.get(len(error["loc"]) - 1)
+        parts: dict[object, type[BaseModel]] = {"sparse": Sparse, "statistics": Statistics}
+        of_part = parts.get(error["loc"][0], Table)
+        known = dict[int, type[BaseModel]]({0: Schema, 2: of_part, 3: ManagedIds}).get(len(error["loc"]) - 1)
         near = did_you_mean(str(error["loc"][-1]), list(known.model_fields)) if known else None
         return f"{place}: unknown key" + (f"; did you mean '{near}'?" if near else "")
     if error["type"] == "missing":

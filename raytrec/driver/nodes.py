@@ -13,8 +13,8 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.driver.session import bundle
 from raytrec.embeddings.planner.footprint import GIB
-from raytrec.embeddings.planner.gpus import known_gpu
 from raytrec.embeddings.planner.hosts import host_memory
+from raytrec.embeddings.planner.machines import known_gpu
 from raytrec.embeddings.planner.validation import HOST_RESERVE, memory_for_copies, validate_constraints
 
 NODE_ANSWER_S = 60.0  # a node that Ray counts may be gone, or may have to start a process first

@@ -1,57 +1,141 @@
-"""`raytrec plan`: the sharding plan for other machines."""
+"""`raytrec plan`: sharding, memory and time of a run on machines that are not here."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from warnings import catch_warnings, simplefilter
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import ranges
-from raytrec.config.run_config import load_config
+from raytrec.common.reading import NotReadable
+from raytrec.common.storage import read_yaml
+from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
+from raytrec.driver.predict import Prediction, Predictor, price_of
 from raytrec.driver.preflight import check_fit
+from raytrec.embeddings.planner.footprint import GIB
+from raytrec.embeddings.planner.machines import MACHINES, Cluster, cluster_of, machine_of
+from raytrec.embeddings.planner.rates import Rates
+
+ENOUGH_GIB = 1e6  # of a disk whose size is not given
+ANY = "any"  # --on: of every machine as many as it takes
+TIER_NAMES = {"device": "GPU", "host": "host", "disk": "disk"}
+
+
+class Plans:
+    """The predictions of one command.
+
+    Attributes:
+        on: those that were asked for; chosen: machine by machine the smallest cluster, the fewest GPUs first.
+        prices: machine → price an hour.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        schema: Schema,
+        on: list[Prediction],
+        chosen: list[Prediction],
+        prices: dict[str, float],
+    ):
+        self.config, self.schema, self.on, self.chosen, self.prices = config, schema, on, chosen, prices
+
+    def cheapest(self) -> Prediction | None:
+        """Of the chosen ones with a price."""
+        priced = [(price, each) for each in self.chosen if (price := price_of(each, self.prices)) is not None]
+        return min(priced, key=lambda pair: pair[0])[1] if priced else None
+
+    def metrics(self) -> dict[str, Any]:
+        """Everything, as JSON has it: bytes in GiB, one number a rank; seconds."""
+        cheapest = self.cheapest()
+        return {
+            "clusters": [self._of(each) for each in self.on],
+            "chosen": [self._of(each) for each in self.chosen],
+            "smallest": self.chosen[0].cluster.name if self.chosen else None,
+            "cheapest": cheapest.cluster.name if cheapest else None,
+        }
+
+    def _of(self, found: Prediction) -> dict[str, Any]:
+        from raytrec.embeddings.planner.memory_by_part import TIERS
+
+        memory: dict[str, dict[str, list[float]]] = {tier: {} for tier in TIERS}
+        for (tier, part), sizes in found.memory.parts.items() if found.memory else ():
+            memory[tier][part] = (sizes / GIB).tolist()
+        cluster = found.cluster
+        return {
+            "name": cluster.name,
+            "hosts": cluster.hosts,
+            "gpus": cluster.gpus,
+            "device": "cpu" if self.config.scaling.device == "cpu" and not cluster.machine else "cuda",
+            "memory_gib": cluster.memory_gib,
+            "host_memory_gib": cluster.host_memory_gib,
+            "fits": found.fits,
+            "refusal": str(found.refusal) if found.refusal else None,
+            "lacks": [lack._asdict() for lack in found.lacks],
+            "remedies": found.remedies,
+            "tables": [asdict(table) for table in found.tables],
+            "memory": memory,
+            "time": asdict(found.time) if found.time else None,
+            "price_per_hour": price_of(found, self.prices),
+        }
 
 
 def plan(
     source: str | Path | dict,
     overrides: list[str],
+    on: str | None = None,
     hosts: int | None = None,
     gpus: int | None = None,
     memory_gib: float = 80,
     host_memory_gib: float | None = None,
     disk_gib: float | None = None,
-    gpu: str = "",
-) -> dict[str, Any]:
-    """The plan of a configuration. Reads its schema, and no data.
+    rates: str | Path | None = None,
+    prices: str | Path | None = None,
+) -> Plans:
+    """The predictions for a configuration. Reads its schema, and no data.
 
     Args:
         source: a config file or its values; data.schema, or schema.yaml above data.train, must be there.
         overrides: `section.key=value` strings.
-        hosts: machines; default: as many as scaling.num_workers fill.
+        on: machines, by comma: 2x8xh100-sxm,8xa100-80; any: of every known machine as many as it takes;
+            default: the hosts that the next five describe.
+        hosts: default: as many as scaling.num_workers fill.
         gpus: GPUs of each, or with scaling.device=cpu workers; default: scaling.num_workers, up to 8.
-        memory_gib: of each of these, unless plan.memory_gib is set.
-        host_memory_gib: of each host's main memory, where tables with kernel fused_uvm(_caching) are;
-            default: twice that of its GPUs.
+        memory_gib: of each of these.
+        host_memory_gib: of each host's main memory; default: twice that of its GPUs.
         disk_gib: of each host's disk, where tables with kernel fused_mmap are; default: enough.
-        gpu: which GPUs, as in nvidia-smi, for their bandwidths; default: TorchRec's, a V100's.
-
-    Returns:
-        hosts, gpus, device, memory_gib; tables: one mapping each (table, rows, dim, sharding, kernel, ranks,
-        gib, host_gib and disk_gib of each of these); gib: on each rank's GPU, or in a worker's memory on CPU;
-        host_gib: in each host's main memory; disk_gib: on each host's disk.
+        rates: file of Rates; default: data sheets of named machines, and no times of others.
+        prices: file of machine → price an hour, of which the smallest and the cheapest cluster are chosen.
 
     Raises:
-        ConfigError, SchemaError: what is wrong with the input, or does not fit.
+        ConfigError, SchemaError: what is wrong with the input.
     """
-    from dataclasses import asdict
-
     from raytrec.driver.prepare import resolve
-    from raytrec.embeddings.planner.dry_run import ENOUGH_GIB, dry_run, gib_of_hosts, gib_of_ranks
-    from raytrec.embeddings.planner.footprint import GIB, map_share
-    from raytrec.embeddings.planner.gpus import GPUS, known_gpu
 
     config = resolve(load_config(source, overrides), source)
+    schema = Schema.load(config.data.schema_uri)
+    check_fit(config, schema, here=False)
+    known = _prices(prices) if prices else {}
+    predict = Predictor(config, schema, Rates.load(rates) if rates else None)
+    names = [name.strip() for name in (on or "").split(",") if name.strip()]
+    clusters = [cluster_of(name) for name in names if name != ANY]
+    if not names and not known:
+        clusters = [_described(config, hosts, gpus, memory_gib, host_memory_gib, disk_gib)]
+    choices = list(MACHINES.values()) if ANY in names else [machine_of(name, str(prices)) for name in known]
+    chosen = predict.choose(choices, known)
+    return Plans(config, schema, [predict(cluster, remedies=True) for cluster in clusters], chosen, known)
+
+
+def _described(
+    config: RunConfig,
+    hosts: int | None,
+    gpus: int | None,
+    memory_gib: float,
+    host_memory_gib: float | None,
+    disk_gib: float | None,
+) -> Cluster:
+    """The hosts that options describe."""
     workers = config.scaling.max_workers
     gpus = gpus or min(8, workers)
     hosts = hosts or -(-workers // gpus)
@@ -61,57 +145,190 @@ def plan(
             where="scaling.num_workers, --hosts, --gpus",
             expected="one worker for each GPU",
         )
-    if gpu and not known_gpu(gpu):
-        raise ConfigError(f"the bandwidths of {gpu} are not known", where="--gpu", expected=", ".join(GPUS))
-    schema = Schema.load(config.data.schema_uri)
-    check_fit(config, schema, here=False)
-    with catch_warnings():  # of what TorchRec will change
-        simplefilter("ignore", FutureWarning)
-        disk = disk_gib or ENOUGH_GIB
-        tables = dry_run(config, schema, hosts, gpus, memory_gib, host_memory_gib, disk, gpu)
-    memory_gib, maps_gib = config.plan.memory_gib or memory_gib, map_share(schema, workers) / GIB
-    return {
-        "hosts": hosts,
-        "gpus": gpus,
-        "device": "cpu" if config.scaling.device == "cpu" else "cuda",
-        "memory_gib": memory_gib,
-        "tables": [asdict(table) for table in tables],
-        "gib": [gib + maps_gib for gib in gib_of_ranks(tables, workers)],
-        "host_gib": gib_of_hosts(tables, hosts, gpus),
-        "disk_gib": gib_of_hosts(tables, hosts, gpus, "disk_gib"),
-    }
+    return Cluster(hosts, gpus, memory_gib, host_memory_gib or 2 * memory_gib * gpus, disk_gib or ENOUGH_GIB)
 
 
-def print_plan(found: dict[str, Any]) -> None:
-    """A line for each table, and how full the GPUs are, on stdout."""
+def _prices(path: str | Path) -> dict[str, float]:
+    """Machine → price an hour.
+
+    Raises:
+        ConfigError: the file is not that.
+    """
+    expected = "a mapping of machines to prices an hour, such as 8xh100-sxm: 55.04"
+    try:
+        values = read_yaml(str(path))
+    except (OSError, NotReadable) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read the prices: {reason}", where=str(path), expected=expected) from None
+    numbers = isinstance(values, dict) and all(
+        isinstance(price, int | float) and not isinstance(price, bool) and price >= 0
+        for price in values.values()
+    )
+    if not values or not numbers:
+        raise ConfigError("not a table of prices", where=str(path), expected=expected)
+    return {machine_of(str(name), str(path)).name: float(price) for name, price in values.items()}
+
+
+def draw(plans: Plans, path: str | Path) -> None:
+    """Writes the picture of the first cluster's shards, tables × ranks, as .svg or .png.
+
+    Raises:
+        ConfigError: another kind of file, or no plan.
+    """
+    from raytrec.embeddings.planner.memory_by_part import shard_sizes
+    from raytrec.report import html
+    from raytrec.report.figures import shards, style
+
+    path = Path(path)
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError(
+            f"{path.name} is not a picture",
+            where="--picture",
+            expected=".svg or .png",
+        )
+    found = next((each for each in [*plans.on, *plans.chosen] if each.tables), None)
+    if found is None:
+        raise ConfigError("there is no plan to draw", where="--picture")
+    held: list[dict[str, float]] = [{} for _ in range(found.cluster.world)]
+    for table, rank, sizes in shard_sizes(plans.config, plans.schema, found.tables):
+        held[rank][table] = held[rank].get(table, 0.0) + sum(sum(size) for size in sizes.values())
+    made = shards.memory_map(held)
+    with html.writing(path):
+        if path.suffix == ".png":
+            style.save_png(made, path)
+        else:
+            path.write_text(style.alone(style.to_svg(made, "shards")), encoding="utf-8")
+
+
+def print_plans(plans: Plans) -> None:
+    """The predictions on stdout: tables of one cluster; memory and time of all side by side; what does not
+    fit; the choice."""
+    from raytrec.common.terminal import open_console
+
+    console = open_console()
+    shown = plans.on or plans.chosen
+    if len(shown) == 1 and shown[0].tables:
+        console.print(_tables(plans, shown[0]))
+    if any(each.memory for each in shown):
+        console.print(_memory(shown))
+    if any(each.time for each in shown):
+        console.print(_time(plans, shown))
+    for each in shown:
+        for line in _troubles(each):
+            console.print(line, soft_wrap=True, markup=False)
+    if plans.chosen:
+        least, cheapest = plans.chosen[0], plans.cheapest()
+        console.print(f"smallest: {least.cluster.name}", soft_wrap=True)
+        if cheapest:
+            price = price_of(cheapest, plans.prices)
+            console.print(f"cheapest: {cheapest.cluster.name}, {price:,.2f} an hour", soft_wrap=True)
+
+
+def _tables(plans: Plans, found: Prediction) -> Any:
     from rich.table import Table
 
-    from raytrec.common.terminal import open_console, plain
+    from raytrec.common.terminal import plain
+    from raytrec.embeddings.planner.memory_by_part import shard_sizes
 
-    console, lines = open_console(), Table()
+    gib: dict[str, float] = {}
+    for name, _, sizes in shard_sizes(plans.config, plans.schema, found.tables):
+        gib[name] = gib.get(name, 0.0) + sum(sum(size) for size in sizes.values()) / GIB
+    lines = Table()
     for column in ("table", "rows", "dim", "sharding_type", "compute_kernel", "ranks", "GiB in all"):
         lines.add_column(column, justify="right" if column in ("rows", "dim", "GiB in all") else "left")
-    for table in found["tables"]:
+    for table in found.tables:
         lines.add_row(
-            plain(table["table"]),
-            f"{table['rows']:,}",
-            str(table["dim"]),
-            table["sharding_type"],
-            table["compute_kernel"],
-            ranges(table["ranks"]),
-            f"{sum(table['gib'] + table['host_gib'] + table['disk_gib']):.2f}",
+            plain(table.table),
+            f"{table.rows:,}",
+            str(table.dim),
+            table.sharding_type,
+            table.compute_kernel,
+            ranges(table.ranks),
+            f"{gib[table.table]:.2f}",
         )
-    console.print(lines)
-    gib, memory = found["gib"], found["memory_gib"]
-    devices = "GPUs" if found["device"] == "cuda" else "workers"
-    console.print(
-        f"{found['hosts']} × {found['gpus']} {devices} of {memory:g} GiB: tables take {min(gib):.1f} to "
-        f"{max(gib):.1f} GiB of each, {sum(gib):.1f} GiB in all",
-        soft_wrap=True,
-    )
-    for words, each in (("in host memory", found["host_gib"]), ("on disks", found["disk_gib"])):
-        if any(each):
-            console.print(
-                f"{words}: {min(each):.1f} to {max(each):.1f} GiB of each host, {sum(each):.1f} in all",
-                soft_wrap=True,
-            )
+    return lines
+
+
+def _memory(shown: list[Prediction]) -> Any:
+    """GiB of the fullest rank, part by part; of the host a rank's share."""
+    from rich.table import Table
+
+    keys = list(dict.fromkeys(key for each in shown if each.memory for key in each.memory.parts))
+    lines = Table(title="GiB of a rank, at most", title_justify="left")
+    for column in ("", *(each.cluster.name for each in shown)):
+        lines.add_column(column, justify="right" if column else "left")
+    for tier, name in TIER_NAMES.items():
+        parts = [part for place, part in keys if place == tier]
+        if not parts:
+            continue
+        for part in parts:
+            lines.add_row(f"{name}: {part}", *(_gib(each, tier, part) for each in shown))
+        lines.add_row(f"{name}, of {_has(shown, tier)}", *(_gib(each, tier) for each in shown), style="bold")
+        lines.add_section()
+    return lines
+
+
+def _gib(found: Prediction, tier: str, part: str | None = None) -> str:
+    if not found.memory:
+        return "–"
+    sizes = found.memory.of(tier) if part is None else found.memory.parts.get((tier, part))
+    return "–" if sizes is None else f"{sizes.max() / GIB:.2f}"
+
+
+def _has(shown: list[Prediction], tier: str) -> str:
+    rooms = [
+        {
+            "device": each.cluster.memory_gib,
+            "host": each.cluster.host_memory_gib / each.cluster.gpus,
+            "disk": each.cluster.disk_gib / each.cluster.gpus,
+        }[tier]
+        for each in shown
+    ]
+    return ", ".join(f"{room:.0f}" if room < ENOUGH_GIB / 1000 else "enough" for room in rooms)
+
+
+def _time(plans: Plans, shown: list[Prediction]) -> Any:
+    from rich.table import Table
+
+    from raytrec.embeddings.planner.step_time import PARTS
+
+    lines = Table(title="ms of a step", title_justify="left")
+    for column in ("", *(each.cluster.name for each in shown)):
+        lines.add_column(column, justify="right" if column else "left")
+    times = [each.time for each in shown]
+    for part in PARTS:
+        lines.add_row(part, *(f"{time.parts[part] * 1e3:.2f}" if time else "–" for time in times))
+    lines.add_section()
+    lines.add_row("step", *(f"{time.step * 1e3:.2f}" if time else "–" for time in times), style="bold")
+    lines.add_row("rows/s", *(f"{time.rows_per_s:,.0f}" if time else "–" for time in times), style="bold")
+    lines.add_row("bottleneck", *(time.bottleneck if time else "–" for time in times))
+    lines.add_row("balance of lookups", *(f"{time.balance:.0%}" if time else "–" for time in times))
+    if plans.prices:
+        costs = [_cost(each, plans.prices) for each in shown]
+        lines.add_row("price of 10⁹ rows", *costs)
+    return lines
+
+
+def _cost(found: Prediction, prices: dict[str, float]) -> str:
+    price = price_of(found, prices)
+    return f"{price / 3600 * 1e9 / found.time.rows_per_s:,.2f}" if price is not None and found.time else "–"
+
+
+def _troubles(found: Prediction) -> list[str]:
+    """What does not fit, by how much, and what would make it fit."""
+    name, lines = found.cluster.name, []
+    if found.refusal:
+        lines.append(f"{name} does not fit: {found.refusal.what}; expected {found.refusal.expected}")
+        needs, has = found.tables_gib
+        more = f"{needs - has:.1f} more than" if needs > has else "of"
+        lines.append(f"  tables take {needs:.1f} GiB with optimizer state, {more} the {has:.1f} for them")
+    for lack in found.lacks:
+        where = {"device": "GPU", "host": "share of its host", "disk": "share of its disk"}[lack.tier]
+        lines.append(
+            f"{name} does not fit: rank {lack.rank} needs {lack.needs:.1f} GiB of its {where}, "
+            f"{lack.needs - lack.has:.1f} GiB more than the {lack.has:.1f} that it has"
+        )
+    if lines:
+        helps = "; or ".join(found.remedies) or "none of the changes that were tried"
+        lines.append(f"  it would fit with: {helps}")
+    return lines

@@ -13,7 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pandas.util import hash_array
 
+from raytrec.config.schema import Statistics
 from raytrec.data.arrow import is_list, one_array, unnest
+from raytrec.inspection.hot_ids import HotIds
 
 SMALLEST = 65_536  # hashes kept to count distinct values: exact below, ± 0.4 % beyond
 LONGEST_COUNTED = 10_000  # bag lengths from here on are counted as this
@@ -40,6 +42,7 @@ class ColumnStats:
         pairs: label → value → the label's value in the same rows; None where they are not one for one
             (`pair_with_labels`).
         elsewhere: the same of validation and test data, by folder.
+        hot: of integers and text, those that are met most.
     """
 
     name: str
@@ -63,6 +66,7 @@ class ColumnStats:
     lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     pairs: dict[str, dict | None] = field(default_factory=dict)
     elsewhere: dict[str, ColumnStats] = field(default_factory=dict)
+    hot: HotIds = field(init=False, default_factory=HotIds)
     _hashes: np.ndarray = field(init=False, default_factory=lambda: np.empty(0, np.uint64))
     _new: list[np.ndarray] = field(init=False, default_factory=list)  # not yet among them
     _new_count: int = field(init=False, default=0)
@@ -107,6 +111,21 @@ class ColumnStats:
     def distinct(self) -> int:
         """Distinct values: exact below 65,536, then from the smallest hashes (Bar-Yossef et al. 2002)."""
         return count_distinct(self.hashes)
+
+    def statistics(self) -> Statistics:
+        """What plans count lookups of such ids by."""
+        rows, lengths = max(1, self.rows), self.lengths
+        p99, most = 1, 1
+        if self.is_list:
+            p99 = int(np.searchsorted(np.cumsum(lengths), 0.99 * lengths.sum())) if len(lengths) else 0
+            most = int(np.flatnonzero(lengths)[-1]) if len(lengths) else 0
+        return Statistics(
+            mean_length=float(f"{self.values / rows:.5g}"),
+            p99_length=p99,
+            max_length=most,
+            distinct=self.distinct,
+            hottest=self.hot.shares(),
+        )
 
     @property
     def is_number(self) -> bool:
@@ -172,13 +191,11 @@ class ColumnStats:
             self.nan += nan
             self.infinite += len(array) - pc.sum(finite).as_py() - nan
             array = array.filter(finite)
-        if self.few is None:
-            unique = pc.unique(array)
-        else:
-            unique, counts = pc.value_counts(array).flatten()
+        unique, counts = pc.value_counts(array).flatten()
+        if self.few is not None:
             self._count_few(unique, counts)
         if len(unique):
-            self._count_distinct(unique)
+            self._count_distinct(unique, counts)
 
     def _count_few(self, unique, counts) -> None:
         if len(unique) > FEW:
@@ -189,7 +206,7 @@ class ColumnStats:
         if len(self.few) > FEW:
             self.few = None
 
-    def _count_distinct(self, unique) -> None:
+    def _count_distinct(self, unique, counts) -> None:
         values = unique.to_numpy(zero_copy_only=False)
         if self.base == "text":
             values = values.astype(object)
@@ -198,6 +215,8 @@ class ColumnStats:
             self.high = max(self.high, values.max().item())
             self.whole &= values.dtype.kind in "iu" or bool((values == np.floor(values)).all())
         hashes = hash_array(values)
+        if self.base in ("integer", "text"):
+            self.hot.add(hashes, counts.to_numpy())
         if len(self._hashes) == SMALLEST:
             hashes = hashes[hashes < self._hashes[-1]]
         self._new.append(hashes)

@@ -25,6 +25,8 @@ twice as many).
 
 from __future__ import annotations
 
+from typing import Any
+
 from raytrec.common.errors import ConfigError, DataError, SchemaError, hint
 from raytrec.common.storage import parts_beside, train_part
 from raytrec.config.schema import Schema
@@ -181,12 +183,13 @@ def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, all_se
             name = f.stats.name
             pooling = "sequence" if is_sequence(f) else "mean" if f.stats.is_list else "sum"
             sparse[name] = {"table": of_column[name].name, "pooling": pooling, "weights": weights.get(name)}
-    values = {
+    values: dict[str, Any] = {
         "labels": [f.stats.name for f in findings if f.kind == "label"],
         "dense": [f.stats.name for f in findings if f.kind == "dense"],
         "sparse": sparse,
         "tables": {table.name: {"dim": dim, **table.size(all_seen)} for table in tables},
     }
+    values["statistics"] = {f.stats.name: f.stats.statistics() for f in findings if f.kind == "sparse"}
     return Schema.parse(values, uri)
 
 

@@ -24,7 +24,7 @@ from raytrec.embeddings.mapped import MappedFiles, mark_mapped
 from raytrec.embeddings.optim import DenseAverage, GlobalNormClip, combine, fuse
 from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.embeddings.planner.footprint import CACHING_KERNEL, MMAP_KERNEL
-from raytrec.embeddings.planner.held import held, hot_shares
+from raytrec.embeddings.planner.held import held, hot_shares, shards_of
 from raytrec.embeddings.planner.plan import make_plan, sharders, sharders_for_planning
 from raytrec.models.recommender import build_recommender, checkpoint_activations, compile_dense
 from raytrec.tasks.global_batch import require_gradient_division
@@ -56,7 +56,8 @@ def build_step(
     """
     require_gradient_division()
     prepare_process(config.train)
-    model = _unsharded(config, schema, device, objective)
+    world = dist.get_world_size()
+    model = unsharded(config, schema, device, world, objective)
     optimizers = table_optimizers(config, schema)
     if config.train.compile:
         rows = train_order(config).padded_rows(config.data.global_batch_size, 0, dist.get_world_size())
@@ -65,10 +66,11 @@ def build_step(
     if config.train.activation_checkpointing:
         checkpoint_activations(model.head.model)
     fuse(model.embeddings.collections, optimizers, device.type)
-    world = dist.get_world_size()
     plan = make_plan(model, sharders_for_planning(config, schema, world), schema, config, device)
     codecs = make_codecs(config, widths_of(plan), world)
-    shares = hot_shares(held(plan, config, schema, device.type, world), config, schema, world)
+    shares = hot_shares(
+        held(shards_of(plan, schema, world), config, schema, device.type), config, schema, world
+    )
     mark_mapped(model.embeddings.collections, plan, optimizers, any(shares))
     cache = _cache_settings(plan, device)
     files = MappedFiles(config, shares[dist.get_rank()])
@@ -105,8 +107,9 @@ class _Alone(DataParallelWrapper):
 
 def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
     """The plan that `build_step` would use, without making any table; a collective."""
-    offered = sharders_for_planning(config, schema, dist.get_world_size())
-    return make_plan(_unsharded(config, schema, device), offered, schema, config, device)
+    world = dist.get_world_size()
+    offered = sharders_for_planning(config, schema, world)
+    return make_plan(unsharded(config, schema, device, world), offered, schema, config, device)
 
 
 def _sends_distinct_ids(config: RunConfig, device: torch.device, world: int) -> bool:
@@ -124,10 +127,15 @@ def _cache_settings(plan: ShardingPlan, device: torch.device) -> dict[str, Any] 
     return CACHED if device.type == "cuda" and CACHING_KERNEL in kernels else None
 
 
-def _unsharded(
-    config: RunConfig, schema: Schema, device: torch.device, objective: type[Objective] = Objective
+def unsharded(
+    config: RunConfig,
+    schema: Schema,
+    device: torch.device,
+    world: int = 1,
+    objective: type[Objective] = Objective,
 ) -> LossModel:
-    made = objective.of(config, schema, dist.get_world_size())
+    """Model and objective of a rank among `world`: dense layers on the device, tables on meta."""
+    made = objective.of(config, schema, world)
     columns, vectors = columns_of(made.tasks), needs_vectors(made.tasks)
     recommender = build_recommender(config, schema, device, sum(columns.values()), vectors, columns)
     ranks_items = config.eval.retrieval is not None and objective is Objective

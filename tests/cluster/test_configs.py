@@ -6,6 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -71,26 +72,26 @@ def test_loads_and_builds(name):
 @pytest.mark.parametrize("name,hosts", [("criteo_1tb_8xa100", 1), ("criteo_1tb_2x8xh100", 2)])
 @pytest.mark.parametrize("sizes", [MLPERF_ROWS, [10_000_000] * 26], ids=["MLPerf", "hashed"])
 def test_plans_for_gpus_that_are_not_here(name, hosts, sizes):
-    from raytrec.embeddings.planner.dry_run import dry_run, gib_of_ranks
+    from dry import Held
 
     config = load_config(JOBS / f"{name}.yaml")
     world = hosts * 8
     assert config.scaling.num_workers == world and config.scaling.device == "cuda"
     schema = criteo(sizes)
-    plan = dry_run(config, schema, hosts=hosts, gpus=8, memory_gib=80)
-    assert [entry.table for entry in plan] == sorted(schema.tables)
-    held = gib_of_ranks(plan, world)
+    found = Held(config, schema, hosts=hosts)
+    assert list(found.plan) == sorted(schema.tables)
+    held = found.ranks["device"]
     assert max(held) < 80 * 0.85, "room for activations"
     weights = sum(sizes) * 128 * 4 / 2**30
     assert sum(held) == pytest.approx(2 * weights, rel=1e-3), "weights, and as much of Adagrad's state"
-    for entry in plan:
+    for entry in found.plan.values():
         assert entry.compute_kernel == "fused" and set(entry.ranks) <= set(range(world))
         if entry.sharding_type == "table_row_wise":
             assert len({rank // 8 for rank in entry.ranks}) == 1, "within a machine"
 
 
 def test_each_memory_is_reported_where_it_is(tmp_path, capsys):
-    from raytrec.driver.plan import plan, print_plan
+    from raytrec.driver.plan import plan, print_plans
 
     schema = tmp_path / "schema.yaml"
     schema.write_text(yaml.safe_dump(criteo([10_000_000] * 26).model_dump(exclude_none=True)))
@@ -98,45 +99,48 @@ def test_each_memory_is_reported_where_it_is(tmp_path, capsys):
         "plan.tables={C1: {compute_kernel: fused_uvm}, C2: {compute_kernel: fused_uvm_caching, ranks: [9]}}"
     )
     given = JOBS / "criteo_1tb_2x8xh100.yaml", [f"data.schema={schema}", pins]
-    found = plan(*given, host_memory_gib=2048)
-    size = 10_000_000 * 128 * 8 / 2**30
-    assert sum(found["host_gib"]) == pytest.approx(2 * size)
-    assert found["host_gib"][1] >= size, "C2 is on the second host"
+    plans = plan(*given, host_memory_gib=2048)
+    (found,) = plans.metrics()["clusters"]
+    memory, size = found["memory"], 10_000_000 * 128 * 8 / 2**30
+    in_host_memory = np.add(memory["host"]["weights"], memory["host"]["optimizer state"])
+    assert in_host_memory.sum() == pytest.approx(2 * size)
+    assert in_host_memory[8:].sum() >= size, "C2 is on the second host"
     cache = 10_000_000 * (4 + 0.2 * (16 + 128 * 4)) / 2**30
-    assert sum(found["gib"]) == pytest.approx(24 * size + cache)
-    print_plan(found)
-    *_, gpus, hosts = capsys.readouterr().out.splitlines()
-    assert gpus.startswith("2 × 8 GPUs of 80 GiB: tables take")
-    assert hosts.startswith("in host memory: ") and f"{2 * size:.1f} in all" in hosts
-    with pytest.raises(ConfigError, match=r"table C2: .* of host memory"):
-        plan(*given, host_memory_gib=128)
-    with pytest.raises(ConfigError, match="the bandwidths of T9 are not known"):
-        plan(*given, gpu="T9")
+    assert sum(memory["device"]["weights"]) == pytest.approx(24 * size / 2)
+    assert sum(memory["device"]["cache"]) == pytest.approx(cache)
+    print_plans(plans)
+    shown = capsys.readouterr().out
+    assert "GPU: cache" in shown and "host: optimizer state" in shown and found["fits"]
+    (refused,) = plan(*given, host_memory_gib=128).on
+    assert re.search(r"table C2: .* of host memory", str(refused.refusal))
+    with pytest.raises(ConfigError, match="no machine is called '8xt9'"):
+        plan(*given, on="8xt9")
 
 
 def test_what_does_not_fit_says_so():
-    from raytrec.embeddings.planner.dry_run import dry_run
+    from dry import Held
 
     config = load_config(JOBS / "criteo_1tb_8xa100.yaml")
     with pytest.raises(ConfigError, match=r"no plan for 26 tables \(97\.\d+ GiB of weights\) on 2 workers"):
-        dry_run(config, criteo(MLPERF_ROWS), hosts=1, gpus=2, memory_gib=80)
+        Held(config, criteo(MLPERF_ROWS), gpus=2)
     with pytest.raises(ConfigError, match="table C1: on rank 9"):
-        dry_run(load_config(config, ["plan.tables.C1.ranks=[9]"]), criteo(), hosts=1, gpus=8)
+        Held(load_config(config, ["plan.tables.C1.ranks=[9]"]), criteo())
 
 
 def test_a_dry_run_keeps_to_pins_and_leaves_the_environment_alone(monkeypatch):
-    from raytrec.embeddings.planner.dry_run import dry_run
+    from dry import Held
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     pins = ["plan.tables.C1.sharding_type=row_wise", "plan.tables.C2.sharding_type=data_parallel"]
     half = ["plan.tables.C3.dtype=fp16", "plan.tables.C3.ranks=[5]"]
     config = load_config(JOBS / "criteo_1tb_8xa100.yaml", [*pins, *half])
-    plan = {entry.table: entry for entry in dry_run(config, criteo((800,) * 26), hosts=2, gpus=4)}
+    found = Held(config, criteo((800,) * 26), hosts=2, gpus=4)
+    plan, gib = found.plan, {name: tiers["device"] for name, tiers in found.of.items()}
     assert plan["C1"].sharding_type == "row_wise" and plan["C1"].ranks == list(range(8))
-    assert plan["C1"].gib == pytest.approx([100 * 128 * 8 / 2**30] * 8)
+    assert gib["C1"] == pytest.approx([100 * 128 * 8 / 2**30] * 8)
     assert plan["C2"].compute_kernel == "dense"
-    assert plan["C2"].gib == pytest.approx([800 * 128 * 8 / 2**30] * 8)
-    assert plan["C3"].ranks == [5] and plan["C3"].gib == pytest.approx([800 * 128 * 6 / 2**30])
+    assert gib["C2"] == pytest.approx([800 * 128 * 8 / 2**30] * 8)
+    assert plan["C3"].ranks == [5] and gib["C3"] == pytest.approx([800 * 128 * 6 / 2**30])
     assert os.environ["LOCAL_WORLD_SIZE"] == "3"
 
 

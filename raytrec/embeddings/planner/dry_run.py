@@ -15,12 +15,11 @@ from raytrec.config.schema import Schema
 from raytrec.embeddings.optim import fuse
 from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.embeddings.planner.footprint import GIB
-from raytrec.embeddings.planner.held import held, hot_shares, with_hot_rows
+from raytrec.embeddings.planner.held import shards_of
 from raytrec.embeddings.planner.hosts import Hosts
+from raytrec.embeddings.planner.machines import Cluster
 from raytrec.embeddings.planner.plan import describe, plan_for, sharders_for_planning, validated
 from raytrec.embeddings.pooling import PooledEmbeddings
-
-ENOUGH_GIB = 1e6  # of a disk whose size is not given
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class PlannedTable:
 
     Attributes:
         ranks: that hold a part of it.
-        gib, host_gib, disk_gib: of each of these ranks: GiB of weights, optimizer state and cache on its
-            device (its GPU, or its memory), in the memory of a GPU's host, and in files.
+        shards: (rank, rows, columns) of each.
+        dtype: fp32 or fp16.
     """
 
     table: str
@@ -39,42 +38,31 @@ class PlannedTable:
     sharding_type: str
     compute_kernel: str
     ranks: list[int]
-    gib: list[float]
-    host_gib: list[float]
-    disk_gib: list[float]
+    shards: list[tuple[int, int, int]]
+    dtype: str
 
 
-def dry_run(
-    config: RunConfig,
-    schema: Schema,
-    hosts: int = 1,
-    gpus: int = 8,
-    memory_gib: float = 80,
-    host_memory_gib: float | None = None,
-    disk_gib: float = ENOUGH_GIB,
-    gpu: str = "",
-) -> list[PlannedTable]:
-    """The plan on `hosts` × `gpus` GPUs, or workers on CPU (scaling.device), as a run there would make it.
+def dry_run(config: RunConfig, schema: Schema, cluster: Cluster) -> list[PlannedTable]:
+    """The plan on a cluster's GPUs, or workers on CPU (scaling.device), as a run there would make it.
 
-    The dense layers, which are small, are not counted; as in a run, 15 % of each GPU are kept
-    free for them and for activations.
-
-    Args:
-        hosts: machines. gpus: GPUs, or workers, of each.
-        memory_gib: of each GPU or worker, unless plan.memory_gib is set.
-        host_memory_gib: of each host's main memory; default: twice that of its GPUs.
-        disk_gib: of each host, for tables in files.
-        gpu: name of the GPUs (embeddings.planner.gpus), whose bandwidths the planner then takes.
+    As in a run, 15 % of each GPU are kept free for dense layers and activations.
 
     Raises:
         ConfigError: tables that do not fit, or constraints that cannot be met.
     """
     device = "cpu" if config.scaling.device == "cpu" else "cuda"
-    world, memory = hosts * gpus, int((config.plan.memory_gib or memory_gib) * GIB)
-    if min(hosts, gpus) < 1:
-        raise ConfigError(f"{hosts} hosts with {gpus} GPUs each", expected="at least one of each")
-    share = int(host_memory_gib * GIB) // gpus if host_memory_gib else 2 * memory
-    there = Hosts(gpus, (), memory, share, int(disk_gib * GIB) // gpus, frozenset([gpu] if gpu else []))
+    gpus, world, machine = cluster.gpus, cluster.world, cluster.machine
+    if min(cluster.hosts, gpus) < 1:
+        raise ConfigError(f"{cluster.hosts} hosts with {gpus} GPUs each", expected="at least one of each")
+    there = Hosts(
+        gpus,
+        (),
+        int((config.plan.memory_gib or cluster.memory_gib) * GIB),
+        int(cluster.host_memory_gib * GIB) // gpus,
+        int(cluster.disk_gib * GIB) // gpus,
+        frozenset([machine.gpu] if machine else []),
+        machine.network_of_gpu if machine else None,
+    )
     optimizers = table_optimizers(config, schema)
     with _ranks_per_host(gpus), _quiet():
         constraints, topology = validated(there, world, config, schema, device)
@@ -84,34 +72,14 @@ def dry_run(
         plan = plan_for(topology, constraints, schema, config, tables, offered)
     if isinstance(plan, ConfigError):
         raise plan
-    found = held(plan, config, schema, device, world)
-    found = with_hot_rows(found, hot_shares(found, config, schema, world))
-    out = []
+    shards, out = shards_of(plan, schema, world), []
     for entry in describe(plan):
         name, table = entry["table"], schema.tables[entry["table"]]
-        of_ranks = {rank: size for rank, (_, size) in found[name].items()}
+        parts = list(shards[name][1])
+        ranks = sorted({rank for rank, _, _ in parts})
         kind = entry["sharding_type"], entry["compute_kernel"]
-        sizes = ([size / GIB for size in each] for each in zip(*of_ranks.values(), strict=True))
-        out.append(PlannedTable(name, table.rows, table.dim, *kind, list(of_ranks), *sizes))
+        out.append(PlannedTable(name, table.rows, table.dim, *kind, ranks, parts, constraints[name].dtype))
     return out
-
-
-def gib_of_ranks(plan: list[PlannedTable], world: int) -> list[float]:
-    """GiB of all tables on each rank's device."""
-    return gib_of_hosts(plan, world, 1, "gib")
-
-
-def gib_of_hosts(plan: list[PlannedTable], hosts: int, gpus: int, place: str = "host_gib") -> list[float]:
-    """GiB of all tables in each host's main memory.
-
-    Args:
-        place: or on its disk: disk_gib; or on its devices: gib.
-    """
-    total = [0.0] * hosts
-    for table in plan:
-        for rank, gib in zip(table.ranks, getattr(table, place), strict=True):
-            total[rank // gpus] += gib
-    return total
 
 
 @contextmanager

@@ -31,6 +31,7 @@ MMAP_KERNEL = "fused_mmap"
 # (key, sightings, last step, row), and of an id that waits for one.
 ID_BYTES, WAITING_BYTES = 41, 35
 CACHED = 0.2  # of a table's rows, in the GPU's cache of fused_uvm_caching: FBGEMM's default (1.8.0)
+WEIGHTS, STATE, CACHE = "weights", "optimizer state", "cache"
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 Constraints = dict[str, TableConstraint]
 
@@ -58,24 +59,35 @@ def kernel_on(device: str, kernel: str | None) -> str | None:
     return kernel if kernel in places else None
 
 
-def footprint(table: Table, dtype: str, optimizer: str, kernel: str | None = None) -> Footprint:
-    """What a table takes of a device and, with a UVM kernel on a GPU, of its host's memory, or with
-    fused_mmap on CPU of its disk.
+def parts_of(table: Table, dtype: str, optimizer: str, kernel: str | None = None) -> dict[str, Footprint]:
+    """What a table takes, or a part of it: weights, optimizer state and cache.
+
+    Of a device; with a UVM kernel on a GPU also of its host's memory, with fused_mmap on CPU of its disk.
 
     Args:
         kernel: of `kernel_on`.
     """
-    values, width, state = table.rows * table.dim, DTYPE_BYTES[dtype], optimizer_of(optimizer)
-    weights, row_state = values * width, table.rows * state.bytes_per("row")
-    host = weights + values * state.bytes_per("value")
+    values, width, optimizer_ = table.rows * table.dim, DTYPE_BYTES[dtype], optimizer_of(optimizer)
+    weights, state = values * width, values * optimizer_.bytes_per("value")
+    row_state = table.rows * optimizer_.bytes_per("row")
     if kernel == MMAP_KERNEL:
-        return Footprint(0, 0, host + row_state)
+        return {WEIGHTS: Footprint(0, 0, weights), STATE: Footprint(0, 0, state + row_state)}
     if kernel not in UVM_KERNELS:
-        return Footprint(host + row_state, 0)
+        return {WEIGHTS: Footprint(weights, 0), STATE: Footprint(state + row_state, 0)}
     # FBGEMM (1.8.0, construct_split_state) keeps state of one value a row on the GPU, and for the cache 4
     # bytes a row and 16 a slot in addition to the slots' weights.
     cache = table.rows * (4 + CACHED * (16 + table.dim * width)) if kernel == CACHING_KERNEL else 0
-    return Footprint(int(cache) + row_state, host)
+    return {
+        WEIGHTS: Footprint(0, weights),
+        STATE: Footprint(row_state, state),
+        CACHE: Footprint(int(cache), 0),
+    }
+
+
+def footprint(table: Table, dtype: str, optimizer: str, kernel: str | None = None) -> Footprint:
+    """The sum of `parts_of`."""
+    sizes = parts_of(table, dtype, optimizer, kernel).values()
+    return Footprint(*(sum(of_tier) for of_tier in zip(*sizes, strict=True)))
 
 
 def footprints(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from torchrec.distributed.types import ShardingPlan
 
 from raytrec.config.run_config import RunConfig
@@ -10,33 +12,41 @@ from raytrec.embeddings.hot_rows import PLACE_BYTES, ROW_BYTES
 from raytrec.embeddings.planner.constraints import resolve_constraints, table_optimizers
 from raytrec.embeddings.planner.footprint import GIB, Footprint, footprint, kernel_on, map_share
 
+# Table → its kernel, and (rank, rows, columns) of each of its shards.
+Shards = Mapping[str, tuple[str, Sequence[tuple[int, int, int]]]]
 # Table → rank → rows that it holds a part of, and what that part takes.
 Held = dict[str, dict[int, tuple[int, Footprint]]]
 
 
-def held(plan: ShardingPlan, config: RunConfig, schema: Schema, device: str, world: int) -> Held:
+def shards_of(plan: ShardingPlan, schema: Schema, world: int) -> Shards:
+    """The shards of a plan for `world` ranks."""
+    out = {}
+    for module in plan.plan.values():
+        for name, spec in module.items():
+            if spec.sharding_spec:
+                parts = [(s.placement.rank(), *s.shard_sizes) for s in spec.sharding_spec.shards]
+            else:  # every rank has all of it
+                parts = [(rank, schema.tables[name].rows, schema.tables[name].dim) for rank in range(world)]
+            out[name] = spec.compute_kernel, parts
+    return out
+
+
+def held(shards: Shards, config: RunConfig, schema: Schema, device: str) -> Held:
     """What each rank holds of each table.
 
     Args:
-        device: cpu or cuda. world: number of ranks.
+        device: cpu or cuda.
     """
     constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
     out: Held = {}
-    for module in plan.plan.values():
-        for name, spec in module.items():
-            table, kernel, of_ranks = schema.tables[name], kernel_on(device, spec.compute_kernel), {}
-            shards = spec.sharding_spec.shards if spec.sharding_spec else None
-            parts = (
-                [(rank, table.rows, table.dim) for rank in range(world)]  # every rank has all of it
-                if shards is None
-                else [(shard.placement.rank(), *shard.shard_sizes) for shard in shards]
-            )
-            for rank, rows, dim in parts:
-                part = Table.model_construct(rows=rows, dim=dim)
-                size = footprint(part, constraints[name].dtype, optimizers[name].name, kernel)
-                _, before = of_ranks.get(rank, (0, Footprint(0, 0)))
-                of_ranks[rank] = rows, Footprint(*(a + b for a, b in zip(before, size, strict=True)))
-            out[name] = of_ranks
+    for name, (kernel, parts) in shards.items():
+        of_ranks = out[name] = {}
+        for rank, rows, dim in parts:
+            part = Table.model_construct(rows=rows, dim=dim)
+            its = constraints[name].dtype, optimizers[name].name, kernel_on(device, kernel)
+            _, before = of_ranks.get(rank, (0, Footprint(0, 0)))
+            size = footprint(part, *its)
+            of_ranks[rank] = rows, Footprint(*(a + b for a, b in zip(before, size, strict=True)))
     return out
 
 
@@ -55,20 +65,15 @@ def hot_shares(found: Held, config: RunConfig, schema: Schema, world: int) -> li
     return [min(1.0, max(0.0, room / size)) if size else 0.0 for room, size in zip(left, takes, strict=True)]
 
 
-def with_hot_rows(found: Held, shares: list[float]) -> Held:
-    """The same, with what rows of tables in files take of memory.
+def hot_bytes(found: Held, shares: list[float]) -> list[float]:
+    """What rows of tables in files take of each rank's memory.
 
     Args:
         shares: of `hot_shares`.
     """
-    return {
-        table: {
-            rank: (rows, size._replace(device=size.device + _in_memory(rows, size, shares[rank])))
-            for rank, (rows, size) in of_ranks.items()
-        }
-        for table, of_ranks in found.items()
-    }
-
-
-def _in_memory(rows: int, size: Footprint, share: float) -> int:
-    return int(share * (size.disk + rows * PLACE_BYTES) + rows * ROW_BYTES) if size.disk and share else 0
+    out = [0.0] * len(shares)
+    for of_ranks in found.values():
+        for rank, (rows, size) in of_ranks.items():
+            if size.disk and shares[rank]:
+                out[rank] += shares[rank] * (size.disk + rows * PLACE_BYTES) + rows * ROW_BYTES
+    return out

@@ -12,7 +12,7 @@ from raytrec.compat.ray_core import system_memory
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tables import PlanSection
 from raytrec.embeddings.planner.footprint import GIB, free_disk
-from raytrec.embeddings.planner.gpus import bandwidths
+from raytrec.embeddings.planner.machines import bandwidths
 
 if TYPE_CHECKING:  # the driver reads host_memory without torch
     import torch
@@ -60,6 +60,7 @@ class Hosts:
         host_share: bytes of main memory that each rank has, where the ranks of a host share it evenly.
         disk_share: the same of the disk for tables with compute_kernel fused_mmap.
         gpus: the names of all GPUs.
+        network: 10⁹ bytes a second between hosts, for each GPU; None: not known.
     """
 
     ranks_per_host: int
@@ -68,6 +69,7 @@ class Hosts:
     host_share: int
     disk_share: int = 0
     gpus: frozenset[str] = frozenset()
+    network: float | None = None
 
 
 def agree_on_hosts(config: RunConfig, device: torch.device) -> Hosts:
@@ -140,5 +142,5 @@ def capacity(hosts: Hosts, device: str, memory: int, room: int) -> dict:
         memory: of each rank's device. room: for tables in host memory, of each rank on a GPU.
     """
     if device == "cuda":
-        return {"hbm_cap": memory, "ddr_cap": room, **bandwidths(hosts.gpus)}
+        return {"hbm_cap": memory, "ddr_cap": room, **bandwidths(hosts.gpus, hosts.network)}
     return {"ddr_cap": memory, "ssd_cap": hosts.disk_share, **CPU_BANDWIDTHS}

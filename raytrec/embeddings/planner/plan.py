@@ -205,7 +205,7 @@ def _search(
 ) -> ShardingPlan | ConfigError:
     world, local = topology.world_size, topology.local_world_size
     partitioner, batch = ConstrainedPartitioner(constraints), -(-config.data.global_batch_size // world)
-    lengths = ids_of_features(resolve_features(schema, config.model))
+    lengths = lengths_of_tables(schema, resolve_features(schema, config.model))
     of_torchrec = {}
     for table, constraint in constraints.items():
         dim, kernel = schema.tables[table].dim, constraint.kernel
@@ -216,7 +216,7 @@ def _search(
             sharding_types=list(constraint.sharding),
             compute_kernels=["dense", *kernels] if free else [kernel],  # data_parallel is dense anyway
             min_partition=dim // parts,
-            pooling_factors=lengths.get(table) or [1.0],
+            pooling_factors=lengths[table],
         )
     fused = {
         table: optimizer.name
@@ -268,13 +268,23 @@ def _room(topology: Topology, constraints: dict[str, TableConstraint]) -> str:
     return words
 
 
-def ids_of_features(features: Features) -> dict[str, list[float]]:
-    """Table that gives the vector of each id → of each feature that reads it, how many ids of a row the
-    planner expects: as many as a sequence may have; of others one, as everywhere."""
-    return {
-        table: [float(features.sequences.get(name, 1)) for name in names]
-        for table, names in features.tables_by_id.items()
-    }
+def ids_of_features(schema: Schema, features: Features) -> dict[str, float]:
+    """Sparse feature → how many ids of a row the planner expects: the mean that `raytrec inspect` has found,
+    and of a sequence that is read id by id at most as many as the model reads. Where the schema has no
+    statistics, as many as such a sequence may have, and of others one."""
+    found = {}
+    for name in schema.sparse:
+        known, most = schema.statistics.get(name), features.sequences.get(name)
+        found[name] = float(min(known.mean_length, most or known.mean_length) if known else most or 1)
+    return found
+
+
+def lengths_of_tables(schema: Schema, features: Features) -> dict[str, list[float]]:
+    """Table → the same of each feature that looks it up."""
+    found: dict[str, list[float]] = {table: [] for table in schema.tables}
+    for name, length in ids_of_features(schema, features).items():
+        found[schema.sparse[name].table].append(length)
+    return found
 
 
 def describe(plan: ShardingPlan) -> list[dict]:

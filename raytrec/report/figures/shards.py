@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,7 +10,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from raytrec.common.formatting import bytes_text, percent
-from raytrec.common.messages import RankLine
 from raytrec.report.figures import style
 from raytrec.tracking.aggregate import last_group, sum_over_time, table_bytes
 from raytrec.tracking.run_folder import RunFolder
@@ -23,11 +20,23 @@ WRITTEN_RANKS = 4  # up to so many, cells show their value
 MAP = "cividis"
 
 
-@style.styled
 def by_memory(run: RunFolder) -> Figure | None:
     """Tables × ranks: bytes of weights and optimizer state, as of each rank's last interval."""
     ranks = sum_over_time(last_group(run.ranks))
-    held, names = _matrix(ranks, lambda entry: table_bytes(entry) // 1)
+    held = [{name: table_bytes(entry) // 1 for name, entry in line.tables.items()} for line in ranks]
+    return memory_map(held, [line.rank for line in ranks])
+
+
+@style.styled
+def memory_map(tables: list[dict[str, float]], ranks: list[int] | None = None) -> Figure | None:
+    """Tables × ranks: bytes; None: there are none.
+
+    Args:
+        tables: of each rank, table → bytes.
+        ranks: their numbers; default: 0, 1, …
+    """
+    ranks = list(range(len(tables))) if ranks is None else ranks
+    held, names = _matrix(tables)
     if not held.sum():
         return None
     each = f", {_spread(held)}" if len(ranks) > 1 else ""
@@ -40,14 +49,17 @@ def by_memory(run: RunFolder) -> Figure | None:
 @style.styled
 def by_load(run: RunFolder) -> Figure | None:
     """Tables × ranks: share of all bytes looked up since the group of workers last changed."""
-    ranks = sum_over_time(last_group(run.ranks))
-    looked, names = _matrix(ranks, lambda entry: entry.get("lookup_bytes") or 0.0)
+    lines = sum_over_time(last_group(run.ranks))
+    ranks = [line.rank for line in lines]
+    looked, names = _matrix(
+        [{name: entry.get("lookup_bytes") or 0.0 for name, entry in line.tables.items()} for line in lines]
+    )
     if not looked.sum():
         return None
     shares = looked / looked.sum()
     hottest = int(shares.sum(axis=0).argmax())
     title = (
-        f"Load: rank {ranks[hottest].rank} looks up {percent(shares.sum(axis=0)[hottest])} of all bytes"
+        f"Load: rank {ranks[hottest]} looks up {percent(shares.sum(axis=0)[hottest])} of all bytes"
         if len(ranks) > 1
         else f"Load: share of {bytes_text(looked.sum())} looked up, by table"
     )
@@ -56,13 +68,13 @@ def by_load(run: RunFolder) -> Figure | None:
     return made
 
 
-def _matrix(ranks: list[RankLine], value: Callable[[dict], float]) -> tuple[np.ndarray, list[str]]:
+def _matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]:
     """A row for each table, the largest first (those beyond MOST_TABLES together), a column for each rank."""
     cells: dict[str, np.ndarray] = {}
-    for column, line in enumerate(ranks):
-        for name, entry in line.tables.items():
+    for column, tables in enumerate(ranks):
+        for name, value in tables.items():
             row = cells.setdefault(name, np.zeros(len(ranks)))
-            row[column] += max(0.0, value(entry))
+            row[column] += max(0.0, value)
     if not cells:
         return np.zeros((0, len(ranks))), []
     names = sorted(cells, key=lambda name: (-cells[name].sum(), name))
@@ -77,7 +89,7 @@ def _matrix(ranks: list[RankLine], value: Callable[[dict], float]) -> tuple[np.n
 def _draw(
     cells: np.ndarray,
     names: list[str],
-    ranks: list[RankLine],
+    ranks: list[int],
     title: str,
     kind: FuncFormatter,
     norm: Normalize,
@@ -121,11 +133,11 @@ def _write(axes: Axes, cells: np.ndarray, kind: FuncFormatter, norm: Normalize) 
             axes.text(column, row, kind(value), color=ink, ha="center", va="center", fontsize=6.5)
 
 
-def _rank_at(ranks: list[RankLine], x: float) -> str:
-    return str(ranks[int(x)].rank) if x == int(x) and 0 <= x < len(ranks) else ""
+def _rank_at(ranks: list[int], x: float) -> str:
+    return str(ranks[int(x)]) if x == int(x) and 0 <= x < len(ranks) else ""
 
 
-def _ranks(ranks: list[RankLine]) -> str:
+def _ranks(ranks: list[int]) -> str:
     return f"{len(ranks)} ranks" if len(ranks) > 1 else "1 rank"
 
 

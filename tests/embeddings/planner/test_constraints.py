@@ -9,6 +9,7 @@ from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 from raytrec.common.errors import ConfigError
 from raytrec.config.features import Features
 from raytrec.config.run_config import load_config
+from raytrec.config.schema import Statistics
 from raytrec.embeddings.planner.constraints import TableConstraint, column_parts, resolve_constraints
 from raytrec.embeddings.planner.footprint import (
     CACHED,
@@ -18,7 +19,7 @@ from raytrec.embeddings.planner.footprint import (
     kernels_to_choose,
     move_to_files,
 )
-from raytrec.embeddings.planner.plan import ids_of_features
+from raytrec.embeddings.planner.plan import lengths_of_tables
 from raytrec.embeddings.planner.validation import HOST_RESERVE, host_room, validate_constraints
 
 ROWS = {"user": 100, "user_tag": 50, "item": 1000, "shop": 7}
@@ -327,5 +328,9 @@ def test_ways_that_tables_of_sequences_do_not_have(sharding):
 
 
 def test_the_planner_expects_the_ids_of_sequences():
-    assert ids_of_features(Features(SEQUENCES, {"history": 50})) == {"item": [1.0, 50.0]}
-    assert ids_of_features(Features(SEQUENCES, {})) == {}
+    assert lengths_of_tables(SEQUENCES, Features(SEQUENCES, {"history": 50}))["item"] == [1.0, 50.0]
+    assert lengths_of_tables(SEQUENCES, Features(SEQUENCES, {}))["item"] == [1.0, 1.0]
+    known = {"mean_length": 70.5, "p99_length": 200, "max_length": 500, "distinct": 1000}
+    found = SEQUENCES.model_copy(update={"statistics": {"history": Statistics(**known)}})
+    assert lengths_of_tables(found, Features(SEQUENCES, {}))["item"] == [1.0, 70.5]
+    assert lengths_of_tables(found, Features(SEQUENCES, {"history": 50}))["item"] == [1.0, 50.0]

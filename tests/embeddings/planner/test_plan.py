@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dry import Held
 from ranks import on_ranks
 from small import SCHEMA, a_schema, batches, config, train
 from torchrec.distributed.planner import Topology
@@ -16,9 +17,11 @@ from raytrec.config.managed import ManagedIds
 from raytrec.config.run_config import load_config
 from raytrec.embeddings.planner import hosts
 from raytrec.embeddings.planner.constraints import resolve_constraints
-from raytrec.embeddings.planner.dry_run import dry_run, gib_of_hosts, gib_of_ranks
+from raytrec.embeddings.planner.dry_run import dry_run
 from raytrec.embeddings.planner.footprint import GIB
+from raytrec.embeddings.planner.held import held, hot_bytes, hot_shares
 from raytrec.embeddings.planner.hosts import Place, host_memory, hosts_of
+from raytrec.embeddings.planner.machines import GPUS, MACHINES, Cluster, cluster_of, machine_of, network_of
 from raytrec.embeddings.planner.plan import describe, name_devices, plan_for, sharders, validated
 from raytrec.embeddings.planner.validation import without_training
 from raytrec.embeddings.pooling import PooledEmbeddings
@@ -234,13 +237,31 @@ def test_the_planner_knows_how_fast_gpus_are(gpus, memory, intra_host, inter_hos
         assert getattr(topology, name) == (gb * 1e6 if gb else getattr(default, name))
 
 
+@pytest.mark.parametrize("name", list(MACHINES))
+def test_machines_have_what_plans_read_of_them(name):
+    machine = machine_of(name)
+    assert machine.name == name and machine.gpu in GPUS and name.startswith(f"{machine.gpus}x")
+    assert cluster_of(f"3x{name}").world == 3 * machine.gpus and cluster_of(name).machine is machine
+    assert 0 < machine.network_of_gpu <= network_of(machine.gpu) <= GPUS[machine.gpu].intra_host
+    assert machine.cpus >= machine.gpus and machine.memory_gib > 0 and machine.disk_gib > 0
+
+
+def test_a_machine_that_is_not_known_is_refused_with_the_nearest_name():
+    assert machine_of("8xH100") is MACHINES["8xh100-sxm"]
+    with pytest.raises(ConfigError, match="8xh100-sx'; did you mean '8xh100-sxm'"):
+        cluster_of("2x8xh100-sx")
+    with pytest.raises(ConfigError, match="0 machines"):
+        cluster_of("0x8xh200")
+
+
 def test_plans_follow_from_how_fast_gpus_are():
     tables = {f"t{i}": {"rows": 2000, "dim": 128} for i in range(8)}
     given = a_schema(sparse={t: {"table": t} for t in tables}, tables=tables)
     made = settings(8, {"sharding_types": ["table_wise", "data_parallel"]})
     made.data.global_batch_size = 65536
-    found = {gpu: dry_run(made, given, gpu=gpu)[0].sharding_type for gpu in ("", "L4")}
-    assert found == {"": "table_wise", "L4": "data_parallel"}
+    slow, unknown = cluster_of("8xl4"), Cluster(1, 8, 80, 640, 1000)
+    assert dry_run(made, given, unknown)[0].sharding_type == "table_wise"
+    assert dry_run(made, given, slow)[0].sharding_type == "data_parallel"
 
 
 def trained_on(rank, world, gpus, expected_text):
@@ -268,11 +289,11 @@ def test_steps_run_on_the_gpus_that_ranks_have(gpus, expected_text):
 
 
 def dry(tables, optimizer="adagrad", rows=10_000_000, hosts=1, gpus=2, memory_gib=4, **options):
-    """Table → its plan; options are scaling.device, plan.compute_kernels, and those of dry_run."""
+    """A Held; options are scaling.device, plan.compute_kernels, and those of Held."""
     plan = {"sharding_types": ["row_wise"], "tables": tables}
     made = settings(1, plan | {"compute_kernels": options.pop("kernels", ["fused"])}, optimizer)
     made.scaling.device, made.checkpoint.async_save = options.pop("device", "auto"), False
-    return {table.table: table for table in dry_run(made, schema(rows), hosts, gpus, memory_gib, **options)}
+    return Held(made, schema(rows), hosts, gpus, memory_gib, **options)
 
 
 def planned_on_gpu(rank, world, plan, rows):
@@ -298,15 +319,15 @@ def test_tables_in_host_memory_are_counted_there():
     """Four tables of 0.3 GiB, with as much of state: t0 and t1 in the memory of two hosts, 0.6 GiB each."""
     size = 10_000_000 * 8 * 4 * 2 / GIB
     tables = {"t0": {"compute_kernel": "fused_uvm"}, "t1": {"compute_kernel": "fused_uvm_caching"}}
-    plan = dry(tables, hosts=2, gpus=1, memory_gib=2, host_memory_gib=3)
-    assert plan["t0"].gib == [0, 0] and plan["t0"].host_gib == pytest.approx([size / 2] * 2)
-    assert plan["t2"].gib == pytest.approx([size / 2] * 2) and plan["t2"].host_gib == [0, 0]
-    assert plan["t1"].host_gib == pytest.approx([size / 2] * 2)
+    found = dry(tables, hosts=2, gpus=1, memory_gib=2, host_memory_gib=3)
+    t0, t1, t2 = (found.of[name] for name in ("t0", "t1", "t2"))
+    assert t0["device"] == [0, 0] and t0["host"] == pytest.approx([size / 2] * 2)
+    assert t2["device"] == pytest.approx([size / 2] * 2) and t2["host"] == [0, 0]
+    assert t1["host"] == pytest.approx([size / 2] * 2)
     cache = 5_000_000 * (4 + 0.2 * (16 + 8 * 4)) / GIB
-    assert plan["t1"].gib == pytest.approx([cache] * 2, rel=1e-6)
-    held = list(plan.values())
-    assert gib_of_hosts(held, 2, 1) == pytest.approx([size] * 2)
-    assert gib_of_ranks(held, 2) == pytest.approx([size + cache] * 2)
+    assert t1["device"] == pytest.approx([cache] * 2, rel=1e-6)
+    assert found.ranks["host"] == pytest.approx([size] * 2)
+    assert found.ranks["device"] == pytest.approx([size + cache] * 2)
     # 15 % of each host, and 0.5 GiB of rows read ahead, are not theirs.
     with pytest.raises(ConfigError, match=r"no plan for 4 tables(.|\n)*2.0 GiB on each GPU.*0.5 GiB of host"):
         dry(tables, hosts=2, gpus=1, memory_gib=2, host_memory_gib=1.2)
@@ -317,35 +338,37 @@ def test_a_plan_for_cpus_counts_memory_and_disks():
     size = 10_000_000 * 8 * 4 * 2 / GIB  # 0.6 GiB
     tables = {"t0": {"compute_kernel": "fused_mmap"}, "t1": {"compute_kernel": "fused_uvm"}}
     found = dry(tables, hosts=2, gpus=1, memory_gib=1, device="cpu")
-    assert found["t0"].gib == [0, 0] and found["t0"].disk_gib == pytest.approx([size / 2] * 2)
-    assert found["t1"].host_gib == found["t1"].disk_gib == [0, 0]
-    held = list(found.values())
-    assert gib_of_hosts(held, 2, 1, "disk_gib") == pytest.approx([size / 2] * 2)
-    assert gib_of_ranks(held, 2) == pytest.approx([3 * size / 2] * 2)
+    t0, t1 = found.of["t0"], found.of["t1"]
+    assert t0["device"] == [0, 0] and t0["disk"] == pytest.approx([size / 2] * 2)
+    assert t1["host"] == t1["disk"] == [0, 0]
+    assert found.ranks["disk"] == pytest.approx([size / 2] * 2)
+    assert found.ranks["device"] == pytest.approx([3 * size / 2] * 2)
     with pytest.raises(ConfigError, match=r"no plan for 4 tables(.|\n)*0.2 GiB of disk"):
         dry(tables, hosts=2, gpus=1, memory_gib=1, device="cpu", disk_gib=0.2)
 
 
 def test_a_plan_counts_rows_of_files_that_are_in_memory_too():
     """Four tables of 0.6 GiB on two workers, of which two are in files."""
-    size = 10_000_000 * 8 * 4 * 2 / GIB
-    maps, places = 10_000_000 * 4 / GIB, 10_000_000 * 10 / GIB
+    size, maps = 10_000_000 * 8 * 4 * 2 / GIB, 10_000_000 * 4 / GIB
     plan = {
         "memory_gib": 0.8,
         "sharding_types": ["row_wise"],
         "tables": {"t[01]": {"compute_kernel": "fused_mmap"}},
     }
-    made = settings(2, plan)
+    made, given, cluster = settings(2, plan), schema(10_000_000), Cluster(2, 1, 4, 8, 100)
     made.scaling.device = "cpu"
-    held = dry_run(made, schema(10_000_000), hosts=2, gpus=1)
-    left = 0.8 - size - maps  # of each worker
-    share = left / (size + places)
-    for table in held[:2]:
-        assert table.gib == pytest.approx([(maps + share * (size + places)) / 2] * 2, rel=1e-6)
-        assert table.disk_gib == pytest.approx([size / 2] * 2)
-    assert gib_of_ranks(held, 2) == pytest.approx([0.8] * 2, rel=1e-6)
+    tables = dry_run(made, given, cluster)
+
+    def hot():
+        shards = {table.table: (table.compute_kernel, table.shards) for table in tables}
+        found = held(shards, made, given, "cpu")
+        return [taken / GIB for taken in hot_bytes(found, hot_shares(found, made, given, 2))]
+
+    assert hot() == pytest.approx([0.8 - size] * 2, rel=1e-6), "what two tables in memory leave"
+    made.plan.memory_gib = 10
+    assert hot() == pytest.approx([size + 10_000_000 * 10 / GIB + maps] * 2, rel=1e-6), "all rows"
     made.plan.memory_gib = None
-    assert all(table.gib == [0, 0] for table in dry_run(made, schema(10_000_000), hosts=2, gpus=1)[:2])
+    assert hot() == [0, 0]
 
 
 def share_of_places(rank, world, memory_gib):
@@ -371,10 +394,11 @@ def test_the_planner_chooses_host_memory_where_a_gpu_is_short():
     size = 10_000_000 * 8 * 4 * 2 / GIB
     kernels = ["fused", "fused_uvm"]
     roomy = dry({}, memory_gib=4 * size, kernels=kernels)
-    assert {table.compute_kernel for table in roomy.values()} == {"fused"}
+    assert {table.compute_kernel for table in roomy.plan.values()} == {"fused"}
     scarce = dry({}, memory_gib=1.6 * size, kernels=kernels)
-    assert {table.compute_kernel for table in scarce.values()} == {"fused", "fused_uvm"}
-    assert all(table.host_gib != [0, 0] for table in scarce.values() if table.compute_kernel == "fused_uvm")
+    assert {table.compute_kernel for table in scarce.plan.values()} == {"fused", "fused_uvm"}
+    in_host_memory = [name for name, table in scarce.plan.items() if table.compute_kernel == "fused_uvm"]
+    assert all(scarce.of[name]["host"] != [0, 0] for name in in_host_memory)
 
 
 @pytest.mark.parametrize("optimizer,bytes_", [("adagrad", 6), ("adam", 10), ("sgd", 2)])
@@ -383,9 +407,8 @@ def test_state_beside_fp16_tables_is_counted_as_the_fp32_that_it_is(optimizer, b
     values = 4 * 10_000_000 * 8 / 2  # of each of two GPUs
     needed = values * bytes_ / GIB / 0.85  # the planner's reserve
     tables = {"t*": {"dtype": "fp16"}}
-    assert sum(dry(tables, optimizer, memory_gib=needed + 0.05)["t0"].gib) == pytest.approx(
-        10_000_000 * 8 * bytes_ / GIB
-    )
+    found = dry(tables, optimizer, memory_gib=needed + 0.05)
+    assert sum(found.of["t0"]["device"]) == pytest.approx(10_000_000 * 8 * bytes_ / GIB)
     with pytest.raises(ConfigError, match="no plan for 4 tables"):
         dry(tables, optimizer, memory_gib=needed - 0.02)
 
@@ -403,10 +426,8 @@ def test_what_is_not_trained_needs_no_room_for_the_optimizers_state():
     weights = 4 * 10_000_000 * 8 * 4 / 2 / GIB / 0.85  # on each of two GPUs
     config = settings(1, {"sharding_types": ["row_wise"]}, "adagrad")
     with pytest.raises(ConfigError, match="no plan for 4 tables"):
-        dry_run(config, schema(10_000_000), gpus=2, memory_gib=weights + 0.1, host_memory_gib=16)
-    dry_run(
-        without_training(config), schema(10_000_000), gpus=2, memory_gib=weights + 0.1, host_memory_gib=16
-    )
+        Held(config, schema(10_000_000), gpus=2, memory_gib=weights + 0.1, host_memory_gib=16)
+    Held(without_training(config), schema(10_000_000), gpus=2, memory_gib=weights + 0.1, host_memory_gib=16)
 
 
 @pytest.mark.parametrize("kernels", [["fused", "fused_uvm_caching"], ["fused_uvm_caching"]])
@@ -417,7 +438,8 @@ def test_managed_ids_get_no_cache(kernels):
     options = {"gpus": 2, "memory_gib": 14, "host_memory_gib": 200}
     if kernels == ["fused_uvm_caching"]:
         with pytest.raises(ConfigError, match="managed ids with kernel fused_uvm_caching"):
-            dry_run(config, made, **options)
+            Held(config, made, **options)
         return
-    found = {table.table: table.compute_kernel for table in dry_run(config, made, **options)}
+    plan = Held(config, made, **options).plan
+    found = {name: table.compute_kernel for name, table in plan.items()}
     assert found["t2"] == "fused" and set(found.values()) == {*kernels}

@@ -1,0 +1,212 @@
+"""Predicted against measured: memory and time of plans on CPU, with 1 to 4 ranks.
+
+    python benchmarks/plan.py [--rounds 5] [--smallest]
+
+The ranks that train a plan also measure the machine's rates, in turns with its steps; from the medians of all
+these rates each plan's memory and step are predicted. Where the machine has other work (its load is above 1.5
+when this begins), a step counts by seconds of CPU: the busiest rank's, or those of all ranks ÷ cores, if that
+is more; otherwise by seconds. Memory is the most that a rank's process had, less what it had before.
+
+Prints a table; writes benchmarks/results/plan.json and the table of docs/planning.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from documents import fill, keep
+from plan_cases import CASES, SCHEMAS, WAYS, config_of
+from rank_group import Ranks
+from rich.console import Console
+from rich.table import Table
+
+from raytrec.doctor.measure import CLOCKS, rates_from
+from raytrec.driver.predict import Predictor
+from raytrec.embeddings.planner.machines import Cluster
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "plan.json"
+BUSY = 1.5
+NOT_HERE = ("process", "read ahead", "checkpoint copies")  # parts that no rank of this benchmark has
+STEPS = 12
+MiB = 2**20
+
+
+@dataclass
+class Row:
+    """A plan; milliseconds and MiB of the rank with most."""
+
+    ranks: int
+    schema: str
+    way: str
+    ms: float
+    predicted_ms: float
+    mib: float
+    predicted_mib: float
+
+    @property
+    def time_error(self) -> float:
+        return self.predicted_ms / self.ms - 1
+
+    @property
+    def memory_error(self) -> float:
+        return self.predicted_mib / self.mib - 1
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="Turns of each plan.")] = 3,
+    smallest: Annotated[bool, typer.Option(help="Two plans of two ranks; writes nothing.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Predict again what plan.json has measured.")
+    ] = False,
+) -> None:
+    """Prints the table."""
+    ways = {2: ("table_wise", "row_wise")} if smallest else WAYS
+    schemas, rounds = (["clicks"], 1) if smallest else (list(SCHEMAS), rounds)
+    if again:
+        kept = json.loads(RESULTS.read_text())
+        clock, measured = kept["clock"], [Measured(**each) for each in kept["measured"]]
+    else:
+        clock = CLOCKS[os.getloadavg()[0] > BUSY]
+        measured = [measure(world, schemas, ways[world], rounds) for world in ways]
+    rows = [row for each in measured for row in predict(each, clock)]
+    found = summary(rows)
+    show(rows, found, clock)
+    if not smallest:
+        keep(RESULTS, {"clock": clock, "summary": found, "measured": [asdict(each) for each in measured]})
+        fill("docs/planning.md", "plan", document(rows, found))
+
+
+@dataclass
+class Measured:
+    """What ranks have seen.
+
+    Attributes:
+        samples: of each rank, the median of its looks at rates.
+        turns: plan → of each turn, of each rank [seconds, seconds of CPU] of a step.
+        memory: plan → bytes that the fullest rank had, at most, in the turn in which it was least.
+    """
+
+    world: int
+    samples: list[dict[str, float]]
+    turns: dict[str, list[list[list[float]]]]
+    memory: dict[str, float]
+
+
+def measure(world: int, schemas: list[str], ways: tuple[str, ...], rounds: int) -> Measured:
+    """All plans of so many ranks, in turns with rates."""
+    names = [f"{schema} {way}" for schema in schemas for way in ways]
+    out, samples = Measured(world, [], {name: [] for name in names}, {}), []
+    with ExitStack() as stack:
+        ranks = Ranks("plan_side.py", HERE.parent, world, stack)
+        ranks.ask(sample=True)  # sets everything up
+        for _ in range(rounds):
+            for name in names:
+                samples.append(ranks.ask(sample=True))
+                ranks.ask(case=name)
+                out.turns[name].append(ranks.ask(steps=STEPS))
+                out.memory[name] = min(out.memory.get(name, 1e18), max(ranks.ask(memory=True)))
+                print(f"{world} ranks, {name}", file=sys.stderr, flush=True)
+    for of_rank in zip(*samples, strict=True):
+        out.samples.append({name: statistics.median(one[name] for one in of_rank) for name in of_rank[0]})
+    return out
+
+
+def predict(measured: Measured, clock: str) -> list[Row]:
+    """Each plan's memory and step, from the ranks' rates."""
+    world, rows = measured.world, []
+    rates = rates_from([[sample] for sample in measured.samples], "cpu", clock)
+    for name, turns in measured.turns.items():
+        case, (schema, way) = CASES[name], name.split()
+        found = Predictor(config_of(case, world), case.schema, rates)(Cluster(1, world, 64, 256, 256))
+        sizes = sum(size for (_, part), size in found.memory.parts.items() if part not in NOT_HERE)
+        step = found.time.step if clock == CLOCKS[0] else critical(found.time.busy)
+        times = 1e3 * took(turns, clock), 1e3 * step
+        rows.append(Row(world, schema, way, *times, measured.memory[name] / MiB, float(sizes.max()) / MiB))
+    return rows
+
+
+def took(turns: list[Any], clock: str) -> float:
+    """Seconds of a step: the median of the turns."""
+    if clock == CLOCKS[0]:
+        return statistics.median(max(seconds for seconds, _ in turn) for turn in turns)
+    return critical(np.median([[cpu for _, cpu in turn] for turn in turns], axis=0).tolist())
+
+
+def critical(busy: list[float]) -> float:
+    """Of ranks that are busy so long, on this machine's cores."""
+    return max(*busy, sum(busy) / len(os.sched_getaffinity(0)), 0.0)
+
+
+def summary(rows: list[Row]) -> dict[str, float]:
+    """The figures that count."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.ranks, row.schema), []).append(row)
+    choices = [group for group in groups.values() if len(group) > 1]
+    good = [
+        min(group, key=lambda row: row.predicted_ms).ms <= 1.05 * min(row.ms for row in group)
+        for group in choices
+    ]
+    measured, predicted = ([getattr(row, name) for row in rows] for name in ("ms", "predicted_ms"))
+    places = [np.argsort(np.argsort(values)) for values in (measured, predicted)]
+    return {
+        "plans": len(rows),
+        "memory_error_max": max(abs(row.memory_error) for row in rows),
+        "time_error_median": statistics.median(abs(row.time_error) for row in rows),
+        "rank_correlation": float(np.corrcoef(*places)[0, 1]),
+        "best_picked": sum(good) / len(good),
+    }
+
+
+def cells(row: Row) -> list[str]:
+    times = f"{row.ms:.1f}", f"{row.predicted_ms:.1f}", f"{row.time_error:+.0%}"
+    return [
+        str(row.ranks),
+        row.schema,
+        row.way,
+        *times,
+        f"{row.mib:.0f}",
+        f"{row.predicted_mib:.0f}",
+        f"{row.memory_error:+.1%}",
+    ]
+
+
+HEADER = ["ranks", "schema", "sharding", "ms", "predicted", "", "MiB", "predicted", ""]
+
+
+def words(found: dict[str, float]) -> str:
+    return (
+        f"{found['plans']} plans: memory within {found['memory_error_max']:.1%}, time off by "
+        f"{found['time_error_median']:.1%} (median), rank correlation {found['rank_correlation']:.2f}, the "
+        f"best plan or one within 5 % of it picked in {found['best_picked']:.0%}"
+    )
+
+
+def show(rows: list[Row], found: dict[str, float], clock: str) -> None:
+    table = Table(title=f"A step by {clock}, and memory of the fullest rank")
+    for column in HEADER:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*cells(row))
+    console = Console(width=120)
+    console.print(table)
+    console.print(words(found))
+
+
+def document(rows: list[Row], found: dict[str, float]) -> str:
+    lines = [HEADER, ["---:"] * len(HEADER), *map(cells, rows)]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", words(found) + "."])
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,156 @@
+"""What dense layers compute in a step, counted while they run on the meta device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+MOST_ROWS, FEW_ROWS = 8192, 64
+# Operators that compute nothing, besides views.
+NOTHING = ("empty", "detach", "_local_scalar_dense", "sym_", "is_pinned", "_unsafe_view", "_reshape_alias")
+
+
+@dataclass(frozen=True)
+class DenseWork:
+    """Of a rank's part of a step.
+
+    Attributes:
+        flops: of matrix products, forward and backward; a multiplication and an addition are two.
+        matrices: of products of many small matrices at once, how many they are.
+        bytes: read and written by operators other than matrix products, whose own traffic hides behind their
+            arithmetic.
+        launches: operators that compute something; on a GPU a kernel each.
+        parameters: bytes of the dense layers; tensors: how many they are in.
+        activations: bytes alive at once that the step makes, at most, without gradients of parameters.
+    """
+
+    flops: float
+    matrices: float
+    bytes: float
+    launches: float
+    parameters: float
+    tensors: int
+    activations: float
+
+
+class Counter(TorchDispatchMode):
+    """Counts what runs inside a `with`.
+
+    Attributes:
+        flops, matrices, bytes, launches: as in DenseWork.
+        peak: the most bytes that tensors which were made inside had at one time; kept: those that had them at
+            the last call of `keep`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.matrices = self.bytes = self.launches = self.peak = self.kept = 0
+        self._alive, self._live = 0, set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name, returns = func._schema.name, func._schema.returns
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+        if is_view:
+            return out
+        given, made = list(_tensors((args, kwargs))), list(_tensors(out))
+        if not name.partition("::")[2].startswith(NOTHING):
+            self.launches += 1
+            if (count := flop_registry.get(func._overloadpacket)) is not None:
+                self.flops += count(*args, **(kwargs or {}), out_val=out)
+                self.matrices += len(made[0]) if made and made[0].dim() == 3 else 0
+            else:
+                self.bytes += sum(map(_bytes, given)) + sum(map(_bytes, made))
+        known = {tensor.untyped_storage()._cdata for tensor in given}
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                self._note(storage)
+        return out
+
+    def keep(self) -> None:
+        """Notes what is alive, between forward and backward: activations."""
+        self.kept = self._alive
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._live:
+            return
+        self._live.add(key)
+        self._alive += size
+        self.peak = max(self.peak, self._alive)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._live.discard(key)
+        self._alive -= size
+
+
+def count_dense_work(run: Callable[[torch.device, int, Counter], list[torch.Tensor]], rows: int) -> DenseWork:
+    """What `run` computes of `rows` rows.
+
+    Autocast, and models that read values (such as lengths of sequences), cannot run on the meta device: they
+    run on CPU with two small numbers of rows, and a line through these is extended. So it is for more than
+    MOST_ROWS rows. Losses that compare each two rows of a batch are underestimated by that.
+
+    Args:
+        run: runs forward and backward of so many rows on a device, inside the counter, with its `keep`
+            between the two; gives the model's parameters.
+    """
+    if rows <= MOST_ROWS:
+        try:
+            return _count(run, "meta", rows)[0]
+        except (RuntimeError, NotImplementedError):
+            pass
+        few = "cpu", FEW_ROWS
+    else:
+        few = "meta", MOST_ROWS // 2
+    try:
+        one, two = (_count(run, few[0], times * few[1]) for times in (1, 2))
+    except (RuntimeError, NotImplementedError):
+        one, two = (_count(run, "cpu", times * FEW_ROWS) for times in (1, 2))
+        few = "cpu", FEW_ROWS
+    more = rows / few[1] - 1
+    (first, kept), (second, kept_of_second) = one, two
+    scaled = {
+        name: max(0.0, getattr(first, name) + more * (getattr(second, name) - getattr(first, name)))
+        for name in ("flops", "matrices", "bytes")
+    }
+    return replace(first, **scaled, activations=max(0.0, kept + more * (kept_of_second - kept)))
+
+
+def _count(
+    run: Callable[[torch.device, int, Counter], list[torch.Tensor]], device: str, rows: int
+) -> tuple[DenseWork, int]:
+    """The work, and bytes of activations."""
+    counter = Counter()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        parameters = run(torch.device(device), rows, counter)
+    size = sum(p.numel() * p.element_size() for p in parameters)
+    activations = max(0.0, counter.peak - size)
+    work = counter.flops, counter.matrices, counter.bytes, counter.launches
+    return DenseWork(*work, size, len(parameters), activations), counter.kept
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Of its values that are there: of an expanded tensor each counts once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else 1
+    return count * tensor.element_size()

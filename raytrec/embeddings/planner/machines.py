@@ -1,0 +1,195 @@
+"""Public GPUs and machines: memory, rates, links. The only such table; no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import NamedTuple
+
+from raytrec.common.errors import ConfigError, hint
+
+GB_PER_S = 1e9 / 1000  # in bytes per ms, which TorchRec's Topology takes
+
+
+class Gpu(NamedTuple):
+    """Of one GPU.
+
+    Attributes:
+        memory_gib: that CUDA leaves to programs (torch's total_memory, rounded down).
+        fp32, tf32, bf16: 10¹² operations a second of matrix products, without sparsity.
+        memory: 10⁹ bytes a second of its memory.
+        intra_host: the same of its links to GPUs of its host, in one direction.
+        pcie: the same of its link to its host.
+        linked: how many GPUs such links join, where that is more than a host has.
+    """
+
+    memory_gib: float
+    fp32: float
+    tf32: float
+    bf16: float
+    memory: float
+    intra_host: float
+    pcie: float
+    linked: int = 0
+
+
+# By the names that NVIDIA's driver and torch have, without "NVIDIA ". From NVIDIA's data sheets (A10G: AWS),
+# halved where these count sparsity, or both directions of a link: NVLink has 600 GB/s (A100), 900 (H100 SXM,
+# H200) or 1,800 (B200), PCIe x16 64 (fourth generation) or 128 (fifth). Where NVLink joins pairs only, as on
+# cards, the link is PCIe. In GB200 NVL72 it joins the GPUs of 18 hosts, whose CPUs have NVLink, too.
+GPUS = {
+    "A10G": Gpu(22.0, 31.5, 35, 70, 600, 32, 32),
+    "L4": Gpu(22.0, 30.3, 60, 121, 300, 32, 32),
+    "L40S": Gpu(44.3, 91.6, 183, 362, 864, 32, 32),
+    "A100-SXM4-40GB": Gpu(39.4, 19.5, 156, 312, 1555, 300, 32),
+    "A100-SXM4-80GB": Gpu(79.1, 19.5, 156, 312, 2039, 300, 32),
+    "A100-PCIE-40GB": Gpu(39.4, 19.5, 156, 312, 1555, 32, 32),
+    "A100 80GB PCIe": Gpu(79.1, 19.5, 156, 312, 1935, 32, 32),
+    "H100 80GB HBM3": Gpu(79.1, 67, 494, 989, 3350, 450, 64),
+    "H100 PCIe": Gpu(79.1, 51, 378, 756, 2000, 64, 64),
+    "H200": Gpu(139.7, 67, 494, 989, 4800, 450, 64),
+    "H200 NVL": Gpu(139.7, 60, 418, 835, 4800, 64, 64),
+    "B200": Gpu(178.3, 75, 1100, 2250, 7700, 900, 64),
+    "GB200": Gpu(184.0, 80, 1250, 2500, 8000, 900, 450, 72),
+}
+
+
+class Machine(NamedTuple):
+    """A host with GPUs.
+
+    Attributes:
+        gpu: a name among GPUS.
+        cpus: threads of its processors (the clouds' vCPUs).
+        memory_gib, disk_gib: of its main memory and its local disks.
+        network: 10⁹ bytes a second, in one direction, for all of its GPUs.
+    """
+
+    name: str
+    gpu: str
+    gpus: int
+    cpus: int
+    memory_gib: float
+    network: float
+    disk_gib: float
+
+    @property
+    def network_of_gpu(self) -> float:
+        return self.network / self.gpus
+
+
+# kind → its GPU, and of hosts with so many of them: vCPUs, GiB of memory, Gb/s of network, TB of local disk.
+# From the clouds' lists of instances (November 2025): A10G AWS g5.48xlarge, .12xlarge, .4xlarge; L4 and L40S
+# the same of g6 and g6e; A100 Azure ND96asr_v4 and ND96amsr_A100_v4 (a 200 Gb/s port a GPU, as in NVIDIA's
+# DGX A100), Google a2-highgpu and a2-ultragpu for 4 and 1; H100 AWS p5.48xlarge (a 400 Gb/s port a GPU, as in
+# DGX H100), Google a3-highgpu for 4 and 1; H200 AWS p5en; B200 AWS p6-b200; GB200 AWS p6e-gb200.
+_HOSTS: dict[str, tuple[str, dict[int, tuple[int, float, float, float]]]] = {
+    "a10g": ("A10G", {8: (192, 768, 100, 7.6), 4: (48, 192, 40, 3.8), 1: (16, 64, 25, 0.6)}),
+    "l4": ("L4", {8: (192, 768, 100, 7.5), 4: (48, 192, 40, 3.8), 1: (16, 64, 25, 0.6)}),
+    "l40s": ("L40S", {8: (192, 1536, 400, 7.6), 4: (48, 384, 100, 3.8), 1: (16, 128, 20, 0.6)}),
+    "a100-40": ("A100-SXM4-40GB", {8: (96, 900, 1600, 6.5), 4: (48, 340, 50, 1.5), 1: (12, 85, 24, 0.4)}),
+    "a100-80": ("A100-SXM4-80GB", {8: (96, 1900, 1600, 6.4), 4: (48, 680, 50, 1.5), 1: (12, 170, 24, 0.4)}),
+    "h100-sxm": (
+        "H100 80GB HBM3",
+        {8: (192, 2048, 3200, 30.7), 4: (104, 936, 100, 3.0), 1: (26, 234, 25, 0.7)},
+    ),
+    "h200": ("H200", {8: (192, 2048, 3200, 30.7)}),
+    "b200": ("B200", {8: (192, 2048, 3200, 30.7)}),
+    "gb200": ("GB200", {4: (144, 960, 1600, 22.5)}),
+}
+_SHORT = {"h100": "h100-sxm", "a100": "a100-80"}
+MACHINES = {
+    f"{gpus}x{kind}": Machine(f"{gpus}x{kind}", gpu, gpus, cpus, memory, gbit / 8, disk * 1e12 / 2**30)
+    for kind, (gpu, sizes) in _HOSTS.items()
+    for gpus, (cpus, memory, gbit, disk) in sizes.items()
+}
+
+
+def machine_of(name: str, where: str = "--on") -> Machine:
+    """A machine such as 8xh100-sxm, by its name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    gpus, _, kind = name.strip().lower().partition("x")
+    found = MACHINES.get(f"{gpus}x{_SHORT.get(kind, kind)}")
+    if found is None:
+        raise ConfigError(
+            f"no machine is called '{name}'{hint(name, MACHINES)}",
+            where=where,
+            expected=f"one of {', '.join(MACHINES)}",
+            do="describe others with --hosts, --gpus, --memory-gib and --host-memory-gib, and --rates",
+        )
+    return found
+
+
+class Cluster(NamedTuple):
+    """Equal hosts.
+
+    Attributes:
+        gpus: of each host; on CPU, workers.
+        memory_gib: of each GPU, or worker.
+        host_memory_gib, disk_gib: of each host.
+        machine: what the hosts are; None: they are described by the rest alone.
+    """
+
+    hosts: int
+    gpus: int
+    memory_gib: float
+    host_memory_gib: float
+    disk_gib: float
+    machine: Machine | None = None
+
+    @classmethod
+    def of(cls, hosts: int, machine: Machine) -> Cluster:
+        """So many machines."""
+        memory = GPUS[machine.gpu].memory_gib
+        return cls(hosts, machine.gpus, memory, machine.memory_gib, machine.disk_gib, machine)
+
+    @property
+    def name(self) -> str:
+        return f"{self.hosts}x{self.machine.name}" if self.machine else f"{self.hosts} × {self.gpus}"
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.hosts * self.gpus
+
+
+def cluster_of(text: str) -> Cluster:
+    """Machines such as 2x8xh100-sxm; 8xh100-sxm is one.
+
+    Raises:
+        ConfigError: it is no such text, or no machine has that name.
+    """
+    counted = re.fullmatch(r"\s*(\d+)x(\d+x.+)", text)
+    count, name = (int(counted[1]), counted[2]) if counted else (1, text)
+    if count < 1:
+        raise ConfigError(f"{count} machines", where=f"--on {text}", expected="at least one")
+    return Cluster.of(count, machine_of(name))
+
+
+def known_gpu(name: str) -> Gpu | None:
+    """A GPU by the name that its driver has."""
+    return GPUS.get(name.removeprefix("NVIDIA "))
+
+
+def network_of(name: str) -> float:
+    """10⁹ bytes a second of network for a GPU, where its hosts are not known: as in the largest machine that
+    has it; 0: there is none."""
+    return max((m.network_of_gpu for m in MACHINES.values() if GPUS[m.gpu] is known_gpu(name)), default=0.0)
+
+
+def bandwidths(names: Collection[str], network: float | None = None) -> dict[str, float]:
+    """What TorchRec's Topology takes, in bytes per ms: the least of these GPUs. What is not known of one of
+    them is left to TorchRec, whose defaults are those of a V100.
+
+    Args:
+        network: 10⁹ bytes a second for each GPU, in one direction; default: see `network_of`.
+    """
+    gpus = [known_gpu(name) for name in names]
+    least = {
+        "hbm_mem_bw": min((gpu.memory if gpu else 0 for gpu in gpus), default=0),
+        "intra_host_bw": min((gpu.intra_host if gpu else 0 for gpu in gpus), default=0),
+        "inter_host_bw": network or min(map(network_of, names), default=0),
+    }
+    return {name: value * GB_PER_S for name, value in least.items() if value}

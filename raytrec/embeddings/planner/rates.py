@@ -1,0 +1,158 @@
+"""What a rank reaches: rates of its device, links and host, from data sheets or measured. No torch here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from raytrec.common.errors import ConfigError
+from raytrec.common.reading import NotReadable, json_values
+from raytrec.common.registry import modules_of
+from raytrec.embeddings.planner.machines import GPUS, Machine
+
+# Kinds of collectives, by what takes them: ids and whole tables' sums; sums of tables that are cut by rows,
+# and their gradients; dense layers.
+COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
+WAYS = (*modules_of("raytrec.embeddings.optimizers"), "dense")  # in which rows are updated
+# Shares of data sheets that steps reach: fp32 products as in TorchRec's published 149,000 rows/s on A100;
+# tf32, bf16, memory and wires as docs/gpu.md assumes them; rows of some hundred bytes at random places half.
+SHARES = {"fp32": 0.9, "tf32": 0.65, "bf16": 0.5, "copy": 0.75, "lookup": 0.5, "wire": 0.7}
+
+
+class LookupRates(NamedTuple):
+    """Of lookups in tables, forward and update, whose rows are updated in one way: seconds of a byte that is
+    read or written, of an id, and of a table's shard in addition."""
+
+    byte_s: float
+    id_s: float = 0.0
+    shard_s: float = 0.0
+
+    def seconds(self, touched: Any, ids: Any, shards: Any) -> Any:
+        """Of so much; numbers or arrays."""
+        return touched * self.byte_s + ids * self.id_s + shards * self.shard_s
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one rank, in bytes, operations and seconds.
+
+    Attributes:
+        source: where they come from.
+        device: cpu or cuda.
+        ranks: with how many ranks collectives were measured; 1: they are from data sheets.
+        cores: that ranks of a host share for what they compute; 0: each has a device.
+        copy: bytes a second, read and written. stream: the same of large tensors, made anew at each step.
+        lookup: how rows are updated (a table's optimizer, or dense) → rates of lookups.
+        matrix: precision → operations a second. matrix_s: of each small matrix of a batched product.
+        latency_s, bandwidth: of each kind of collective within a host: seconds that it takes however small,
+            and bytes a second that a rank sends.
+        peer_s: of each other rank of an all-to-all. far: bytes a second to other hosts.
+        host_link: bytes a second between host and device. file_row_s: of a row that is read from a file.
+        launch_s: of an operator of the dense layers on the host. tensor_s: of a tensor that their optimizer
+            updates. step_s, group_s, feature_s: of the rest of a
+            step on the host: of each step, of each way of sharding in it, of each sparse feature.
+        assemble_column_s, read_column_s: of each column of a row, to put a batch together in the rank's
+            process, and to read it in another one; read_id_s: of an id, in each of the two.
+    """
+
+    source: str
+    device: str
+    ranks: int
+    cores: float
+    copy: float
+    stream: float
+    lookup: dict[str, LookupRates]
+    matrix: dict[str, float]
+    latency_s: dict[str, float]
+    bandwidth: dict[str, float]
+    launch_s: float
+    tensor_s: float
+    step_s: float
+    group_s: float
+    feature_s: float
+    matrix_s: float = 0.0
+    peer_s: float = 0.0
+    far: float = 0.0
+    host_link: float = float("inf")
+    file_row_s: float = 1e-4  # an SSD's random read
+    # benchmarks/results/ingest.json: 0.35 and 1.17 CPU-µs a row of 40 columns, 26 of which have an id
+    assemble_column_s: float = 5.5e-9
+    read_column_s: float = 26e-9
+    read_id_s: float = 5e-9
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, where: str) -> Rates:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ConfigError: it is not that; `where` names it.
+        """
+        try:
+            values = json_values(text)
+            names = {each.name for each in fields(cls)}
+            if not isinstance(values, dict) or set(values) - names:
+                raise TypeError("other keys")
+            values["lookup"] = {way: LookupRates(*of_way) for way, of_way in values["lookup"].items()}
+            made = cls(**values)
+            numbers = [made.copy, made.stream, *made.matrix.values(), *made.bandwidth.values()]
+            if not all(number > 0 for number in numbers) or set(made.bandwidth) != {*COLLECTIVES}:
+                raise ValueError("rates that are not above 0")
+            return made
+        except (NotReadable, ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ConfigError(
+                f"not a file of rates: {error}", where=where, do="write them again with `raytrec doctor`"
+            ) from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Rates:
+        """Reads a file.
+
+        Raises:
+            ConfigError: there is none, or it has no rates.
+        """
+        try:
+            return cls.from_json(Path(path).read_bytes(), str(path))
+        except OSError as error:
+            raise ConfigError(f"cannot read the rates: {error.strerror}", where=str(path)) from None
+
+    @classmethod
+    def of_machine(cls, machine: Machine) -> Rates:
+        """From data sheets, and SHARES of them.
+
+        Host: benchmarks/results/host.json counts operators and milliseconds of a step. With TorchRec's
+        exchanges and kernels of two ways of sharding (95 launches each), metrics and the all-reduce, a
+        DCN-v2's 400 launches take 7 ms and 260, compiled, 5.5 ms: 11 µs each, and 4.8 ms of the rest. A
+        collective takes 20 µs, and 1 µs for each peer: guesses of the right size for NCCL.
+        """
+        gpu, wire = GPUS[machine.gpu], SHARES["wire"] * 1e9
+        near = gpu.intra_host * wire
+        return cls(
+            source=f"data sheet of {machine.gpu}",
+            device="cuda",
+            ranks=1,
+            cores=0,
+            copy=SHARES["copy"] * gpu.memory * 1e9,
+            stream=SHARES["copy"] * gpu.memory * 1e9,
+            lookup=dict.fromkeys(WAYS, LookupRates(1 / (SHARES["lookup"] * gpu.memory * 1e9))),
+            matrix={name: SHARES[name] * getattr(gpu, name) * 1e12 for name in ("fp32", "tf32", "bf16")},
+            latency_s=dict.fromkeys(COLLECTIVES, 20e-6),
+            bandwidth=dict.fromkeys(COLLECTIVES, near),
+            launch_s=11e-6,
+            tensor_s=0.0,
+            step_s=4.8e-3,
+            group_s=95 * 11e-6,
+            feature_s=0.0,
+            peer_s=1e-6,
+            far=machine.network_of_gpu * wire,
+            host_link=gpu.pcie * wire,
+            # of cores that are 1.7 times as fast as those of benchmarks/results/ingest.json
+            assemble_column_s=cls.assemble_column_s / 1.7,
+            read_column_s=cls.read_column_s / 1.7,
+            read_id_s=cls.read_id_s / 1.7,
+        )

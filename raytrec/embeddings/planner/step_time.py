@@ -1,0 +1,180 @@
+"""The time of a step, part by part, from loads and rates. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.embeddings.planner.dense_work import DenseWork
+from raytrec.embeddings.planner.loads import Loads
+from raytrec.embeddings.planner.memory_by_part import batch_bytes, states_of
+from raytrec.embeddings.planner.rates import Rates
+
+BUCKET = 25 << 20  # bytes of gradients in one all-reduce (DistributedDataParallel)
+COMPILED_BYTES, COMPILED_LAUNCHES = 0.5, 1 / 3  # of eager layers' (docs/gpu.md)
+HIDDEN = 0.5  # of the dense layers' time hides an all-reduce: their backward, but for its first layers
+PARTS = (
+    *("lookup", "input exchange", "output exchange", "dense layers", "all-reduce", "host launches"),
+    *("ingest", "host to device"),
+)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step.
+
+    Attributes:
+        parts: each of PARTS as long as it takes alone, of the slowest rank.
+        step: the step; rows_per_s: of all ranks.
+        bottleneck: the part that it waits for most.
+        balance: of lookups and their exchange, the mean of ranks ÷ the slowest; 1: even.
+        busy: of each rank, what it computes and sends itself: ingest and waiting left out.
+    """
+
+    parts: dict[str, float]
+    step: float
+    rows_per_s: float
+    bottleneck: str
+    balance: float
+    busy: list[float]
+
+
+def step_time(
+    config: RunConfig,
+    schema: Schema,
+    loads: Loads,
+    dense: DenseWork,
+    rates: Rates,
+    hosts: int,
+    gpus: int,
+    cpus: int = 0,
+) -> StepTime:
+    """How long a step takes.
+
+    lookup = bytes touched ÷ random-access rate + ids × time of an id + shards × time of one + bytes of dense
+        updates ÷ memory rate + bytes of host memory ÷ host link + rows of files × time of one.
+    input exchange = ids and lengths: three all-to-alls (sizes, lengths, ids) for each way of sharding.
+    output exchange = sums and gradients: two collectives for each way of sharding; the slower of links and
+        network, which work at the same time.
+    dense layers = products ÷ their rate + small matrices × time of one + other operators' bytes ÷ memory rate
+        + the optimizer, which reads weights, gradients and state and writes weights and state.
+    all-reduce = 2 × gradients ÷ links (a ring: (W−1)/W sent twice), and once to other hosts.
+    host launches = operators of the dense layers × time of one + tensors × time of one + that of a step, of
+        each way of sharding and of each feature; + assembling the next batch, under the same lock of Python.
+    ingest = columns and ids read by the reader processes, as many at a time as there are CPUs for them.
+
+    On GPUs device, host, readers and copies work at the same time, ids travel during the step before, and
+    half of the dense layers hides the all-reduce:
+        step = max(lookup + output exchange + dense + max(0, all-reduce − dense ÷ 2),
+                   host, ingest, copies, ids)
+    On CPU ranks compute what they send themselves: a step is the sum of its parts. There W ranks share C
+    cores: what takes rank r tᵣ of CPU takes max(max tᵣ, Σ tᵣ ÷ C). Collectives are measured with as many
+    ranks, and the slowest rank is waited for.
+
+    Args:
+        cpus: of each host, for readers; 0: enough.
+    """
+    world, total = hosts * gpus, config.data.global_batch_size
+    batch, on_cpu = -(-total // world), rates.device == "cpu"
+
+    def shared(seconds: np.ndarray | float) -> float:
+        """Of all ranks, which share cores."""
+        each = np.broadcast_to(np.asarray(seconds, float), (world,))
+        return float(max(each.max(), each.sum() / hosts / rates.cores if rates.cores else 0.0))
+
+    lookups = sum(rates.lookup[way].seconds(*load) for way, *load in _of_ways(loads))
+    lookups = (
+        lookups
+        + loads.streamed / rates.stream
+        + loads.host_bytes / rates.host_link
+        + loads.file_rows * rates.file_row_s
+    )
+    precision = "fp32" if on_cpu and config.train.matmul == "tf32" else config.train.matmul
+    moved = dense.bytes * (COMPILED_BYTES if config.train.compile and not on_cpu else 1.0)
+    moved += dense.parameters * (3 + 2 * states_of(config.optim.dense) + 3 * bool(config.train.ema))
+    products = dense.flops / rates.matrix[precision] + dense.matrices * rates.matrix_s + moved / rates.copy
+    launches = dense.launches * (COMPILED_LAUNCHES if config.train.compile and not on_cpu else 1.0)
+    host = (
+        dense.tensors * rates.tensor_s
+        + launches * rates.launch_s
+        + rates.step_s
+        + len(schema.sparse) * rates.feature_s
+    )
+    host += (len(loads.groups) + bool(loads.replicated)) * rates.group_s
+    columns, its_ids = len(schema.columns), loads.row_ids * rates.read_id_s
+    assembled = batch * (columns * rates.assemble_column_s + its_ids)
+    readers = config.data.readers if not cpus else min(config.data.readers, max(0.5, cpus / gpus - 2))
+    ids = output = reduced = np.zeros(world)
+    if world > 1:
+        ids = _ids_s(loads, rates, world, hosts, gpus)
+        output = _output_s(loads, rates, world)
+        added_up = dense.parameters + loads.replicated
+        reduced = np.full(world, _reduce_s(added_up, rates, world, hosts, gpus))
+    parts = {
+        "lookup": shared(lookups),
+        "input exchange": float(ids.max()),
+        "output exchange": float(output.max()),
+        "dense layers": shared(products),
+        "all-reduce": float(reduced.max()),
+        "host launches": shared(host) + assembled,
+        "ingest": batch * (columns * rates.read_column_s + its_ids) / readers,
+        "host to device": 0.0 if on_cpu else batch_bytes(schema, loads, batch) / rates.host_link,
+    }
+    if on_cpu:
+        together = {name: seconds for name, seconds in parts.items() if name != "ingest"}
+        alone = {"ingest": parts["ingest"]}
+    else:
+        together = {name: parts[name] for name in ("lookup", "output exchange", "dense layers")}
+        together["all-reduce"] = max(0.0, parts["all-reduce"] - HIDDEN * parts["dense layers"])
+        alone = {name: seconds for name, seconds in parts.items() if name not in together}
+    step = max(sum(together.values()), *alone.values())
+    chain = together if step == sum(together.values()) else alone
+    slowest = max(chain, key=lambda name: chain[name])
+    busy = lookups + output
+    balance = float(busy.mean() / busy.max()) if busy.max() else 1.0
+    everything = busy + ids + reduced + products + host + assembled
+    return StepTime(parts, step, total / step, slowest, balance, everything.tolist())
+
+
+def _of_ways(loads: Loads) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
+    """(way of updating rows, bytes touched, ids, shards)."""
+    for way, ids in loads.ids.items():
+        yield way, loads.touched[way], ids, loads.shards[way]
+
+
+def _ids_s(loads: Loads, rates: Rates, world: int, hosts: int, gpus: int) -> np.ndarray:
+    size = np.maximum(loads.received_ids, loads.sent_ids)
+    count = 1 + 2 * len(loads.groups)
+    near = size * (min(world, gpus) - 1) / world / rates.bandwidth["all_to_all"]
+    far = size * (world - gpus) / world / rates.far if hosts > 1 else 0.0
+    return count * _latency(rates, "all_to_all", world) + np.maximum(near, far)
+
+
+def _output_s(loads: Loads, rates: Rates, world: int) -> np.ndarray:
+    kinds = [kind for _, kind in loads.groups]
+    out, near, far = np.zeros(world), np.zeros(world), np.zeros(world)
+    for kind, size in loads.near.items():
+        near = near + size / rates.bandwidth[kind]
+        far = far + (loads.far[kind] / rates.far if rates.far else 0.0)
+    summed = sum(kind in ("row_wise", "table_row_wise", "grid_shard") for kind in kinds)
+    out += summed * (_latency(rates, "reduce_scatter", world) + _latency(rates, "all_gather", world))
+    out += 2 * (len(kinds) - kinds.count("row_wise")) * _latency(rates, "all_to_all", world)
+    return out + np.maximum(near, far)
+
+
+def _reduce_s(size: float, rates: Rates, world: int, hosts: int, gpus: int) -> float:
+    near = (
+        2 * size * (min(world, gpus) - 1) / min(world, gpus) / rates.bandwidth["all_reduce"]
+        if gpus > 1
+        else 0.0
+    )
+    far = 2 * size * (hosts - 1) / hosts / gpus / rates.far if hosts > 1 else 0.0
+    return -(-size // BUCKET) * _latency(rates, "all_reduce", world) + near + far
+
+
+def _latency(rates: Rates, kind: str, world: int) -> float:
+    return rates.latency_s[kind] + rates.peer_s * (world - 1) * (kind == "all_to_all")

@@ -1,0 +1,58 @@
+"""How much of all lookups the ids that are met most take, counted in bounded memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+MOST = 65_536  # ids that are counted at a time
+POWERS = (1, 10, 100, 1_000, 10_000)
+
+
+class HotIds:
+    """Counts ids as Misra and Gries do (1982): when there are too many, the count of the first that has no
+    place is taken from all, and ids without any left go. What has been taken is owed to each id that has
+    never gone, as those are that are met most; of n ids it is n ÷ MOST at most."""
+
+    def __init__(self) -> None:
+        self._ids, self._counts = np.empty(0, np.uint64), np.empty(0, np.int64)
+        self._new: list[tuple[np.ndarray, np.ndarray]] = []  # not yet among them
+        self._new_count = self._taken = self._all = 0
+
+    def add(self, hashes: np.ndarray, counts: np.ndarray) -> None:
+        """Adds ids.
+
+        Args:
+            hashes: uint64 [n], each once.
+            counts: int64 [n], how often each is met.
+        """
+        self._all += int(counts.sum())
+        self._new.append((hashes, counts))
+        self._new_count += len(hashes)
+        if self._new_count >= MOST:  # not for each row group: to sort takes longer than to read one
+            self._merge()
+
+    def _merge(self) -> None:
+        hashes, counts = (
+            np.concatenate(each) for each in zip((self._ids, self._counts), *self._new, strict=True)
+        )
+        self._new, self._new_count = [], 0
+        order = np.argsort(hashes, kind="stable")
+        hashes, first = hashes[order], np.ones(len(hashes), bool)
+        first[1:] = hashes[1:] != hashes[:-1]
+        starts = np.flatnonzero(first)
+        ids, sums = hashes[starts], np.add.reduceat(counts[order], starts) if len(starts) else counts
+        if len(ids) > MOST:
+            place = len(sums) - MOST - 1
+            least = int(np.partition(sums, place)[place])
+            self._taken += least
+            ids, sums = ids[sums > least], sums[sums > least] - least
+        self._ids, self._counts = ids, sums
+
+    def shares(self) -> list[float]:
+        """Of all lookups those of the 1, 10, 100, 1,000 and 10,000 ids that are met most, as far as there are
+        more than so many."""
+        if self._new:
+            self._merge()
+        counts = np.sort(self._counts)[::-1] + self._taken
+        sums = np.cumsum(counts) / max(1, self._all)
+        return [round(min(1.0, float(sums[power - 1])), 5) for power in POWERS if power < len(counts)]

@@ -1,0 +1,93 @@
+"""raytrec plan: what does not fit, what would help, which cluster is the smallest and the cheapest."""
+
+import json
+
+import pytest
+import yaml
+from small import a_schema
+
+from raytrec import cli
+from raytrec.common.errors import ConfigError
+from raytrec.driver.plan import plan
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A configuration whose four tables take 19 GiB each with Adagrad's state."""
+    folder = tmp_path_factory.mktemp("plan")
+    tables = {f"t{i}": {"rows": 40_000_000, "dim": 64} for i in range(4)}
+    schema = a_schema(sparse={name: {"table": name} for name in tables}, tables=tables)
+    (folder / "schema.yaml").write_text(schema.to_yaml())
+    config = {
+        "data": {"train": str(folder / "train"), "schema": str(folder / "schema.yaml")},
+        "scaling": {"num_workers": 8, "device": "cuda"},
+        "model": {"bottom_mlp": [64], "top_mlp": [64]},
+        "optim": {"embeddings": {"name": "adagrad"}},
+        "plan": {"sharding_types": ["table_wise"]},
+        "checkpoint": {"async_save": False},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def run(*arguments):
+    """Exit code of the command."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", *map(str, arguments)])
+    return ended.value.code or 0
+
+
+def test_what_does_not_fit_is_told_with_what_helps(folder, capsys):
+    assert run(folder / "config.yaml", "--on", "1x8xl4,8xh200") == 1
+    shown = capsys.readouterr().out
+    (line,) = (line for line in shown.splitlines() if "it would fit with" in line)
+    assert "1x8xl4 does not fit: no plan for 4 tables" in shown and "8xh200 does not" not in shown
+    assert "plan.sharding_types=[table_wise, row_wise]" in line
+    assert "optim.embeddings.name=rowwise_adagrad (other results)" in line
+    assert "plan.compute_kernels=[fused, fused_uvm_caching, fused_uvm]" in line
+    assert "2x8xl4" not in line, "each table has to be on one GPU"
+
+
+def test_the_smallest_and_the_cheapest_cluster_are_chosen(folder, capsys):
+    prices = folder / "prices.yaml"
+    prices.write_text("8xl4: 8\n4xl40s: 30\n1xh100-sxm: 6\n8xa100-80: 30\n")
+    rows = "plan.sharding_types=[table_wise, row_wise]"
+    assert run(folder / "config.yaml", rows, "--prices", prices, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    # 76 GiB: with 85 % of each for tables one H100 is too small, and two H100s or four L40S are not
+    assert found["smallest"] == "2x1xh100-sxm" and found["cheapest"] == "1x8xl4"
+    per_hour = {each["name"]: each["price_per_hour"] for each in found["chosen"]}
+    assert per_hour == {"2x1xh100-sxm": 12, "1x4xl40s": 30, "1x8xl4": 8, "1x8xa100-80": 30}
+    assert all(each["fits"] and each["time"]["rows_per_s"] > 0 for each in found["chosen"])
+
+
+def test_a_rank_whose_step_needs_more_than_its_gpu_has_is_named(folder):
+    made = plan(
+        folder / "config.yaml", ["data.global_batch_size=8388608", "plan.sharding_types=[row_wise]"], "8xl4"
+    )
+    (found,) = made.on
+    (lack,) = found.lacks
+    assert lack.tier == "device" and lack.needs > lack.has == 22
+    assert found.remedies and not found.fits
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("[1, 2]", "not a table of prices"),
+        ("8xh100: cheap", "not a table of prices"),
+        ("9xh9: 3", "no machine is"),
+    ],
+)
+def test_prices_that_are_not_are_refused(folder, text, message):
+    (folder / "odd.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        plan(folder / "config.yaml", [], prices=folder / "odd.yaml")
+
+
+def test_a_picture_is_drawn(folder, tmp_path, capsys):
+    given = folder / "config.yaml", "--on", "8xh200", "--picture"
+    assert run(*given, tmp_path / "shards.svg") == 0
+    assert "<svg" in (tmp_path / "shards.svg").read_text() and "rows/s" in capsys.readouterr().out
+    assert run(*given, tmp_path / "shards.pdf") == 1
+    assert "shards.pdf is not a picture" in capsys.readouterr().err

@@ -1,0 +1,234 @@
+"""Memory, loads and time of plans against arithmetic by hand."""
+
+import json
+
+import numpy as np
+import pytest
+from small import a_schema
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import load_config
+from raytrec.config.schema import Statistics
+from raytrec.driver import predict
+from raytrec.driver.dense_layers import count_dense_layers
+from raytrec.driver.predict import Predictor
+from raytrec.embeddings.planner.loads import hit_share
+from raytrec.embeddings.planner.machines import Cluster, cluster_of
+from raytrec.embeddings.planner.rates import Rates
+
+ROWS, DIM, WORLD = 1000, 32, 4
+BYTES = ROWS * DIM * 4  # 128,000
+# Of a table on two hosts with two ranks each: bytes of weights of each rank, and rows of its shard.
+SHARDS = {
+    "table_wise": ([BYTES, 0, 0, 0], ROWS),
+    "row_wise": ([BYTES / 4] * 4, 250),
+    "column_wise": ([BYTES / 4] * 4, ROWS),
+    "table_row_wise": ([BYTES / 2, BYTES / 2, 0, 0], 500),
+    "table_column_wise": ([BYTES / 2, BYTES / 2, 0, 0], ROWS),
+    "grid_shard": ([BYTES / 4] * 4, 500),
+    "data_parallel": ([BYTES] * 4, ROWS),
+}
+OF_COLUMNS = ("column_wise", "table_column_wise", "grid_shard")
+
+
+@pytest.fixture(autouse=True)
+def counted_once(monkeypatch, counts={}):  # noqa: B006
+    """Dense layers of the same sizes are the same in all tests."""
+
+    def count(config, schema, rows):
+        key = str(config.model), rows
+        if key not in counts:
+            counts[key] = count_dense_layers(config, schema, rows)
+        return counts[key]
+
+    monkeypatch.setattr(predict, "count_dense_layers", count)
+
+
+def schema(ids=3, **parts):
+    known = {"mean_length": ids, "p99_length": ids, "max_length": ids, "distinct": ROWS} | parts
+    made = a_schema(dense=["a", "b"], sparse={"t": {"table": "t"}}, tables={"t": {"rows": ROWS, "dim": DIM}})
+    return made.model_copy(update={"statistics": {"t": Statistics(**known)}})
+
+
+def config(sharding="table_wise", kernel=None, optimizer="adagrad", device="cuda", ranks=None, **parts):
+    table = {"sharding_type": sharding, "compute_kernel": kernel, "ranks": ranks}
+    values = {
+        "data": {"train": "d/train", "global_batch_size": 64},
+        "scaling": {"num_workers": WORLD, "device": device},
+        "model": {"bottom_mlp": [8], "top_mlp": [8]},
+        "optim": {"embeddings": {"name": optimizer}},
+        "plan": {"tables": {"t": {key: value for key, value in table.items() if value}}},
+        "checkpoint": {"async_save": False},
+    }
+    return load_config(values | parts)
+
+
+def predicted(made, rates=None, of=None):
+    found = Predictor(made, of or schema(), rates)(Cluster(2, 2, 8, 32, 100))
+    assert found.refusal is None, found.refusal
+    return found
+
+
+def cases():
+    for sharding in SHARDS:
+        for kernel in ("fused", "fused_uvm", "fused_uvm_caching", "dense"):
+            if sharding == "data_parallel" and kernel != "dense":
+                continue
+            for optimizer in ("adagrad", "rowwise_adagrad", "sgd"):
+                if not (sharding in OF_COLUMNS and optimizer == "rowwise_adagrad"):
+                    yield sharding, kernel, optimizer
+
+
+@pytest.mark.parametrize("sharding,kernel,optimizer", list(cases()))
+def test_tables_take_what_one_counts_by_hand(sharding, kernel, optimizer):
+    ranks = {"table_wise": [0], "table_row_wise": [0, 1], "table_column_wise": [0, 1]}.get(sharding)
+    parts = predicted(config(sharding, kernel, optimizer, ranks=ranks)).memory.parts
+    weights, rows = SHARDS[sharding]
+    held = np.array(weights) > 0
+    in_host_memory = kernel in ("fused_uvm", "fused_uvm_caching")
+    expected = {("host" if in_host_memory else "device", "weights"): np.array(weights)}
+    if optimizer == "adagrad":
+        expected["host" if in_host_memory else "device", "optimizer state"] = np.array(weights)
+    if optimizer == "rowwise_adagrad":  # 4 bytes a row, always on the GPU
+        expected["device", "optimizer state"] = held * rows * 4
+    if kernel == "fused_uvm_caching":
+        columns = np.array(weights) / 4 / rows
+        expected["device", "cache"] = held * rows * (4 + 0.2 * (16 + columns * 4))
+    for tier in ("device", "host"):
+        for part in ("weights", "optimizer state", "cache"):
+            found = parts.get((tier, part), np.zeros(WORLD))
+            assert found == pytest.approx(expected.get((tier, part), np.zeros(WORLD))), (tier, part)
+    dense = count_dense_layers(config(), schema(), 16).parameters
+    of_tables = 2 * np.array(weights) if kernel == "dense" else 0
+    assert parts["device", "gradients"] == pytest.approx(dense + of_tables)
+
+
+def test_tables_in_files_take_disk():
+    parts = predicted(config("row_wise", "fused_mmap", device="cpu")).memory.parts
+    assert parts["disk", "weights"] == pytest.approx([BYTES / 4] * 4)
+    assert parts["disk", "optimizer state"] == pytest.approx([BYTES / 4] * 4)
+    assert ("device", "weights") not in parts
+
+
+def test_other_parts_of_a_step():
+    """64 rows of 3 ids on 4 ranks: 16 rows each."""
+    made = config("table_wise", "fused", ranks=[0])
+    made.checkpoint.async_save, made.train.ema = True, 0.9
+    parts = predicted(made).memory.parts
+    dense = count_dense_layers(made, schema(), 16).parameters
+    batch = 16 * (3 * 8 + 4 + 4 * (2 + 1 + 1))
+    arrived = np.array([64 * (3 * 8 + 4), 0, 0, 0])
+    assert parts["device", "pipeline batches"] == pytest.approx(3 * batch + 2 * arrived)
+    pooled, ids = np.array([64 * DIM * 4, 0, 0, 0]), np.array([64 * 3, 0, 0, 0])
+    assert parts["device", "exchange buffers"] == pytest.approx(2 * pooled + 2 * 16 * DIM * 4 + 40 * ids)
+    assert parts["device", "dense model"] == pytest.approx([dense * (1 + 2 + 1)] * 4), "Adam, and an average"
+    copies = np.array([2 * BYTES, 0, 0, 0]) + dense * 4
+    assert parts["host", "checkpoint copies"] == pytest.approx(copies)
+
+
+@pytest.mark.parametrize(
+    "sharding,near,far",
+    [
+        ("table_wise", 64 * DIM * 8 / 4, 64 * DIM * 8 / 2),  # one of three peers is on its host
+        ("column_wise", 64 * DIM * 8 / 4 / 4, 64 * DIM * 8 / 2 / 4),
+        ("row_wise", 64 * DIM * 4 * 3 / 4, 64 * DIM * 4 / 2),  # a ring
+        ("table_row_wise", 64 * DIM * 4 / 2, 64 * DIM * 8 / 2 / 2),
+    ],
+)
+def test_what_ranks_send_is_what_one_counts_by_hand(sharding, near, far):
+    """Of the rank with most: a collective in each direction, or two of one kind."""
+    loads = predicted(config(sharding, "fused", "sgd")).loads
+    kind = "reduce_scatter" if "row_wise" in sharding else "all_to_all"
+    assert loads.near[kind].max() == pytest.approx(near)
+    other = "all_to_all" if sharding == "table_row_wise" else kind
+    assert loads.far[other].max() == pytest.approx(far)
+
+
+def test_dense_layers_are_counted_as_by_hand():
+    made = config(
+        model={"name": "dcn", "bottom_mlp": [16, 8], "cross_layers": 2, "cross_rank": 4, "top_mlp": [8]}
+    )
+    work, x0 = count_dense_layers(made, schema(), 10), 8 + DIM
+    layers = [(2, 16), (16, 8), *[(x0, 4), (4, x0)] * 2, (x0, 8), (8, 1)]
+    products = sum(2 * 10 * a * b for a, b in layers)
+    assert work.flops == 3 * products - 2 * 10 * 2 * 16, "the first layer's inputs have no gradient"
+    biases = [16, 8, x0, x0, 8, 1]
+    assert work.parameters == 4 * (sum(a * b for a, b in layers) + sum(biases))
+
+
+def test_activations_are_what_is_alive_at_once():
+    made = config(model={"bottom_mlp": [4096], "top_mlp": [4096]})
+    few, many = (count_dense_layers(made, schema(), rows).activations for rows in (1000, 2000))
+    assert many == pytest.approx(2 * few, rel=0.01)
+    assert 2 * 4 * 4096 * 1000 < few < 8 * 4 * 4096 * 1000  # of two layers, and their gradients
+
+
+def a_machine(**parts):
+    values = {
+        **{"source": "test", "device": "cpu", "ranks": 4, "cores": 2, "copy": 1e9, "stream": 1e9},
+        "lookup": {way: [1e-9, 1e-7, 0] for way in ("adagrad", "dense", "sgd")},
+        "matrix": dict.fromkeys(("fp32", "tf32", "bf16"), 1e9),
+        "latency_s": dict.fromkeys(("all_to_all", "reduce_scatter", "all_gather", "all_reduce"), 1e-3),
+        "bandwidth": dict.fromkeys(("all_to_all", "reduce_scatter", "all_gather", "all_reduce"), 1e8),
+        **{"launch_s": 1e-5, "tensor_s": 0, "step_s": 0.01, "group_s": 0.001, "feature_s": 1e-4, "far": 1e7},
+    }
+    return Rates.from_json(json.dumps(values | parts), "test")
+
+
+def test_a_steps_time_is_the_sum_of_its_parts_where_ranks_compute_what_they_send():
+    made = config("table_wise", "fused", "adagrad", "cpu", ranks=[0])
+    found = predicted(made, a_machine())
+    time, dense = found.time, count_dense_layers(made, schema(), 16)
+    ids = 64 * 3
+    distinct = ROWS * (1 - (1 - 1 / ROWS) ** ids)
+    touched = ids * DIM * 8 + 2 * distinct * DIM * 8 + 2 * 64 * DIM * 4
+    assert time.parts["lookup"] == pytest.approx(touched * 1e-9 + ids * 1e-7, rel=1e-6)
+    assert time.parts["input exchange"] == pytest.approx(3e-3 + 64 * 28 / 2 / 1e7, rel=1e-6)
+    assert time.parts["output exchange"] == pytest.approx(2e-3 + 64 * DIM * 8 / 2 / 1e7)
+    two_ranks_a_core = 2 / 2
+    products = dense.flops / 1e9 + dense.bytes / 1e9 + dense.parameters * 7 / 1e9
+    assert time.parts["dense layers"] == pytest.approx(products * two_ranks_a_core, rel=0.01)
+    assert time.step == pytest.approx(sum(time.parts.values()) - time.parts["ingest"])
+    assert time.rows_per_s == pytest.approx(64 / time.step) and time.bottleneck in time.parts
+
+
+def test_ranks_that_share_cores_take_turns():
+    one, four = (
+        Predictor(config("data_parallel", device="cpu"), schema(), a_machine())(Cluster(1, ranks, 8, 32, 100))
+        for ranks in (1, 4)
+    )
+    work = [count_dense_layers(config(), schema(), rows) for rows in (64, 16)]
+    ratio = four.time.parts["dense layers"] / one.time.parts["dense layers"]
+    moved = [each.flops + each.bytes + 7 * each.parameters for each in work]
+    assert ratio == pytest.approx(2 * moved[1] / moved[0], rel=0.02)
+
+
+def test_hot_ids_are_fewer_rows_and_stay_in_the_cache():
+    hot = schema(hottest=[0.5, 0.9], distinct=100)
+    cold, warm = (
+        predicted(config("row_wise", "fused", "sgd"), of=of).loads.touched["sgd"] for of in (schema(), hot)
+    )
+    assert warm.sum() < cold.sum()
+    known = [hot.statistics["t"]]
+    assert hit_share(1, known) == 0.5 and hit_share(10, known) == 0.9 and hit_share(100, known) == 1
+    assert 0.9 < hit_share(50, known) < 1 and hit_share(50, []) == 0.8
+
+
+def test_a_faster_machine_is_never_slower():
+    made = config("row_wise", "fused")
+    seconds = [Predictor(made, schema())(cluster_of(name)).time.parts for name in ("4xa100-80", "4xh100")]
+    assert all(seconds[1][part] <= seconds[0][part] for part in ("lookup", "dense layers", "host to device"))
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"copy": 1}', '{"source": 3, "other": 1}'])
+def test_files_of_rates_that_are_not_are_refused(text, tmp_path):
+    (tmp_path / "rates.json").write_text(text)
+    with pytest.raises(ConfigError, match="not a file of rates"):
+        Rates.load(tmp_path / "rates.json")
+    with pytest.raises(ConfigError, match="cannot read the rates"):
+        Rates.load(tmp_path / "none.json")
+
+
+def test_rates_survive_their_file():
+    rates = a_machine()
+    assert Rates.from_json(rates.to_json(), "test") == rates

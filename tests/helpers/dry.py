@@ -1,0 +1,28 @@
+"""Dry runs of plans, and where the bytes of their tables are."""
+
+from raytrec.embeddings.planner.dry_run import dry_run
+from raytrec.embeddings.planner.footprint import GIB
+from raytrec.embeddings.planner.machines import Cluster
+from raytrec.embeddings.planner.memory_by_part import TIERS, shard_sizes
+
+
+class Held:
+    """A plan, and its tables' GiB.
+
+    Attributes:
+        plan: table → PlannedTable.
+        ranks: tier → GiB of all tables on each rank.
+        of: table → tier → GiB on each rank that holds it.
+    """
+
+    def __init__(self, config, schema, hosts=1, gpus=8, memory_gib=80, host_memory_gib=None, disk_gib=1e6):
+        cluster = Cluster(hosts, gpus, memory_gib, host_memory_gib or 2 * memory_gib * gpus, disk_gib)
+        tables = dry_run(config, schema, cluster)
+        self.plan = {table.table: table for table in tables}
+        self.ranks = {tier: [0.0] * cluster.world for tier in TIERS}
+        self.of = {name: {tier: [0.0] * len(t.ranks) for tier in TIERS} for name, t in self.plan.items()}
+        for name, rank, parts in shard_sizes(config, schema, tables):
+            for size in parts.values():
+                for tier, bytes_ in zip(TIERS, size, strict=True):
+                    self.ranks[tier][rank] += bytes_ / GIB
+                    self.of[name][tier][self.plan[name].ranks.index(rank)] += bytes_ / GIB
