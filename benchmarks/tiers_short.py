@@ -122,13 +122,15 @@ def run_short(folder: str, gib: float, warm_up: int, turns: int) -> dict[str, An
     pools: dict[str, Executor] = {}
     groups = []
     with tempfile.TemporaryDirectory() as stores, ExitStack() as at_end:
-        at_end.callback(lambda: [group.rmdir() for group in groups])  # when their processes have ended
+        at_end.callback(
+            lambda: [group.rmdir() for group in groups if group.exists()]
+        )  # when their processes have ended
         for number, (side, (kernel, bounded, memory)) in enumerate(SIDES.items()):
             settings = Settings(kernel, rows, 0, folder, memory and memory * gib)
             pools[side] = at_end.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
             group = above / f"tiers-{os.getpid()}-{number}" if above and bounded else None
-            pools[side].submit(set_up, f"{stores}/{number}", settings, group).result()
             groups += [group] if group else []
+            pools[side].submit(set_up, f"{stores}/{number}", settings, group).result()
         limit = None
         for turn in range(-warm_up, turns):
             for side in SIDES if turn % 2 else reversed(SIDES):
