@@ -6,6 +6,7 @@ import math
 import os
 import tempfile
 from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -108,13 +109,6 @@ def power_law(uniform: torch.Tensor, rows: int) -> torch.Tensor:
     return scattered(ranks.long().clamp(max=rows - 1), rows)
 
 
-def leave() -> Path | None:
-    """Goes back to the group above, so that the process's own can be removed."""
-    if _side.group:
-        (_side.group.parent / "cgroup.procs").write_text(str(os.getpid()))
-    return _side.group
-
-
 def run_short(folder: str, gib: float, warm_up: int, turns: int) -> dict[str, Any]:
     """Trains on all sides in turns, BATCHES new batches at a time.
 
@@ -126,12 +120,17 @@ def run_short(folder: str, gib: float, warm_up: int, turns: int) -> dict[str, An
     losses: dict[str, list[float]] = {side: [] for side in SIDES}
     hits: dict[str, list[float]] = {side: [] for side in SIDES}
     pools: dict[str, Executor] = {}
-    with tempfile.TemporaryDirectory() as stores:
+    groups = []
+    with tempfile.TemporaryDirectory() as stores, ExitStack() as at_end:
+        at_end.callback(
+            lambda: [group.rmdir() for group in groups if group.exists()]
+        )  # when their processes have ended
         for number, (side, (kernel, bounded, memory)) in enumerate(SIDES.items()):
             settings = Settings(kernel, rows, 0, folder, memory and memory * gib)
-            pools[side] = pool = ProcessPoolExecutor(1, get_context("spawn"))
+            pools[side] = at_end.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
             group = above / f"tiers-{os.getpid()}-{number}" if above and bounded else None
-            pool.submit(set_up, f"{stores}/{number}", settings, group).result()
+            groups += [group] if group else []
+            pools[side].submit(set_up, f"{stores}/{number}", settings, group).result()
         limit = None
         for turn in range(-warm_up, turns):
             for side in SIDES if turn % 2 else reversed(SIDES):
@@ -142,11 +141,6 @@ def run_short(folder: str, gib: float, warm_up: int, turns: int) -> dict[str, An
                     hits[side] += [share] if share is not None else []
             for side in [side for side, (_, bounded, _) in SIDES.items() if bounded and turn == -warm_up]:
                 limit = pools[side].submit(bound, limit).result()
-        for pool in pools.values():
-            group = pool.submit(leave).result()
-            pool.shutdown()
-            if group:
-                group.rmdir()
     every = list(losses.values())
     return {
         "rows": rows,
