@@ -45,7 +45,7 @@ UPDATES = {
     "adagrad": "EXACT_ADAGRAD",
     "sgd": "EXACT_SGD",
 }
-# Of lookups: (way of updating, tables, columns, ids of a bag). Bytes, ids and shards are told apart by these.
+# Of lookups: (way of updating, tables, columns, ids of a bag). Bytes, ids and shards follow from these.
 LOOKUPS = tuple(
     (way, *shape) for way in (*UPDATES, DENSE) for shape in ((1, 16, 16), (8, 16, 1), (8, 64, 1), (1, 64, 16))
 )
@@ -370,7 +370,7 @@ def tiny_run(features: int, ways: int, world: int, device: str) -> tuple[RunConf
 def rates_from(samples: Sequence[Sequence[Sample]], device: str, clock: str = CLOCKS[0]) -> Rates:
     """Rates of what the ranks have seen.
 
-    Bytes and ids of lookups are told apart by least squares over LOOKUPS. What is left of the tiny steps,
+    Bytes, ids and shards of lookups follow by least squares from LOOKUPS. The rest of the tiny steps,
     when all that is known of them is taken away, is the host's: of a step, a feature, a way of sharding.
 
     Args:

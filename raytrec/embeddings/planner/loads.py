@@ -91,6 +91,7 @@ def loads_of(
 
     Args:
         lengths: feature → ids of a row.
+        hosts, gpus: groups of ranks whose links are fast, and ranks of each (Cluster.linked).
     """
     world = hosts * gpus
     total, batch = config.data.global_batch_size, -(-config.data.global_batch_size // world)
