@@ -161,6 +161,7 @@ def summary(rows: list[Row]) -> dict[str, float]:
     places = [np.argsort(np.argsort(values)) for values in (measured, predicted)]
     return {
         "plans": len(rows),
+        "memory_within_5": sum(abs(row.memory_error) <= 0.05 for row in rows),
         "memory_error_max": max(abs(row.memory_error) for row in rows),
         "time_error_median": statistics.median(abs(row.time_error) for row in rows),
         "rank_correlation": float(np.corrcoef(*places)[0, 1]),
@@ -185,10 +186,12 @@ HEADER = ["ranks", "schema", "sharding", "ms", "predicted", "", "MiB", "predicte
 
 
 def words(found: dict[str, float]) -> str:
+    memory, time = found["memory_error_max"], found["time_error_median"]
+    picked, places = found["best_picked"], found["rank_correlation"]
     return (
-        f"{found['plans']} plans: memory within {found['memory_error_max']:.1%}, time off by "
-        f"{found['time_error_median']:.1%} (median), rank correlation {found['rank_correlation']:.2f}, the best "
-        f"plan or one within 5 % of it picked in {found['best_picked']:.0%}"
+        f"{found['plans']} plans: memory within {memory:.1%} ({found['memory_within_5']} within 5 %), time off by "
+        f"{time:.1%} (median), rank correlation {places:.2f}, the best plan or one within 5 % of it picked in "
+        f"{picked:.0%}"
     )
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from raytrec.doctor.measure import LOOKUPS, STEPS, fit_lookups, lookup_shape, measure_rates, rates_from
+from raytrec.doctor.measure import LOOKUPS, TINY_STEPS, fit_lookups, lookup_shape, measure_rates, rates_from
 from raytrec.embeddings.planner.rates import COLLECTIVES, LookupRates
 
 
@@ -22,7 +22,7 @@ def test_the_host_takes_what_is_left_of_tiny_steps():
     one |= {"copy": 1e10, "stream": 1e9, "tensor": 1e-6}
     for kind in COLLECTIVES:
         one |= {f"{kind} 256, s": 1e-4, f"{kind} {1 << 20}, s": 1e-3}
-    one |= {f"step {shape}, s": 0.02 + 1e-4 * shape[0] + 1e-3 * shape[1] for shape in STEPS}
+    one |= {f"step {shape}, s": 0.02 + 1e-4 * shape[0] + 1e-3 * shape[1] for shape in TINY_STEPS}
     slow = {name: value * (3 if name.startswith("step") else 1) for name, value in one.items()}
     fast, slower = (rates_from([[each]] * 2, "cpu") for each in (one, slow))
     assert fast.latency_s["all_to_all"] == 1e-4
