@@ -188,11 +188,13 @@ HEADER = ["ranks", "schema", "sharding", "ms", "predicted", "", "MiB", "predicte
 def words(found: dict[str, float]) -> str:
     memory, time = found["memory_error_max"], found["time_error_median"]
     picked, places = found["best_picked"], found["rank_correlation"]
-    return (
-        f"{found['plans']} plans: memory within {memory:.1%} ({found['memory_within_5']} within 5 %), time off by "
-        f"{time:.1%} (median), rank correlation {places:.2f}, the best plan or one within 5 % of it picked in "
-        f"{picked:.0%}"
+    parts = (
+        f"{found['plans']} plans: memory within {memory:.1%} ({found['memory_within_5']} within 5 %)",
+        f"time off by {time:.1%} (median)",
+        f"rank correlation {places:.2f}",
+        f"the best plan or one within 5 % of it picked in {picked:.0%}",
     )
+    return ", ".join(parts)
 
 
 def show(rows: list[Row], found: dict[str, float], clock: str) -> None:
