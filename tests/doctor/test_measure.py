@@ -28,7 +28,11 @@ def test_the_host_takes_what_is_left_of_tiny_steps():
     assert fast.latency_s["all_to_all"] == 1e-4
     assert fast.bandwidth["all_gather"] == pytest.approx(4 * (2**20 - 256) / 2 / 9e-4)
     assert fast.ranks == 2 and fast.cores >= 1
-    assert slower.step_s > fast.step_s > 0 and slower.feature_s > fast.feature_s
+    share = max(1.0, 2 / fast.cores)
+    assert fast.step_s > 0 and fast.feature_s > 0
+    assert slower.feature_s - fast.feature_s == pytest.approx(2e-4 / share)
+    ways = slower.group_s - fast.group_s, slower.step_s - fast.step_s
+    assert sum(ways) == pytest.approx((2 * 0.02 + 2e-3) / share)
 
 
 @pytest.mark.survive
