@@ -161,6 +161,7 @@ def summary(rows: list[Row]) -> dict[str, float]:
     places = [np.argsort(np.argsort(values)) for values in (measured, predicted)]
     return {
         "plans": len(rows),
+        "memory_within_5": sum(abs(row.memory_error) <= 0.05 for row in rows),
         "memory_error_max": max(abs(row.memory_error) for row in rows),
         "time_error_median": statistics.median(abs(row.time_error) for row in rows),
         "rank_correlation": float(np.corrcoef(*places)[0, 1]),
@@ -185,11 +186,15 @@ HEADER = ["ranks", "schema", "sharding", "ms", "predicted", "", "MiB", "predicte
 
 
 def words(found: dict[str, float]) -> str:
-    return (
-        f"{found['plans']} plans: memory within {found['memory_error_max']:.1%}, time off by "
-        f"{found['time_error_median']:.1%} (median), rank correlation {found['rank_correlation']:.2f}, the "
-        f"best plan or one within 5 % of it picked in {found['best_picked']:.0%}"
+    memory, time = found["memory_error_max"], found["time_error_median"]
+    picked, places = found["best_picked"], found["rank_correlation"]
+    parts = (
+        f"{found['plans']} plans: memory within {memory:.1%} ({found['memory_within_5']} within 5 %)",
+        f"time off by {time:.1%} (median)",
+        f"rank correlation {places:.2f}",
+        f"the best plan or one within 5 % of it picked in {picked:.0%}",
     )
+    return ", ".join(parts)
 
 
 def show(rows: list[Row], found: dict[str, float], clock: str) -> None:

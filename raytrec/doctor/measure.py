@@ -45,7 +45,7 @@ UPDATES = {
     "adagrad": "EXACT_ADAGRAD",
     "sgd": "EXACT_SGD",
 }
-# Of lookups: (way of updating, tables, columns, ids of a bag). Bytes, ids and shards are told apart by these.
+# Of lookups: (way of updating, tables, columns, ids of a bag). Bytes, ids and shards follow from these.
 LOOKUPS = tuple(
     (way, *shape) for way in (*UPDATES, DENSE) for shape in ((1, 16, 16), (8, 16, 1), (8, 64, 1), (1, 64, 16))
 )
@@ -53,7 +53,7 @@ LOOKUPS = tuple(
 SMALL_SHAPE, SMALL_FLOPS = (27, 16), 2 * 27 * 27 * 16
 SMALL, LARGE = 256, 1 << 20  # values of a collective
 # Steps with next to no arithmetic, (features, ways of sharding): what each of these takes of the host.
-STEPS = ((2, 1), (26, 1), (26, 2))
+TINY_STEPS = ((2, 1), (26, 1), (26, 2))
 CLOCKS = ("s", "cpu s")
 Sample = dict[str, float]
 
@@ -152,9 +152,9 @@ class Probe:
         with Counter() as self._of_layers:
             self._run_layers()
         self._lookups = {shape: _Lookup(*shape, device, made) for shape in LOOKUPS}
-        self._steps = {shape: _TinyStep(*shape, self._world, device) for shape in STEPS}
+        self._steps = {shape: _TinyStep(*shape, self._world, device) for shape in TINY_STEPS}
         if dist.get_world_size() == 1:
-            self._steps.pop(STEPS[-1], None)  # ways of sharding are the same there
+            self._steps.pop(TINY_STEPS[-1], None)  # ways of sharding are the same there
         self._copy_host = torch.empty(1 << 24, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def sample(self) -> Sample:
@@ -370,7 +370,7 @@ def tiny_run(features: int, ways: int, world: int, device: str) -> tuple[RunConf
 def rates_from(samples: Sequence[Sequence[Sample]], device: str, clock: str = CLOCKS[0]) -> Rates:
     """Rates of what the ranks have seen.
 
-    Bytes and ids of lookups are told apart by least squares over LOOKUPS. What is left of the tiny steps,
+    Bytes, ids and shards of lookups follow by least squares from LOOKUPS. The rest of the tiny steps,
     when all that is known of them is taken away, is the host's: of a step, a feature, a way of sharding.
 
     Args:
@@ -412,7 +412,7 @@ def rates_from(samples: Sequence[Sequence[Sample]], device: str, clock: str = CL
         feature_s=0.0,
         host_link=seen.get("host link", 1e12),
     )
-    return _with_host(rates, {shape: seen.get(f"step {shape}, {clock}") for shape in STEPS}, clock)
+    return _with_host(rates, {shape: seen.get(f"step {shape}, {clock}") for shape in TINY_STEPS}, clock)
 
 
 def fit_lookups(took: Mapping[tuple, float]) -> LookupRates:
@@ -451,10 +451,10 @@ def _with_host(rates: Rates, seen: Mapping[tuple, float | None], clock: str) -> 
             time = Predictor(config, schema, rates)(Cluster(1, world, 16, 64, 64)).time
             known = time.step if clock == CLOCKS[0] else float(np.mean(time.busy))
             left[shape] = (seconds - known) / share
-    few, many, two_ways = (left.get(shape) for shape in STEPS)
-    feature = max(0.0, many - few) / (STEPS[1][0] - STEPS[0][0])
+    few, many, two_ways = (left.get(shape) for shape in TINY_STEPS)
+    feature = max(0.0, many - few) / (TINY_STEPS[1][0] - TINY_STEPS[0][0])
     group = 0.0 if two_ways is None else max(0.0, two_ways - many)
-    step = max(0.0, few - STEPS[0][0] * feature - group)
+    step = max(0.0, few - TINY_STEPS[0][0] * feature - group)
     return replace(rates, step_s=step, group_s=group, feature_s=feature)
 
 

@@ -107,12 +107,12 @@ class Predictor:
                 tables = dry_run(config, self._schema, cluster)
         except ConfigError as refusal:
             return Prediction(cluster, refusal=refusal, tables_gib=self._tables_gib(config, cluster))
-        lengths, shape = ids_of_features(self._schema, features), (cluster.hosts, cluster.gpus)
+        lengths, shape = ids_of_features(self._schema, features), cluster.linked
         loads = loads_of(config, self._schema, features, tables, lengths, *shape)
         dense = self._dense_work(config, cluster)
         memory = memory_of(config, self._schema, tables, loads, dense)
         rates = self._rates or (Rates.of_machine(cluster.machine) if cluster.machine else None)
-        cpus = cluster.machine.cpus if cluster.machine else 0
+        cpus = cluster.machine.cpus / cluster.gpus if cluster.machine else 0.0
         time = step_time(config, self._schema, loads, dense, rates, *shape, cpus) if rates else None
         return Prediction(cluster, tables, loads, memory, time, lacks=_lacks(memory, cluster))
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from raytrec.doctor.measure import LOOKUPS, STEPS, fit_lookups, lookup_shape, measure_rates, rates_from
+from raytrec.doctor.measure import LOOKUPS, TINY_STEPS, fit_lookups, lookup_shape, measure_rates, rates_from
 from raytrec.embeddings.planner.rates import COLLECTIVES, LookupRates
 
 
@@ -22,13 +22,17 @@ def test_the_host_takes_what_is_left_of_tiny_steps():
     one |= {"copy": 1e10, "stream": 1e9, "tensor": 1e-6}
     for kind in COLLECTIVES:
         one |= {f"{kind} 256, s": 1e-4, f"{kind} {1 << 20}, s": 1e-3}
-    one |= {f"step {shape}, s": 0.02 + 1e-4 * shape[0] + 1e-3 * shape[1] for shape in STEPS}
+    one |= {f"step {shape}, s": 0.02 + 1e-4 * shape[0] + 1e-3 * shape[1] for shape in TINY_STEPS}
     slow = {name: value * (3 if name.startswith("step") else 1) for name, value in one.items()}
     fast, slower = (rates_from([[each]] * 2, "cpu") for each in (one, slow))
     assert fast.latency_s["all_to_all"] == 1e-4
     assert fast.bandwidth["all_gather"] == pytest.approx(4 * (2**20 - 256) / 2 / 9e-4)
     assert fast.ranks == 2 and fast.cores >= 1
-    assert slower.step_s > fast.step_s > 0 and slower.feature_s > fast.feature_s
+    share = max(1.0, 2 / fast.cores)
+    assert fast.step_s > 0 and fast.feature_s > 0
+    assert slower.feature_s - fast.feature_s == pytest.approx(2e-4 / share)
+    ways = slower.group_s - fast.group_s, slower.step_s - fast.step_s
+    assert sum(ways) == pytest.approx((2 * 0.02 + 2e-3) / share)
 
 
 @pytest.mark.survive

@@ -22,7 +22,7 @@ def test_shares_are_those_of_a_plain_count(most, monkeypatch):
         found.add(*np.unique(part, return_counts=True))
     counts = np.sort(np.unique(drawn, return_counts=True)[1])[::-1]
     expected = [counts[:n].sum() / len(drawn) for n in (1, 10, 100)]
-    assert found.shares() == pytest.approx(expected, rel=1e-4 if most > 5_000 else 0.1)
+    assert found.shares() == pytest.approx(expected, rel=1e-4 if most > 5_000 else 0.01)
 
 
 def test_schemas_have_the_statistics_of_their_ids(tmp_path):

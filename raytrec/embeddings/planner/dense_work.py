@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-MOST_ROWS, FEW_ROWS = 8192, 64
+MOST_META_ROWS, FEW_CPU_ROWS = 8192, 64
 # Operators that compute nothing, besides views.
 NOTHING = ("empty", "detach", "_local_scalar_dense", "sym_", "is_pinned", "_unsafe_view", "_reshape_alias")
 
@@ -97,25 +97,25 @@ def count_dense_work(run: Callable[[torch.device, int, Counter], list[torch.Tens
 
     Autocast, and models that read values (such as lengths of sequences), cannot run on the meta device: they
     run on CPU with two small numbers of rows, and a line through these is extended. So it is for more than
-    MOST_ROWS rows. Losses that compare each two rows of a batch are underestimated by that.
+    MOST_META_ROWS rows. Losses that compare each two rows of a batch are underestimated by that.
 
     Args:
         run: runs forward and backward of so many rows on a device, inside the counter, with its `keep`
             between the two; gives the model's parameters.
     """
-    if rows <= MOST_ROWS:
+    if rows <= MOST_META_ROWS:
         try:
             return _count(run, "meta", rows)[0]
         except (RuntimeError, NotImplementedError):
             pass
-        few = "cpu", FEW_ROWS
+        few = "cpu", FEW_CPU_ROWS
     else:
-        few = "meta", MOST_ROWS // 2
+        few = "meta", MOST_META_ROWS // 2
     try:
         one, two = (_count(run, few[0], times * few[1]) for times in (1, 2))
     except (RuntimeError, NotImplementedError):
-        one, two = (_count(run, "cpu", times * FEW_ROWS) for times in (1, 2))
-        few = "cpu", FEW_ROWS
+        one, two = (_count(run, "cpu", times * FEW_CPU_ROWS) for times in (1, 2))
+        few = "cpu", FEW_CPU_ROWS
     more = rows / few[1] - 1
     (first, kept), (second, kept_of_second) = one, two
     scaled = {

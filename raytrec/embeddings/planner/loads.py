@@ -12,7 +12,7 @@ from raytrec.config.features import Features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Statistics
 from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.embeddings.planner.constraints import table_optimizers
+from raytrec.embeddings.planner.constraints import SUMMED_TYPES, table_optimizers
 from raytrec.embeddings.planner.dry_run import PlannedTable
 from raytrec.embeddings.planner.footprint import CACHED, CACHING_KERNEL, DTYPE_BYTES, MMAP_KERNEL, UVM_KERNELS
 
@@ -35,7 +35,7 @@ class Loads:
         host_bytes: the same of host memory, over the link of a GPU.
         file_rows: rows read from files.
         received_ids: bytes of ids and lengths that reach the rank; sent_ids: that it sends (one number).
-        pooled: bytes of the sums, or vectors, that its lookups give.
+        pooled: bytes of the sums, or vectors, that its lookups give; summed: of those that ranks add up.
         near, far: kind of collective → bytes that a rank sends, or receives if that is more, to others of its
             host and to other hosts; forward and backward together.
         gradients: bytes of dense gradients of tables, which replicas add up.
@@ -52,6 +52,7 @@ class Loads:
     file_rows: np.ndarray
     received_ids: np.ndarray
     pooled: np.ndarray
+    summed: np.ndarray
     gradients: np.ndarray
     near: dict[str, np.ndarray]
     far: dict[str, np.ndarray]
@@ -91,6 +92,7 @@ def loads_of(
 
     Args:
         lengths: feature → ids of a row.
+        hosts, gpus: groups of ranks whose links are fast, and ranks of each (Cluster.linked).
     """
     world = hosts * gpus
     total, batch = config.data.global_batch_size, -(-config.data.global_batch_size // world)
@@ -98,8 +100,8 @@ def loads_of(
     near, far = ({kind: np.zeros(world) for kind in kinds} for _ in range(2))
     by_way: list[dict[str, np.ndarray]] = [defaultdict(lambda: np.zeros(world)) for _ in range(3)]
     looked_up, shards, touched = by_way
-    streamed, host, files, received, pooled, added = np.zeros((6, world))
-    out = Loads(looked_up, shards, touched, streamed, host, files, received, pooled, added, near, far)
+    streamed, host, files, received, pooled, summed, added = np.zeros((7, world))
+    out = Loads(looked_up, shards, touched, streamed, host, files, received, pooled, summed, added, near, far)
     out.row_ids = sum(lengths.values())
     optimizers, of_table = table_optimizers(config, schema), {table: [] for table in schema.tables}
     for name in schema.sparse:
@@ -131,8 +133,8 @@ def loads_of(
         read, updated = ids * row, 2 * distinct * (row + state)
         gradients = ids * columns * VALUE_BYTES
         dense = table.compute_kernel == "dense"
-        if dense:  # gradients of all rows are made, read by the optimizer, and weights and state with them
-            _add(out.streamed, ranks, rows * (3 * row + 2 * state + 3 * columns * VALUE_BYTES))
+        if dense:  # gradients of all rows are made, copied for each table, and read with weights and state
+            _add(out.streamed, ranks, rows * (3 * row + 2 * state + 5 * columns * VALUE_BYTES))
             updated = 2 * distinct * row
         way = "dense" if dense else optimizers[table.table].name
         _add(out.ids[way], ranks, ids)
@@ -152,6 +154,8 @@ def loads_of(
             out.replicated += table.rows * table.dim * VALUE_BYTES
             _add(out.gradients, ranks, rows * columns * VALUE_BYTES)
             continue
+        if kind in SUMMED_TYPES and not by_id:
+            _add(out.summed, ranks, sums)
         if dense:
             _add(out.gradients, ranks, rows * columns * VALUE_BYTES)
         out.groups.add((table.table if by_id else "", kind))

@@ -154,6 +154,14 @@ class Cluster(NamedTuple):
         """Ranks."""
         return self.hosts * self.gpus
 
+    @property
+    def linked(self) -> tuple[int, int]:
+        """(groups, GPUs of each) that links within a host, or NVLink over hosts, join."""
+        reach = GPUS[self.machine.gpu].linked if self.machine else 0
+        sizes = range(self.gpus, max(self.gpus, min(self.world, reach)) + 1, self.gpus)
+        size = max(size for size in sizes if self.world % size == 0)
+        return self.world // size, size
+
 
 def cluster_of(text: str) -> Cluster:
     """Machines such as 2x8xh100-sxm; 8xh100-sxm is one.

@@ -30,6 +30,7 @@ CONTEXT_GIB = 1.5  # of a GPU: CUDA's context with its kernels, and NCCL's buffe
 # pinned batches and Ray's worker 6 GiB.
 PROCESS_GIB = {"cpu": 0.45, "cuda": 6.0}
 OBJECTS_MIB = 6  # of Python, for model, plan and pipeline, with what the allocator keeps (make bench-plan)
+GLOO_COPIES = 3  # in its reduce-scatter and all-gather (make bench-plan)
 SORTED_BYTES = 40  # of an id in FBGEMM's update on GPUs: its row and place twice, sorted and not, and a run's
 
 
@@ -57,7 +58,7 @@ def memory_of(
         as the kernel makes them for all tables at once, and each table then gets its own.
     activations: what the dense layers have alive at most (dense_work), of B rows.
     exchange buffers: sums that lookups give, and their gradients; sums that arrive for B rows, and their
-        gradients; on GPUs 40 bytes an id that the update sorts.
+        gradients; on GPUs 40 bytes an id that the update sorts; on CPU GLOO_COPIES of sums that ranks add up.
     pipeline batches: three batches of B rows (ids 8 bytes, bags 4, dense columns and labels 4), and ids that
         have arrived from other ranks for two.
     checkpoint copies, with checkpoint.async_save: all that a rank's GPU holds of tables and dense layers, and
@@ -92,7 +93,7 @@ def memory_of(
     add(DEVICE, "gradients", dense.parameters + 2 * loads.gradients)
     add(DEVICE, "activations", dense.activations)
     arrived = batch * loads.row_values * VALUE_BYTES
-    sorting = SORTED_BYTES * sum(loads.ids.values()) if device == "cuda" else 0.0
+    sorting = SORTED_BYTES * sum(loads.ids.values()) if device == "cuda" else GLOO_COPIES * loads.summed
     add(DEVICE, "exchange buffers", 2 * loads.pooled + (2 * arrived if world > 1 else 0.0) + sorting)
     add(DEVICE, "pipeline batches", IN_FLIGHT * batch_bytes(schema, loads, batch) + 2 * loads.received_ids)
     if config.checkpoint.async_save:

@@ -43,7 +43,7 @@ class Rates:
         device: cpu or cuda.
         ranks: with how many ranks collectives were measured; 1: they are from data sheets.
         cores: that ranks of a host share for what they compute; 0: each has a device.
-        copy: bytes a second, read and written. stream: the same of large tensors, made anew at each step.
+        copy: bytes a second, read and written. stream: the same of large tensors, made at each step.
         lookup: how rows are updated (a table's optimizer, or dense) → rates of lookups.
         matrix: precision → operations a second. matrix_s: of each small matrix of a batched product.
         latency_s, bandwidth: of each kind of collective within a host: seconds that it takes however small,

@@ -51,7 +51,7 @@ def step_time(
     rates: Rates,
     hosts: int,
     gpus: int,
-    cpus: int = 0,
+    cpus: float = 0.0,
 ) -> StepTime:
     """How long a step takes.
 
@@ -76,7 +76,8 @@ def step_time(
     ranks, and the slowest rank is waited for.
 
     Args:
-        cpus: of each host, for readers; 0: enough.
+        hosts, gpus: groups of ranks whose links are fast, and ranks of each (Cluster.linked).
+        cpus: for each rank, two of which its processes take, and readers the rest; 0: enough.
     """
     world, total = hosts * gpus, config.data.global_batch_size
     batch, on_cpu = -(-total // world), rates.device == "cpu"
@@ -107,7 +108,7 @@ def step_time(
     host += (len(loads.groups) + bool(loads.replicated)) * rates.group_s
     columns, its_ids = len(schema.columns), loads.row_ids * rates.read_id_s
     assembled = batch * (columns * rates.assemble_column_s + its_ids)
-    readers = config.data.readers if not cpus else min(config.data.readers, max(0.5, cpus / gpus - 2))
+    readers = config.data.readers if not cpus else min(config.data.readers, max(0.5, cpus - 2))
     ids = output = reduced = np.zeros(world)
     if world > 1:
         ids = _ids_s(loads, rates, world, hosts, gpus)
