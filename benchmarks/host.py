@@ -41,7 +41,7 @@ from raytrec.worker.step import Step
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "tests" / "helpers"))
-from operators import Operators  # noqa: E402
+from operators import Operators, is_launched  # noqa: E402
 
 RESULTS = HERE / "results" / "host.json"
 WARM, COUNTED, TIMED = 8, 4, 30  # steps
@@ -50,8 +50,6 @@ CASES: dict[str, dict[str, Any]] = {
     "dcn": {"name": "dcn", "bottom_mlp": [8] * 3, "cross_layers": 3, "cross_rank": 8, "top_mlp": [8] * 4},
     "dlrm": {"name": "dlrm", "bottom_mlp": [8] * 3, "top_mlp": [8] * 4},
 }
-# Operators that launch nothing, besides views.
-NOTHING = ("empty", "detach", "_local_scalar_dense", "sym_", "is_pinned", "_unsafe_view", "_reshape_alias")
 
 
 class Launches(Operators):
@@ -67,11 +65,7 @@ class Launches(Operators):
         self._phases = step.phases
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returns = func._schema.returns
-        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
-        room, _, name = func._schema.name.partition("::")
-        if room != "profiler" and not is_view and not name.startswith(NOTHING):
-            self.of_phases[self._phases.current] += 1
+        self.of_phases[self._phases.current] += is_launched(func)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
