@@ -51,7 +51,7 @@ from raytrec.worker.step import Step
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "tests" / "helpers"))
-from operators import Operators  # noqa: E402
+from operators import Operators, is_launched  # noqa: E402
 
 RESULTS = HERE / "results" / "host.json"
 WARM, COUNTED, TIMED = HELD, HELD, 2 * HELD  # steps
@@ -68,8 +68,6 @@ SHOWN = {
     "while assembling, ms": "while_assembling_ms",
     "assembling, ms": "assembling_ms",
 }
-# Operators that launch nothing, besides views.
-NOTHING = ("empty", "detach", "_local_scalar_dense", "sym_", "is_pinned", "_unsafe_view", "_reshape_alias")
 
 
 class Launches(Operators):
@@ -85,11 +83,7 @@ class Launches(Operators):
         self._phases = step.phases
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returns = func._schema.returns
-        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
-        room, _, name = func._schema.name.partition("::")
-        if room != "profiler" and not is_view and not name.startswith(NOTHING):
-            self.of_phases[self._phases.current] += 1
+        self.of_phases[self._phases.current] += is_launched(func)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

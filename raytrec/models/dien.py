@@ -5,8 +5,12 @@ Zhou et al. 2019, arXiv:1809.03672.
 
 from __future__ import annotations
 
+from itertools import repeat
+from typing import Any
+
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, softplus
 
 from raytrec.config.models.sequences import DienSection
@@ -124,7 +128,8 @@ class AUGRU(nn.Module):
     """A GRU whose update gate is weakened by how much each step matters (Zhou et al. 2019, section 4.3).
 
     With the gates of nn.GRU, h_t = (1 − a_t·u_t) ∘ h_{t−1} + a_t·u_t ∘ h̃_t, where u_t is the share of what is
-    new (1 − z of nn.GRU), and h_0 = 0. A step of weight 0 changes nothing.
+    new (1 − z of nn.GRU), and h_0 = 0. A step of weight 0 changes nothing. As nn.GRU on GPUs, in float32 in
+    any case.
 
     Args:
         inputs: width of the steps. width: of the state.
@@ -137,14 +142,76 @@ class AUGRU(nn.Module):
         super().__init__()
         self.cell = nn.GRUCell(inputs, width)  # its weights alone: r, z, n below each other
 
+    @torch.compiler.disable
     def forward(self, steps_BTD: torch.Tensor, weights_BT: torch.Tensor) -> torch.Tensor:
         cell = self.cell
         given_BTG = linear(steps_BTD, cell.weight_ih, cell.bias_ih)
-        state_BH = given_BTG.new_zeros(steps_BTD.shape[0], cell.hidden_size)
-        for given_BG, weight_B in zip(given_BTG.unbind(1), weights_BT.unbind(1), strict=True):
-            reset_BH, keep_BH, new_BH = given_BG.chunk(3, dim=1)
-            of_reset_BH, of_keep_BH, of_new_BH = linear(state_BH, cell.weight_hh, cell.bias_hh).chunk(3, 1)
-            candidate_BH = torch.tanh(new_BH + torch.sigmoid(reset_BH + of_reset_BH) * of_new_BH)
-            update_BH = weight_B.unsqueeze(1) * torch.sigmoid(-keep_BH - of_keep_BH)
-            state_BH = state_BH + update_BH * (candidate_BH - state_BH)
+        with torch.autocast(given_BTG.device.type, enabled=False):
+            return _Evolve.apply(given_BTG.float(), weights_BT.unsqueeze(2), cell.weight_hh, cell.bias_hh)
+
+
+class _Evolve(torch.autograd.Function):
+    """The steps of an AUGRU: the last state, float32 [B, H].
+
+    A step waits for the one before it, so on a GPU it costs what launching its kernels costs. What does not
+    depend on the state is computed for all steps at once, in backward, too: there a step is linear in the
+    gradient of its state. 10 kernels a step are left; autograd would take 35.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        given_BTG: torch.Tensor,
+        weights_BT1: torch.Tensor,
+        of_state_GH: torch.Tensor,
+        bias_G: torch.Tensor,
+    ) -> torch.Tensor:
+        (rows, steps, _), width = given_BTG.shape, of_state_GH.shape[1]
+        sizes = [2 * width, width]  # of both gates, of what is new
+        gates_TBG = given_BTG.new_empty(steps, rows, 3 * width)
+        candidates_TBH = given_BTG.new_empty(steps, rows, width)
+        states_TBH = given_BTG.new_zeros(steps + 1, rows, width)
+        state_BH, kept = states_TBH[0], (gates_TBG, candidates_TBH, states_TBH[1:])
+        # In exported programs, what is written into a part of a tensor is a copy of the whole.
+        is_kept = not torch.compiler.is_exporting()
+        places = zip(*(each.unbind(0) for each in kept), strict=True) if is_kept else repeat((None,) * 3)
+        parts = zip(given_BTG.unbind(1), weights_BT1.unbind(1), places, strict=False)
+        for given_BG, weight_B1, (gates, candidate, state) in parts:
+            both_B2H, new_BH = given_BG.split(sizes, 1)
+            gates_BG = torch.addmm(bias_G, state_BH, of_state_GH.t(), out=gates)
+            of_both_B2H, of_state_BH = gates_BG.split(sizes, 1)
+            reset_BH, keep_BH = of_both_B2H.add_(both_B2H).sigmoid_().chunk(2, 1)
+            candidate_BH = torch.addcmul(new_BH, reset_BH, of_state_BH, out=candidate).tanh_()
+            state_BH = torch.lerp(state_BH, candidate_BH.lerp(state_BH, keep_BH), weight_B1, out=state)
+        ctx.save_for_backward(weights_BT1, of_state_GH, states_TBH[:-1], gates_TBG, candidates_TBH)
         return state_BH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weights_BT1, of_state_GH, states_TBH, gates_TBG, candidates_TBH = ctx.saved_tensors
+        reset_TBH, keep_TBH, of_state_TBH = gates_TBG.chunk(3, 2)
+        share_TBH = (1 - keep_TBH).mul_(weights_BT1.transpose(0, 1))
+        back_TBH = states_TBH - candidates_TBH
+        # What a state's gradient is multiplied with: for its new part, and for what was added to each gate.
+        of_new_TBH = torch.addcmul(share_TBH, share_TBH * candidates_TBH, candidates_TBH, value=-1)
+        added_TBG = torch.empty_like(gates_TBG)
+        of_reset_TBH, of_keep_TBH, of_new_state_TBH = added_TBG.chunk(3, 2)
+        torch.mul(of_new_TBH, reset_TBH, out=of_new_state_TBH)
+        torch.mul(of_new_state_TBH, of_state_TBH, out=of_reset_TBH).addcmul_(
+            of_reset_TBH, reset_TBH, value=-1
+        )
+        torch.mul(back_TBH, share_TBH, out=of_keep_TBH).mul_(keep_TBH)
+        grads_TBH = torch.empty_like(states_TBH)
+        grads_TBH[-1] = grad_BH
+        for step in range(len(grads_TBH) - 1, -1, -1):
+            grad_BH, added_BG = grads_TBH[step], added_TBG[step]
+            added_BG.unflatten(1, (3, -1)).mul_(grad_BH.unsqueeze(1))
+            if step:
+                kept_BH = torch.addcmul(grad_BH, grad_BH, share_TBH[step], value=-1)
+                torch.addmm(kept_BH, added_BG, of_state_GH, out=grads_TBH[step - 1])
+        of_weights_TB1 = back_TBH.mul_(grads_TBH).mul_(keep_TBH - 1).sum(2, keepdim=True)
+        of_state_GH = added_TBG.flatten(0, 1).t() @ states_TBH.flatten(0, 1)
+        of_bias_G = added_TBG.sum((0, 1))
+        torch.mul(of_new_TBH, grads_TBH, out=of_new_state_TBH)
+        return added_TBG.transpose(0, 1), of_weights_TB1.transpose(0, 1), of_state_GH, of_bias_G

@@ -19,10 +19,12 @@ from made import (
     schema,
     weights,
 )
+from operators import Operators
 from standin import cuda
 from torch.nn.functional import layer_norm, logsigmoid
 from torch.utils import _pytree as pytree
 
+from raytrec.models import dien
 from raytrec.models.inputs import Sequence
 
 DIMS = (4, DIM, 12)
@@ -158,6 +160,25 @@ def interests(w, past, target):
         for h, a in zip(states, shares, strict=True):
             state = step(w, EVOLUTION, h, state, a)
     return states, state
+
+
+def test_gradients_of_the_evolution_of_interests():
+    torch.manual_seed(1)
+    given = (ROWS, LENGTH, 3 * DIM), (ROWS, LENGTH, 1), (3 * DIM, DIM), (3 * DIM,)
+    inputs = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in given]
+    assert torch.autograd.gradcheck(dien._Evolve.apply, inputs)
+
+
+def test_a_step_of_the_evolution_takes_ten_kernels():
+    """Of a GPU, forward and backward."""
+    counts = []
+    for length in (5, 25):
+        evolution = dien.AUGRU(DIM, DIM)
+        steps, shares = torch.randn(ROWS, length, DIM), torch.rand(ROWS, length)
+        with Operators() as operators:
+            evolution(steps.requires_grad_(), shares).sum().backward()
+        counts.append(operators.launched)
+    assert (counts[1] - counts[0]) / 20 <= 10
 
 
 @pytest.mark.parametrize("outputs,weight", [(1, None), (1, 0.25), (2, 1.0)])
