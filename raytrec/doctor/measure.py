@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import cycle
 from statistics import median
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 7
 ALONE_S = 180.0  # that measuring may take, for each rank
-BAGS, TABLE_BYTES = 512, 32 << 20
+BAGS, TABLE_BYTES, ID_SETS = 512, 64 << 20, 24
 DENSE_BYTES = 4 * (3 + 2 + 3)  # of a value in Adagrad's dense update, as loads.loads_of counts them
 DENSE = "dense"
 # A table's optimizer → FBGEMM's name for it.
@@ -300,12 +301,14 @@ class _Lookup:
                 [(rows, dim, *places)] * tables, optimizer=EmbOptimType[UPDATES[way]], device=device
             )
         bags = BAGS * tables
-        self._ids = torch.randint(0, rows, (bags * length,), generator=made).to(device)
+        # Other ids each time, as in training: rows of the last ones are in caches.
+        drawn = torch.randint(0, rows, (ID_SETS, bags * length), generator=made).to(device)
+        self._ids = cycle(drawn.unbind())
         self._offsets = torch.arange(0, bags * length + 1, length).to(device)
         self._gradient = torch.full((BAGS, dim * tables), 1e-3, device=device)
 
     def __call__(self) -> None:
-        self._kernel(self._ids, self._offsets).backward(self._gradient)
+        self._kernel(next(self._ids), self._offsets).backward(self._gradient)
 
 
 def lookup_shape(way: str, tables: int, dim: int, length: int) -> tuple[float, float, float]:
