@@ -29,7 +29,8 @@ from rank_group import Ranks
 from rich.console import Console
 from rich.table import Table
 
-from raytrec.doctor.measure import CLOCKS, rates_from
+from raytrec.doctor.measure import rates_from
+from raytrec.doctor.probe import CLOCKS
 from raytrec.driver.predict import Predictor
 from raytrec.embeddings.planner.machines import Cluster
 

@@ -23,7 +23,7 @@ from rank_group import join_group
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.data.batch import Batch
-from raytrec.doctor.measure import Probe
+from raytrec.doctor.probe import Probe
 from raytrec.embeddings.tables import tables
 from raytrec.worker.build import build_step
 

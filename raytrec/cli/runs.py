@@ -232,8 +232,9 @@ def plan(
     json: Json = False,
 ):
     """Predict sharding, memory and time on machines that are not here; needs the schema, no data."""
-    from raytrec.driver.plan import draw, print_plans
+    from raytrec.driver.plan import draw
     from raytrec.driver.plan import plan as make
+    from raytrec.driver.print_plans import print_plans
 
     machines = on, hosts, gpus, memory_gib, host_memory_gib, disk_gib
     plans = make(config, overrides or [], *machines, rates, prices)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from raytrec.doctor.measure import LOOKUPS, TINY_STEPS, fit_lookups, lookup_shape, measure_rates, rates_from
+from raytrec.doctor.measure import fit_lookups, measure_rates, rates_from
+from raytrec.doctor.probe import LOOKUPS, TINY_STEPS, lookup_shape
 from raytrec.embeddings.planner.rates import COLLECTIVES, LookupRates
 
 

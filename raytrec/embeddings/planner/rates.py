@@ -82,6 +82,10 @@ class Rates:
     read_column_s: float = 26e-9
     read_id_s: float = 5e-9
 
+    def lookup_of(self, way: str) -> LookupRates:
+        """The rates of a way of updating rows; of one that was not measured, those of Adagrad."""
+        return self.lookup.get(way, self.lookup["adagrad"])
+
     def to_json(self) -> str:
         """Text that `from_json` reads."""
         return json.dumps(asdict(self), indent=2) + "\n"

@@ -87,7 +87,7 @@ def step_time(
         each = np.broadcast_to(np.asarray(seconds, float), (world,))
         return float(max(each.max(), each.sum() / hosts / rates.cores if rates.cores else 0.0))
 
-    lookups = sum(rates.lookup[way].seconds(*load) for way, *load in _of_ways(loads))
+    lookups = sum(rates.lookup_of(way).seconds(*load) for way, *load in _of_ways(loads))
     lookups = (
         lookups
         + loads.streamed / rates.stream
