@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,15 +44,7 @@ def embedding_bags(
         device=torch.device("meta"),
         is_weighted=schema.has_weights,
         tables=[
-            EmbeddingBagConfig(
-                name=name,
-                num_embeddings=schema.tables[name].rows,
-                embedding_dim=schema.tables[name].dim,
-                feature_names=names,
-                pooling=PoolingType.SUM,
-                data_type=_data_type(constraints, name),
-                init_fn=_leave,
-            )
+            EmbeddingBagConfig(pooling=PoolingType.SUM, **_settings(schema, name, names, constraints))
             for name, names in features_of.items()
         ],
     )
@@ -67,30 +60,32 @@ def embeddings_by_id(
     """
     together: dict[tuple[int, int], list[EmbeddingConfig]] = {}
     for name, names in features.tables_by_id.items():
-        table, constraint = features.schema.tables[name], (constraints or {}).get(name, TableConstraint(()))
+        constraint = (constraints or {}).get(name, TableConstraint(()))
         columns = len(constraint.ranks or ()) if "column_wise" in constraint.sharding else 0
-        together.setdefault((table.dim, columns), []).append(
-            EmbeddingConfig(
-                name=name,
-                num_embeddings=table.rows,
-                embedding_dim=table.dim,
-                feature_names=names,
-                data_type=_data_type(constraints, name),
-                init_fn=_leave,
-            )
-        )
+        made = EmbeddingConfig(**_settings(features.schema, name, names, constraints))
+        together.setdefault((made.embedding_dim, columns), []).append(made)
     return nn.ModuleList(
         EmbeddingCollection(device=torch.device("meta"), tables=tables) for tables in together.values()
     )
 
 
+def _settings(
+    schema: Schema, table: str, features: list[str], constraints: Mapping[str, TableConstraint] | None
+) -> dict[str, Any]:
+    """Of a table that these features read, for either kind of collection."""
+    return {
+        "name": table,
+        "num_embeddings": schema.tables[table].rows,
+        "embedding_dim": schema.tables[table].dim,
+        "feature_names": features,
+        "data_type": DataType[constraints[table].dtype.upper() if constraints else "FP32"],
+        "init_fn": _leave,
+    }
+
+
 def _leave(weight: torch.Tensor) -> torch.Tensor:
     """Draws no initial values: initial.fill_tables writes those that no plan changes, after sharding."""
     return weight
-
-
-def _data_type(constraints: Mapping[str, TableConstraint] | None, table: str) -> DataType:
-    return DataType[constraints[table].dtype.upper() if constraints else "FP32"]
 
 
 def tables_in(collection: nn.Module) -> dict[str, nn.Module]:
