@@ -21,11 +21,13 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.utils._python_dispatch import TorchDispatchMode as EveryOperator
 
 from raytrec.compat.versions import missing
 
 __all__ = [
     "Dropout",
+    "EveryOperator",
     "FixedDtype",
     "Shard",
     "ShardMetadata",
@@ -33,6 +35,7 @@ __all__ = [
     "apply_optimizer_in_backward",
     "bind_store",
     "call_after_nodes",
+    "described",
     "local_parts",
     "mark_only_for_profiler",
     "multiply_",
@@ -43,6 +46,7 @@ __all__ = [
     "refuses_gpus",
     "save_memory",
     "sharded_tensor",
+    "storage_key",
     "time_waits",
     "watch_compiler",
     "with_local_shards",
@@ -200,6 +204,19 @@ def watch_compiler(begins: Callable[[], object], ends: Callable[[], object]) -> 
 
     callback_handler.register_start_callback(lambda _: begins())
     callback_handler.register_end_callback(lambda _: ends())
+
+
+def described(operator: Any) -> tuple[str, Any, bool]:
+    """Of an operator that EveryOperator sees: its name (aten::mm), the function that it is a variant of, and
+    whether it gives views."""
+    schema = operator._schema
+    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+    return schema.name, operator._overloadpacket, is_view
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What no other storage has as long as this one lives, on meta, too."""
+    return storage._cdata
 
 
 def record_memory() -> None:

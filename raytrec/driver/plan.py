@@ -70,7 +70,7 @@ class Plans:
             "host_memory_gib": cluster.host_memory_gib,
             "fits": found.fits,
             "refusal": str(found.refusal) if found.refusal else None,
-            "lacks": [lack._asdict() for lack in found.lacks],
+            "lacks": [asdict(lack) for lack in found.lacks],
             "remedies": found.remedies,
             "tables": [asdict(table) for table in found.tables],
             "memory": memory,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from warnings import catch_warnings, simplefilter
 
 import yaml
@@ -33,7 +33,8 @@ MOST_HOSTS = 256
 MOST_REFUSALS = 3  # of plans, each of twice as many hosts: then it is not for want of these
 
 
-class Lack(NamedTuple):
+@dataclass(frozen=True)
+class Lack:
     """Memory that is not there, in GiB: of the fullest rank, or of its share of its host."""
 
     tier: str

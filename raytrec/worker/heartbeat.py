@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from raytrec.common.errors import RunError
 from raytrec.common.messages import BEAT_S, Command
-from raytrec.compat.torch_ import watch_compiler
 
 T = TypeVar("T")
 REPLY_S = 10.0  # that the coordinator may take to answer
@@ -56,6 +55,8 @@ class Heartbeat:
 
     def watch_compiler(self) -> None:
         """From now on also notes when torch compiles: that takes as long as the start, whenever it is."""
+        from raytrec.compat.torch_ import watch_compiler  # which imports torch
+
         phases: list[str] = []
 
         def begin() -> None:

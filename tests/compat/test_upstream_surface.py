@@ -127,6 +127,7 @@ SOURCES = {
         "self.run_start_callbacks(args)",
         "self.run_end_callbacks(args)",
     ],
+    "torch._ops:OpOverload.__init__": ["self._schema = ", "self._overloadpacket = "],
     # torchrec_pipeline.py
     "torchrec.distributed.embedding_sharding:FusedKJTListSplitsAwaitable.__init__": [
         "t_list = _safe_tolist(t)"

@@ -7,9 +7,10 @@ from pathlib import Path
 import parquet
 import pytest
 import yaml
+from small import a_schema
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.run_config import load_config
+from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver import preflight as fit
 
@@ -113,11 +114,16 @@ def test_names_are_shown_as_they_are(name):
 
     from raytrec.driver import console
     from raytrec.driver.console import Result, print_summary
-    from raytrec.driver.plan import print_plan
+    from raytrec.driver.plan import Plans
+    from raytrec.driver.predict import Prediction
+    from raytrec.driver.print_plans import print_plans
+    from raytrec.embeddings.planner.dry_run import PlannedTable
+    from raytrec.embeddings.planner.machines import Cluster
 
-    plan = {"table": name, "rows": 1, "dim": 4, "sharding_type": "row_wise", "compute_kernel": "fused"}
-    sizes = {"gib": [1.0], "host_gib": [0.0], "disk_gib": [0.0]}
-    found = {"tables": [plan | {"ranks": [0]} | sizes], "device": "cuda", **sizes}
+    config = RunConfig.model_validate({"data": {"train": "d/train"}})
+    schema = a_schema(sparse={"a": {"table": name}}, tables={name: {"rows": 1, "dim": 4}})
+    table = PlannedTable(name, 1, 4, "row_wise", "fused", [0], [(0, 1, 4)], "fp32")
+    planned = Plans(config, schema, [Prediction(Cluster(1, 1, 80, 160, 100), [table])], [], {})
     out = io.StringIO()
     with redirect_stdout(out), redirect_stderr(out), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Console, "is_terminal", True)
@@ -127,7 +133,7 @@ def test_names_are_shown_as_they_are(name):
             live.warn(name)
             live.eval(1, auc=0.5)
         print_summary(Result({"name": name}, Path(), [name]))
-        print_plan(found | {"hosts": 1, "gpus": 1, "memory_gib": 80})
+        print_plans(planned)
     shown = name.replace("\x1b", "�")
     assert out.getvalue().count(shown) >= 6 and "\x1b[31m" not in out.getvalue()
 

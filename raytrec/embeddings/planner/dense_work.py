@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from raytrec.compat.torch_ import EveryOperator, described, storage_key
 
 MOST_META_ROWS, FEW_CPU_ROWS = 8192, 64
 # Operators that compute nothing, besides views.
@@ -39,7 +40,7 @@ class DenseWork:
     activations: float
 
 
-class Counter(TorchDispatchMode):
+class Counter(EveryOperator):
     """Counts what runs inside a `with`.
 
     Attributes:
@@ -55,22 +56,21 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name, returns = func._schema.name, func._schema.returns
-        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+        name, operator, is_view = described(func)
         if is_view:
             return out
         given, made = list(_tensors((args, kwargs))), list(_tensors(out))
         if not name.partition("::")[2].startswith(NOTHING):
             self.launches += 1
-            if (count := flop_registry.get(func._overloadpacket)) is not None:
+            if (count := flop_registry.get(operator)) is not None:
                 self.flops += count(*args, **(kwargs or {}), out_val=out)
                 self.matrices += len(made[0]) if made and made[0].dim() == 3 else 0
             else:
                 self.bytes += sum(map(_bytes, given)) + sum(map(_bytes, made))
-        known = {tensor.untyped_storage()._cdata for tensor in given}
+        known = {storage_key(tensor.untyped_storage()) for tensor in given}
         for tensor in made:
             storage = tensor.untyped_storage()
-            if storage._cdata not in known:
+            if storage_key(storage) not in known:
                 self._note(storage)
         return out
 
@@ -79,7 +79,7 @@ class Counter(TorchDispatchMode):
         self.kept = self._alive
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_key(storage), storage.nbytes()
         if key in self._live:
             return
         self._live.add(key)
