@@ -78,7 +78,11 @@ def main(
         clock, measured = kept["clock"], [Measured(**each) for each in kept["measured"]]
     else:
         clock = CLOCKS[os.getloadavg()[0] > BUSY]
-        measured = [measure(world, schemas, ways[world], rounds) for world in ways]
+        measured = []
+        for world in ways:
+            measured.append(measure(world, schemas, ways[world], rounds))
+            if not smallest:  # for --again, whatever comes next
+                keep(RESULTS, {"clock": clock, "measured": [asdict(each) for each in measured]})
     rows = [row for each in measured for row in predict(each, clock)]
     found = summary(rows)
     show(rows, found, clock)
