@@ -85,6 +85,7 @@ def run_id_of(follower):
     return wait_for(lambda: (follower.check(), follower.run_id)[1], "a run in MLflow", 120)
 
 
+@pytest.mark.survive
 def test_server_that_comes_after_the_start(server, tmp_path):
     follower, said = follow(server.uri, tmp_path, parent_run="grid")
     wait_for(lambda: (follower.check(), said)[1], "a warning")
@@ -235,6 +236,7 @@ def write_a_run(uri, folder, writer, gate, results):
     results.put((writer, delivery.run_id, lost, said))
 
 
+@pytest.mark.survive
 def test_eight_processes_write_into_one_new_sqlite_file(tmp_path, processes):
     uri = f"sqlite:///{tmp_path}/new/mlflow.db"
     gate, results = processes.Barrier(WRITERS), processes.Queue()

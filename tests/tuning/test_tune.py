@@ -50,6 +50,7 @@ def state_of(folder):
     return {record["trial"]: record["state"] for record in json.loads((folder / "trials.json").read_text())}
 
 
+@pytest.mark.survive
 def test_a_search(tiny_data, tmp_path, capfd):
     space = write_space(tmp_path, {"model": {"choice": [GOOD, BAD]}})
     outcome = tune(settings(tiny_data, tmp_path / "s"), space, trials=2, seed=SEED, at_once=1, grace_steps=4)
