@@ -190,7 +190,7 @@ def keep_also(found: dict[str, Any]) -> dict[str, Any]:
 def measure_short(folder: Path, gib: float, smallest: bool) -> None:
     """Prints the third table."""
     with tempfile.TemporaryDirectory(dir=folder.absolute()) as place:
-        found = run_short(place, *((0.02, 1, 1) if smallest else (gib, WARM_UP_SHORT, TURNS_SHORT)))
+        found = run_short(place, *((0.25, 1, 1) if smallest else (gib, WARM_UP_SHORT, TURNS_SHORT)))
     text = document_short(found)
     print(f"{text}\n\nlosses are {'' if found['equal'] else 'NOT '}equal")
     if found["bounded"] and not smallest:
