@@ -5,21 +5,18 @@ Not with torch.profiler (2.13.0): a rank has crashed in its stop() with a segmen
 
 from collections import Counter
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
-# Operators that launch nothing, besides views.
-NOTHING = ("empty", "detach", "_local_scalar_dense", "sym_", "is_pinned", "_unsafe_view", "_reshape_alias")
+from raytrec.compat.torch_ import EveryOperator, described
+from raytrec.embeddings.planner.dense_work import NOTHING
 
 
 def is_launched(func):
     """Whether an operator computes something."""
-    returns = func._schema.returns
-    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
-    room, _, name = func._schema.name.partition("::")
+    name, _, is_view = described(func)
+    room, _, name = name.partition("::")
     return room != "profiler" and not is_view and not name.startswith(NOTHING)
 
 
-class Operators(TorchDispatchMode):
+class Operators(EveryOperator):
     """Counts calls inside a `with`.
 
     Attributes:
