@@ -42,7 +42,7 @@ from raytrec.data.batch import Batch
 from raytrec.embeddings.bags import embedding_bags
 from raytrec.embeddings.optim import combine, fuse
 from raytrec.embeddings.planner.constraints import table_optimizers
-from raytrec.embeddings.planner.plan import BagSharder
+from raytrec.embeddings.planner.sharders import BagSharder
 from raytrec.models import build_model
 from raytrec.worker.build import build_step
 

@@ -173,6 +173,8 @@ class PlanSection(Section):
     colocate: list[list[str]] = Field(default_factory=list)
     """Groups of tables (or patterns); the tables of a group are placed on one rank, table-wise."""
     qcomms: QCommsSection = Field(default_factory=QCommsSection)
+    balance: bool = True
+    """Whether a plan with a shorter step, as `raytrec plan` predicts it, replaces TorchRec's."""
     memory_gib: PositiveFloat | None = None
     """Memory for tables on each worker's device, in GiB; default: what it has. Where it is set, what tables
     in memory leave of it has the rows of tables in files that are looked up most."""

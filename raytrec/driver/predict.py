@@ -23,7 +23,7 @@ from raytrec.embeddings.planner.rates import Rates
 
 if TYPE_CHECKING:
     from raytrec.embeddings.planner.dense_work import DenseWork
-    from raytrec.embeddings.planner.dry_run import PlannedTable
+    from raytrec.embeddings.planner.held import PlannedTable
     from raytrec.embeddings.planner.loads import Loads
     from raytrec.embeddings.planner.memory_by_part import Memory
     from raytrec.embeddings.planner.step_time import StepTime
@@ -81,6 +81,7 @@ class Predictor:
     def __init__(self, config: RunConfig, schema: Schema, rates: Rates | None = None):
         self._config, self._schema, self._rates = config, schema, rates
         self._dense: dict[tuple, DenseWork] = {}
+        self._parameters: list[Any] = []
 
     def __call__(self, cluster: Cluster, remedies: bool = False) -> Prediction:
         """The prediction for a cluster.
@@ -96,16 +97,15 @@ class Predictor:
 
     def _predict(self, config: RunConfig, cluster: Cluster) -> Prediction:
         from raytrec.embeddings.planner.dry_run import dry_run
-        from raytrec.embeddings.planner.loads import loads_of
+        from raytrec.embeddings.planner.loads import ids_of_features, loads_of
         from raytrec.embeddings.planner.memory_by_part import memory_of
-        from raytrec.embeddings.planner.plan import ids_of_features
         from raytrec.embeddings.planner.step_time import step_time
 
         features = resolve_features(self._schema, config.model)
         try:
             with catch_warnings():  # of what TorchRec will change
                 simplefilter("ignore", FutureWarning)
-                tables = dry_run(config, self._schema, cluster)
+                tables = dry_run(config, self._schema, cluster, self._dense_layers(config))
         except ConfigError as refusal:
             return Prediction(cluster, refusal=refusal, tables_gib=self._tables_gib(config, cluster))
         lengths, shape = ids_of_features(self._schema, features), cluster.linked
@@ -116,6 +116,16 @@ class Predictor:
         cpus = cluster.machine.cpus / cluster.gpus if cluster.machine else 0.0
         time = step_time(config, self._schema, loads, dense, rates, *shape, cpus) if rates else None
         return Prediction(cluster, tables, loads, memory, time, lacks=_lacks(memory, cluster))
+
+    def _dense_layers(self, config: RunConfig) -> list[Any]:
+        """Their weights, which are alike on all clusters."""
+        if not self._parameters:
+            import torch
+
+            from raytrec.worker.build import unsharded
+
+            self._parameters = list(unsharded(config, self._schema, torch.device("cpu")).head.parameters())
+        return self._parameters
 
     def _dense_work(self, config: RunConfig, cluster: Cluster) -> DenseWork:
         train, rows = config.train, -(-config.data.global_batch_size // cluster.world)

@@ -25,7 +25,8 @@ from raytrec.embeddings.optim import DenseAverage, GlobalNormClip, combine, fuse
 from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.embeddings.planner.footprint import CACHING_KERNEL, MMAP_KERNEL
 from raytrec.embeddings.planner.held import held, hot_shares, shards_of
-from raytrec.embeddings.planner.plan import make_plan, sharders, sharders_for_planning
+from raytrec.embeddings.planner.plan import make_plan
+from raytrec.embeddings.planner.sharders import sharders, sharders_for_planning
 from raytrec.models.recommender import build_recommender, checkpoint_activations, compile_dense
 from raytrec.tasks.global_batch import require_gradient_division
 from raytrec.tasks.objective import Objective

@@ -117,7 +117,7 @@ def test_names_are_shown_as_they_are(name):
     from raytrec.driver.plan import Plans
     from raytrec.driver.predict import Prediction
     from raytrec.driver.print_plans import print_plans
-    from raytrec.embeddings.planner.dry_run import PlannedTable
+    from raytrec.embeddings.planner.held import PlannedTable
     from raytrec.embeddings.planner.machines import Cluster
 
     config = RunConfig.model_validate({"data": {"train": "d/train"}})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+
+from torch import nn
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.features import resolve_features
@@ -15,37 +16,23 @@ from raytrec.config.schema import Schema
 from raytrec.embeddings.optim import fuse
 from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.embeddings.planner.footprint import GIB
-from raytrec.embeddings.planner.held import shards_of
+from raytrec.embeddings.planner.held import PlannedTable, shards_of
 from raytrec.embeddings.planner.hosts import Hosts
 from raytrec.embeddings.planner.machines import Cluster
-from raytrec.embeddings.planner.plan import describe, plan_for, sharders_for_planning, validated
+from raytrec.embeddings.planner.plan import describe, plan_for, validated
+from raytrec.embeddings.planner.sharders import sharders_for_planning
 from raytrec.embeddings.pooling import PooledEmbeddings
 
 
-@dataclass(frozen=True)
-class PlannedTable:
-    """The plan of one table.
-
-    Attributes:
-        ranks: that hold a part of it.
-        shards: (rank, rows, columns) of each.
-        dtype: fp32 or fp16.
-    """
-
-    table: str
-    rows: int
-    dim: int
-    sharding_type: str
-    compute_kernel: str
-    ranks: list[int]
-    shards: list[tuple[int, int, int]]
-    dtype: str
-
-
-def dry_run(config: RunConfig, schema: Schema, cluster: Cluster) -> list[PlannedTable]:
+def dry_run(
+    config: RunConfig, schema: Schema, cluster: Cluster, dense: Iterable[nn.Parameter] = ()
+) -> list[PlannedTable]:
     """The plan on a cluster's GPUs, or workers on CPU (scaling.device), as a run there would make it.
 
     As in a run, 15 % of each GPU are kept free for dense layers and activations.
+
+    Args:
+        dense: weights of the dense layers, by whose shapes plans are compared.
 
     Raises:
         ConfigError: tables that do not fit, or constraints that cannot be met.
@@ -69,7 +56,7 @@ def dry_run(config: RunConfig, schema: Schema, cluster: Cluster) -> list[Planned
         tables = PooledEmbeddings(schema, constraints, resolve_features(schema, config.model).sequences)
         fuse(tables.collections, optimizers, device)  # from which the planner knows of the optimizers' state
         offered = sharders_for_planning(config, schema, world)
-        plan = plan_for(topology, constraints, schema, config, tables, offered)
+        plan = plan_for(there, topology, constraints, schema, config, tables, offered, dense)
     if isinstance(plan, ConfigError):
         raise plan
     shards, out = shards_of(plan, schema, world), []

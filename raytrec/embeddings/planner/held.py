@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torchrec.distributed.types import ShardingPlan
 
@@ -16,6 +17,26 @@ from raytrec.embeddings.planner.footprint import GIB, Footprint, footprint, kern
 Shards = Mapping[str, tuple[str, Sequence[tuple[int, int, int]]]]
 # Table → rank → rows that it holds a part of, and what that part takes.
 Held = dict[str, dict[int, tuple[int, Footprint]]]
+
+
+@dataclass(frozen=True)
+class PlannedTable:
+    """The plan of one table.
+
+    Attributes:
+        ranks: that hold a part of it.
+        shards: (rank, rows, columns) of each.
+        dtype: fp32 or fp16.
+    """
+
+    table: str
+    rows: int
+    dim: int
+    sharding_type: str
+    compute_kernel: str
+    ranks: list[int]
+    shards: list[tuple[int, int, int]]
+    dtype: str
 
 
 def shards_of(plan: ShardingPlan, schema: Schema, world: int) -> Shards:

@@ -12,7 +12,8 @@ from raytrec.compat.ray_core import system_memory
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tables import PlanSection
 from raytrec.embeddings.planner.footprint import GIB, free_disk
-from raytrec.embeddings.planner.machines import bandwidths
+from raytrec.embeddings.planner.machines import bandwidths, known_gpu, network_of
+from raytrec.embeddings.planner.rates import Rates
 
 if TYPE_CHECKING:  # the driver reads host_memory without torch
     import torch
@@ -144,3 +145,19 @@ def capacity(hosts: Hosts, device: str, memory: int, room: int) -> dict:
     if device == "cuda":
         return {"hbm_cap": memory, "ddr_cap": room, **bandwidths(hosts.gpus, hosts.network)}
     return {"ddr_cap": memory, "ssd_cap": hosts.disk_share, **CPU_BANDWIDTHS}
+
+
+def rates_of(hosts: Hosts, device: str) -> Rates | None:
+    """What ranks reach by the data sheet of their slowest GPU; None: there are GPUs without one.
+
+    Args:
+        device: cpu or cuda.
+    """
+    if device == "cpu":
+        return Rates.of_cpu()
+    known = {name: gpu.memory for name in hosts.gpus if (gpu := known_gpu(name))}
+    if not known or len(known) < len(hosts.gpus):
+        return None
+    slowest = min(known, key=lambda name: known[name])
+    network = hosts.network or network_of(slowest)
+    return Rates.of_gpu(slowest.removeprefix("NVIDIA "), network) if network else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,8 +13,8 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Statistics
 from raytrec.embeddings.optimizers import optimizer_of
 from raytrec.embeddings.planner.constraints import SUMMED_TYPES, table_optimizers
-from raytrec.embeddings.planner.dry_run import PlannedTable
 from raytrec.embeddings.planner.footprint import CACHED, CACHING_KERNEL, DTYPE_BYTES, MMAP_KERNEL, UVM_KERNELS
+from raytrec.embeddings.planner.held import PlannedTable
 
 ID_BYTES, LENGTH_BYTES, VALUE_BYTES = 8, 4, 4
 WIRE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.125}  # int8: with scales of 64 values
@@ -36,11 +36,12 @@ class Loads:
         file_rows: rows read from files.
         received_ids: bytes of ids and lengths that reach the rank; sent_ids: that it sends (one number).
         pooled: bytes of the sums, or vectors, that its lookups give; summed: of those that ranks add up.
-        near, far: kind of collective → bytes that a rank sends, or receives if that is more, to others of its
-            host and to other hosts; forward and backward together.
+        near, far: kind of collective → bytes that a rank sends to others of its host and to other hosts;
+            forward and backward together.
+        arrived: of an all-to-all, bytes that each rank gets from its host and from other hosts (two numbers).
         gradients: bytes of dense gradients of tables, which replicas add up.
-        groups: ways of sharding, for each of which ids and sums travel apart; replicated: bytes of gradients
-            of tables that are copied to all ranks (one number).
+        groups: ways of sharding, for each of which ids and sums travel apart → shards' tables; replicated:
+            bytes of gradients of tables that are copied to all ranks (one number).
         row_values: values of a row's inputs that reach the dense layers; row_ids: its ids (numbers).
     """
 
@@ -56,11 +57,22 @@ class Loads:
     gradients: np.ndarray
     near: dict[str, np.ndarray]
     far: dict[str, np.ndarray]
+    arrived: np.ndarray
     sent_ids: float = 0.0
-    groups: set[tuple[str, str]] = field(default_factory=set)
+    groups: Counter[tuple[str, str]] = field(default_factory=Counter)
     replicated: float = 0.0
     row_values: float = 0.0
     row_ids: float = 0.0
+
+    @classmethod
+    def none(cls, world: int, row_ids: float) -> Loads:
+        """Those of no table."""
+        kinds = ("all_to_all", "reduce_scatter", "all_gather")
+        near, far = ({kind: np.zeros(world) for kind in kinds} for _ in range(2))
+        ids, shards, touched = (defaultdict(lambda: np.zeros(world)) for _ in range(3))
+        streamed, host, files, received, pooled, summed, added = np.zeros((7, world))
+        of_ranks = streamed, host, files, received, pooled, summed, added
+        return cls(ids, shards, touched, *of_ranks, near, far, np.zeros(2), row_ids=row_ids)
 
 
 def loads_of(
@@ -72,7 +84,16 @@ def loads_of(
     hosts: int,
     gpus: int,
 ) -> Loads:
-    """The loads of all ranks.
+    """The loads of all ranks under a plan; see LoadCounter."""
+    counter = LoadCounter(config, schema, features, lengths, hosts, gpus)
+    out = counter.none()
+    for table in plan:
+        counter.add(out, table)
+    return out
+
+
+class LoadCounter:
+    """Counts loads table by table.
 
     With G rows of the global batch, B = G ÷ W of each of W ranks, a table with F features and ℓ ids of a row
     in all, and shards of c columns of w bytes:
@@ -94,105 +115,140 @@ def loads_of(
         lengths: feature → ids of a row.
         hosts, gpus: groups of ranks whose links are fast, and ranks of each (Cluster.linked).
     """
-    world = hosts * gpus
-    total, batch = config.data.global_batch_size, -(-config.data.global_batch_size // world)
-    kinds = ("all_to_all", "reduce_scatter", "all_gather")
-    near, far = ({kind: np.zeros(world) for kind in kinds} for _ in range(2))
-    by_way: list[dict[str, np.ndarray]] = [defaultdict(lambda: np.zeros(world)) for _ in range(3)]
-    looked_up, shards, touched = by_way
-    streamed, host, files, received, pooled, summed, added = np.zeros((7, world))
-    out = Loads(looked_up, shards, touched, streamed, host, files, received, pooled, summed, added, near, far)
-    out.row_ids = sum(lengths.values())
-    optimizers, of_table = table_optimizers(config, schema), {table: [] for table in schema.tables}
-    for name in schema.sparse:
-        of_table[schema.sparse[name].table].append(name)
-    there, back = (
-        WIRE_BYTES[precision]
-        for precision in (config.plan.qcomms.forward_precision, config.plan.qcomms.backward_precision)
-    )
-    beside_near, beside_far = (min(world, gpus) - 1) / world, (world - gpus) / world
-    for table in plan:
-        names = of_table[table.table]
-        each, by_id = sum(lengths[name] for name in names), table.table in features.tables_by_id
+
+    def __init__(
+        self,
+        config: RunConfig,
+        schema: Schema,
+        features: Features,
+        lengths: Mapping[str, float],
+        hosts: int,
+        gpus: int,
+    ):
+        self._schema, self._features, self._lengths = schema, features, lengths
+        self._hosts, self._gpus, self._world = hosts, gpus, hosts * gpus
+        self._total = config.data.global_batch_size
+        self._batch = -(-self._total // self._world)
+        self._on_cpu = config.scaling.device == "cpu"
+        self._optimizers = table_optimizers(config, schema)
+        self._of_table: dict[str, list[str]] = {table: [] for table in schema.tables}
+        for name in schema.sparse:
+            self._of_table[schema.sparse[name].table].append(name)
+        qcomms = config.plan.qcomms
+        self._there, self._back = WIRE_BYTES[qcomms.forward_precision], WIRE_BYTES[qcomms.backward_precision]
+        self._distinct: dict[tuple[str, float], float] = {}
+
+    def none(self) -> Loads:
+        """Loads to which tables are to be added."""
+        return Loads.none(self._world, sum(self._lengths.values()))
+
+    def add(self, out: Loads, table: PlannedTable, times: int = 1) -> None:
+        """Adds a table's; with times = −1 takes them away."""
+        names, kind = self._of_table[table.table], table.sharding_type
+        each, by_id = sum(self._lengths[name] for name in names), table.table in self._features.tables_by_id
         vectors = each if by_id else len(names)  # that a row sends
-        weighted = sum(lengths[name] for name in names if schema.sparse[name].weights)
-        out.row_values += table.dim * vectors
-        optimizer = optimizer_of(optimizers[table.table].name)
+        out.row_values += times * table.dim * vectors
+        optimizer = optimizer_of(self._optimizers[table.table].name)
         ranks = np.array([rank for rank, _, _ in table.shards])
         rows, columns = (
             np.array(of, float) for of in zip(*(shard[1:] for shard in table.shards), strict=True)
         )
-        share, kind = rows / table.rows, table.sharding_type
-        batches = float(batch if kind == "data_parallel" else total)
+        share = rows / table.rows
+        batches = float(self._batch if kind == "data_parallel" else self._total)
         ids = batches * each * (1.0 if kind == "data_parallel" else share)
-        known = [schema.statistics[name] for name in names if name in schema.statistics]
-        distinct = _distinct(batches * each, table.rows, known) * (ids / max(1e-9, batches * each))
+        known = [self._schema.statistics[name] for name in names if name in self._schema.statistics]
+        distinct = self._distinct_of(table, batches * each, known) * (ids / max(1e-9, batches * each))
         row = columns * DTYPE_BYTES[table.dtype]
         state = columns * optimizer.bytes_per("value") + optimizer.bytes_per("row")
         sums = batches * vectors * columns * VALUE_BYTES * (share if by_id else 1.0)
         read, updated = ids * row, 2 * distinct * (row + state)
         gradients = ids * columns * VALUE_BYTES
+
+        def add(to: np.ndarray, values: np.ndarray | float) -> None:
+            np.add.at(to, ranks, times * values)
+
         dense = table.compute_kernel == "dense"
         if dense:  # gradients of all rows are made, copied for each table, and read with weights and state
-            _add(out.streamed, ranks, rows * (3 * row + 2 * state + 5 * columns * VALUE_BYTES))
+            add(out.streamed, rows * (3 * row + 2 * state + 5 * columns * VALUE_BYTES))
             updated = 2 * distinct * row
-        way = "dense" if dense else optimizers[table.table].name
-        _add(out.ids[way], ranks, ids)
-        _add(out.shards[way], ranks, 1.0)
+        way = "dense" if dense else self._optimizers[table.table].name
+        add(out.ids[way], ids)
+        add(out.shards[way], 1.0)
         near_bytes = read + updated
-        if table.compute_kernel in UVM_KERNELS and config.scaling.device != "cpu":
+        if table.compute_kernel in UVM_KERNELS and not self._on_cpu:
             missed = 1.0
             if table.compute_kernel == CACHING_KERNEL:
                 missed = 1 - hit_share(table.rows * CACHED, known)
-            _add(out.host_bytes, ranks, missed * (read + updated))
+            add(out.host_bytes, missed * (read + updated))
             near_bytes = (1 - missed) * near_bytes
         if table.compute_kernel == MMAP_KERNEL:
-            _add(out.file_rows, ranks, distinct)
-        _add(out.touched[way], ranks, near_bytes + gradients + 2 * sums)
-        _add(out.pooled, ranks, sums)
+            add(out.file_rows, distinct)
+        add(out.touched[way], near_bytes + gradients + 2 * sums)
+        add(out.pooled, sums)
         if kind == "data_parallel":
-            out.replicated += table.rows * table.dim * VALUE_BYTES
-            _add(out.gradients, ranks, rows * columns * VALUE_BYTES)
-            continue
+            out.replicated += times * table.rows * table.dim * VALUE_BYTES
+            add(out.gradients, rows * columns * VALUE_BYTES)
+            return
         if kind in SUMMED_TYPES and not by_id:
-            _add(out.summed, ranks, sums)
+            add(out.summed, sums)
         if dense:
-            _add(out.gradients, ranks, rows * columns * VALUE_BYTES)
-        out.groups.add((table.table if by_id else "", kind))
+            add(out.gradients, rows * columns * VALUE_BYTES)
+        group = (table.table if by_id else "", kind)
+        out.groups[group] += times
+        if not out.groups[group]:
+            del out.groups[group]
+        weighted = sum(self._lengths[name] for name in names if self._schema.sparse[name].weights)
+        bytes_of_ids, of_lengths = each * ID_BYTES + weighted * VALUE_BYTES, len(names) * LENGTH_BYTES
         blocks = round(table.dim / columns[0])  # of columns: each gets all ids
-        bytes_of_ids = each * ID_BYTES + weighted * VALUE_BYTES
-        out.sent_ids += batch * blocks * (bytes_of_ids + len(names) * LENGTH_BYTES)
-        _add(out.received_ids, ranks, total * (bytes_of_ids * share + len(names) * LENGTH_BYTES))
-        wire = there + back
-        whole = total * vectors * columns * wire  # of a shard's columns, both ways
-        if by_id:
-            _exchange(out, ranks, whole * share, beside_near, beside_far)
-        elif kind == "row_wise":
-            for collective, width in (("reduce_scatter", there), ("all_gather", back)):
-                size = total * vectors * table.dim * width
+        out.sent_ids += times * self._batch * blocks * (bytes_of_ids + of_lengths)
+        add(out.received_ids, self._total * (bytes_of_ids * share + of_lengths))
+        self._add_sums(out, table, ranks, times * self._total * vectors * columns * (share if by_id else 1.0))
+
+    def _add_sums(self, out: Loads, table: PlannedTable, ranks: np.ndarray, values: np.ndarray) -> None:
+        """What travels of so many values that each shard gives; where ranks add them up, each has a part of
+        all of them."""
+        world, hosts, gpus, kind = self._world, self._hosts, self._gpus, table.sharding_type
+        both = (("reduce_scatter", self._there), ("all_gather", self._back))
+        summed = kind in SUMMED_TYPES and table.table not in self._features.tables_by_id
+        if summed and kind == "row_wise":
+            for collective, width in both:
+                size = values[0] * width
                 out.near[collective] += size * (world - 1) / world
                 out.far[collective] += size / gpus if hosts > 1 else 0.0
-        elif kind in ("table_row_wise", "grid_shard"):
-            for collective, width in (("reduce_scatter", there), ("all_gather", back)):
-                _add(out.near[collective], ranks, total * vectors * columns * width * (gpus - 1) / gpus)
-            _exchange(out, ranks, whole / gpus, 0.0, (hosts - 1) / hosts)
-        else:
-            _exchange(out, ranks, whole, beside_near, beside_far)
-    return out
+            return
+        near, far, wire = (min(world, gpus) - 1) / world, (world - gpus) / world, self._there + self._back
+        if summed:  # within a host, of which the hosts then exchange the sums
+            for collective, width in both:
+                np.add.at(out.near[collective], ranks, values * width * (gpus - 1) / gpus)
+            near, far, wire = 0.0, (hosts - 1) / hosts, wire / gpus
+        np.add.at(out.near["all_to_all"], ranks, values * wire * near)
+        np.add.at(out.far["all_to_all"], ranks, values * wire * far)
+        out.arrived += values.sum() * wire / world * np.array([near, far])
+
+    def _distinct_of(self, table: PlannedTable, draws: float, known: Sequence[Statistics]) -> float:
+        key = table.table, draws
+        if key not in self._distinct:
+            self._distinct[key] = _distinct(draws, table.rows, known)
+        return self._distinct[key]
 
 
-def _exchange(out: Loads, ranks: np.ndarray, sizes: np.ndarray, near: float, far: float) -> None:
-    """An all-to-all in which these ranks send so many bytes, evenly to all. A rank that receives more than it
-    sends takes as long as that."""
-    world = len(out.pooled)
-    for found, part in ((out.near, near), (out.far, far)):
-        sent = np.zeros(world)
-        _add(sent, ranks, sizes * part)
-        found["all_to_all"] += np.maximum(sent, sizes.sum() * part / world)
+def ids_of_features(schema: Schema, features: Features) -> dict[str, float]:
+    """Sparse feature → how many ids of a row the planner expects: the mean that `raytrec inspect` has found,
+    and of a sequence that is read id by id at most as many as the model reads. Where the schema has no
+    statistics, as many as such a sequence may have, and of others one."""
+    found = {}
+    for name in schema.sparse:
+        known, most = schema.statistics.get(name), features.sequences.get(name)
+        found[name] = float(min(known.mean_length, most or known.mean_length) if known else most or 1)
+    return found
 
 
-def _add(to: np.ndarray, ranks: np.ndarray, values: np.ndarray | float) -> None:
-    np.add.at(to, ranks, values)
+def lengths_of_tables(schema: Schema, features: Features) -> dict[str, list[float]]:
+    """Table → the same of each feature that looks it up."""
+    found: dict[str, list[float]] = {table: [] for table in schema.tables}
+    for name, length in ids_of_features(schema, features).items():
+        found[schema.sparse[name].table].append(length)
+    return found
 
 
 def _distinct(draws: float, rows: int, known: Sequence[Statistics]) -> float:

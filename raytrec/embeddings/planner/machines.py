@@ -157,10 +157,7 @@ class Cluster(NamedTuple):
     @property
     def linked(self) -> tuple[int, int]:
         """(groups, GPUs of each) that links within a host, or NVLink over hosts, join."""
-        reach = GPUS[self.machine.gpu].linked if self.machine else 0
-        sizes = range(self.gpus, max(self.gpus, min(self.world, reach)) + 1, self.gpus)
-        size = max(size for size in sizes if self.world % size == 0)
-        return self.world // size, size
+        return linked(self.hosts, self.gpus, [self.machine.gpu] if self.machine else [])
 
 
 def cluster_of(text: str) -> Cluster:
@@ -174,6 +171,19 @@ def cluster_of(text: str) -> Cluster:
     if count < 1:
         raise ConfigError(f"{count} machines", where=f"--on {text}", expected="at least one")
     return Cluster.of(count, machine_of(name))
+
+
+def linked(hosts: int, gpus: int, names: Collection[str]) -> tuple[int, int]:
+    """(groups, GPUs of each) that links within a host, or NVLink over hosts, join.
+
+    Args:
+        names: of all GPUs.
+    """
+    known, world = [known_gpu(name) for name in names], hosts * gpus
+    reach = min((gpu.linked if gpu else 0 for gpu in known), default=0)
+    sizes = range(gpus, max(gpus, min(world, reach)) + 1, gpus)
+    size = max(size for size in sizes if world % size == 0)
+    return world // size, size
 
 
 def known_gpu(name: str) -> Gpu | None:

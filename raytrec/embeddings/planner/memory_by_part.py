@@ -18,9 +18,8 @@ from raytrec.config.tables import DenseOptim
 from raytrec.embeddings.optimizers import optimizer_of
 from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.embeddings.planner.dense_work import DenseWork
-from raytrec.embeddings.planner.dry_run import PlannedTable
 from raytrec.embeddings.planner.footprint import CACHE, GIB, Footprint, kernel_on, map_share, parts_of
-from raytrec.embeddings.planner.held import held, hot_bytes, hot_shares
+from raytrec.embeddings.planner.held import PlannedTable, held, hot_bytes, hot_shares
 from raytrec.embeddings.planner.loads import ID_BYTES, LENGTH_BYTES, VALUE_BYTES, Loads
 
 DEVICE, HOST, DISK = TIERS = ("device", "host", "disk")

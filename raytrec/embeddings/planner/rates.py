@@ -20,6 +20,10 @@ WAYS = (*modules_of("raytrec.embeddings.optimizers"), "dense")  # in which rows 
 # tf32, bf16, memory and wires as docs/gpu.md assumes them; rows of some hundred bytes at random places half.
 SHARES = {"fp32": 0.9, "tf32": 0.65, "bf16": 0.5, "copy": 0.75, "lookup": 0.5, "wire": 0.7}
 
+# Bytes that FBGEMM moves to sort an id by its row for the update: 12 of row and place, read and written for
+# each of 4 digits, of which 8 are read once more to count them; and 16 to make and to read them.
+SORTED = 4 * (2 * 12 + 8) + 16
+
 
 class LookupRates(NamedTuple):
     """Of lookups in tables, forward and update, whose rows are updated in one way: seconds of a byte that is
@@ -127,23 +131,67 @@ class Rates:
 
     @classmethod
     def of_machine(cls, machine: Machine) -> Rates:
-        """From data sheets, and SHARES of them.
+        """Of a machine's GPUs; see `of_gpu`."""
+        return cls.of_gpu(machine.gpu, machine.network_of_gpu)
+
+    @classmethod
+    def of_cpu(cls) -> Rates:
+        """Orders of magnitude: of two ranks with a core each (benchmarks/results/plan.json), and of 10 Gb/s
+        between hosts."""
+        by_value, by_row = LookupRates(1.8e-10, 2.1e-7, 2.3e-5), LookupRates(3.6e-11, 5e-7, 3e-5)
+        return cls(
+            source="two ranks on CPU",
+            device="cpu",
+            ranks=2,
+            cores=0,
+            copy=15e9,
+            stream=7e9,
+            lookup={
+                **dict.fromkeys(WAYS, by_value),
+                "rowwise_adagrad": by_row,
+                "sgd": LookupRates(9e-11, 5e-8, 1.2e-5),
+                "dense": LookupRates(2e-11, 4e-9, 4e-5),
+            },
+            matrix={"fp32": 160e9, "tf32": 160e9, "bf16": 470e9},
+            latency_s={"all_to_all": 6e-4, "reduce_scatter": 12e-4, "all_gather": 3e-4, "all_reduce": 4e-4},
+            bandwidth={
+                "all_to_all": 1.4e9,
+                "reduce_scatter": 0.6e9,
+                "all_gather": 0.7e9,
+                "all_reduce": 1.3e9,
+            },
+            launch_s=3e-6,
+            tensor_s=13e-6,
+            step_s=7e-4,
+            group_s=0.0,
+            feature_s=0.0,
+            far=0.9e9,
+        )
+
+    @classmethod
+    def of_gpu(cls, name: str, network: float) -> Rates:
+        """From a GPU's data sheet, and SHARES of it.
 
         Host: benchmarks/results/host.json counts operators and milliseconds of a step. With TorchRec's
         exchanges and kernels of two ways of sharding (95 launches each), metrics and the all-reduce, a
         DCN-v2's 400 launches take 7 ms and 260, compiled, 5.5 ms: 11 µs each, and 4.8 ms of the rest. A
         collective takes 20 µs, and 1 µs for each peer: guesses of the right size for NCCL.
+
+        Args:
+            name: of GPUS.
+            network: 10⁹ bytes a second to other hosts.
         """
-        gpu, wire = GPUS[machine.gpu], SHARES["wire"] * 1e9
+        gpu, wire = GPUS[name], SHARES["wire"] * 1e9
+        copy = SHARES["copy"] * gpu.memory * 1e9
         near = gpu.intra_host * wire
         return cls(
-            source=f"data sheet of {machine.gpu}",
+            source=f"data sheet of {name}",
             device="cuda",
             ranks=1,
             cores=0,
-            copy=SHARES["copy"] * gpu.memory * 1e9,
-            stream=SHARES["copy"] * gpu.memory * 1e9,
-            lookup=dict.fromkeys(WAYS, LookupRates(1 / (SHARES["lookup"] * gpu.memory * 1e9))),
+            copy=copy,
+            stream=copy,
+            lookup=dict.fromkeys(WAYS, LookupRates(1 / (SHARES["lookup"] * gpu.memory * 1e9), SORTED / copy)),
             matrix={name: SHARES[name] * getattr(gpu, name) * 1e12 for name in ("fp32", "tf32", "bf16")},
             latency_s=dict.fromkeys(COLLECTIVES, 20e-6),
             bandwidth=dict.fromkeys(COLLECTIVES, near),
@@ -153,7 +201,7 @@ class Rates:
             group_s=95 * 11e-6,
             feature_s=0.0,
             peer_s=1e-6,
-            far=machine.network_of_gpu * wire,
+            far=network * wire,
             host_link=gpu.pcie * wire,
             # of cores that are 1.7 times as fast as those of benchmarks/results/ingest.json
             assemble_column_s=cls.assemble_column_s / 1.7,

@@ -158,9 +158,12 @@ def _ids_s(loads: Loads, rates: Rates, world: int, hosts: int, gpus: int) -> np.
 def _output_s(loads: Loads, rates: Rates, world: int) -> np.ndarray:
     kinds = [kind for _, kind in loads.groups]
     out, near, far = np.zeros(world), np.zeros(world), np.zeros(world)
-    for kind, size in loads.near.items():
-        near = near + size / rates.bandwidth[kind]
-        far = far + (loads.far[kind] / rates.far if rates.far else 0.0)
+    for kind in loads.near:
+        sent, sent_far = loads.near[kind], loads.far[kind]
+        if kind == "all_to_all":  # takes as long as the larger of what a rank sends and gets
+            sent, sent_far = np.maximum(sent, loads.arrived[0]), np.maximum(sent_far, loads.arrived[1])
+        near = near + sent / rates.bandwidth[kind]
+        far = far + (sent_far / rates.far if rates.far else 0.0)
     summed = sum(kind in ("row_wise", "table_row_wise", "grid_shard") for kind in kinds)
     out += summed * (_latency(rates, "reduce_scatter", world) + _latency(rates, "all_gather", world))
     out += 2 * (len(kinds) - kinds.count("row_wise")) * _latency(rates, "all_to_all", world)

@@ -19,7 +19,7 @@ from raytrec.embeddings.planner.footprint import (
     kernels_to_choose,
     move_to_files,
 )
-from raytrec.embeddings.planner.plan import lengths_of_tables
+from raytrec.embeddings.planner.loads import lengths_of_tables
 from raytrec.embeddings.planner.validation import HOST_RESERVE, host_room, validate_constraints
 
 ROWS = {"user": 100, "user_tag": 50, "item": 1000, "shop": 7}

@@ -22,7 +22,8 @@ from raytrec.embeddings.planner.footprint import GIB
 from raytrec.embeddings.planner.held import held, hot_bytes, hot_shares
 from raytrec.embeddings.planner.hosts import Place, host_memory, hosts_of
 from raytrec.embeddings.planner.machines import GPUS, MACHINES, Cluster, cluster_of, machine_of, network_of
-from raytrec.embeddings.planner.plan import describe, name_devices, plan_for, sharders, validated
+from raytrec.embeddings.planner.plan import describe, name_devices, plan_for, validated
+from raytrec.embeddings.planner.sharders import sharders
 from raytrec.embeddings.planner.validation import without_training
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.worker.build import build_step, plan_of
@@ -193,7 +194,7 @@ def test_shards_lie_on_the_gpus_that_ranks_have(ranks, local, sharding):
     assert on.ranks_per_host == local
     topology = Topology(len(ranks), "cuda", hbm_cap=on.memory, local_world_size=on.ranks_per_host)
     given = schema(), made, PooledEmbeddings(schema()), sharders()
-    plan = name_devices(plan_for(topology, resolve_constraints(made, schema()), *given), on.devices)
+    plan = name_devices(plan_for(on, topology, resolve_constraints(made, schema()), *given), on.devices)
     named = [
         str(shard.placement)
         for module in plan.plan.values()

@@ -10,7 +10,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from raytrec.embeddings.planner.constraints import TableConstraint
-from raytrec.embeddings.planner.plan import BagSharder
 from raytrec.embeddings.planner.search import (
     MOST_PLACED,
     MOST_SHARDS,
@@ -18,6 +17,7 @@ from raytrec.embeddings.planner.search import (
     estimate_once_per_size,
     narrow,
 )
+from raytrec.embeddings.planner.sharders import BagSharder
 
 ALL = ["table_wise", "row_wise", "data_parallel", "column_wise", "table_row_wise", "table_column_wise"]
 
