@@ -119,13 +119,13 @@ def plan(
     names = [name.strip() for name in (on or "").split(",") if name.strip()]
     clusters = [cluster_of(name) for name in names if name != ANY]
     if not names and not known:
-        clusters = [_described(config, hosts, gpus, memory_gib, host_memory_gib, disk_gib)]
+        clusters = [describe_hosts(config, hosts, gpus, memory_gib, host_memory_gib, disk_gib)]
     choices = list(MACHINES.values()) if ANY in names else [machine_of(name, str(prices)) for name in known]
     chosen = predict.choose(choices, known)
     return Plans(config, schema, [predict(cluster, remedies=True) for cluster in clusters], chosen, known)
 
 
-def _described(
+def describe_hosts(
     config: RunConfig,
     hosts: int | None,
     gpus: int | None,

@@ -53,6 +53,7 @@ class Prediction:
         time: None without rates.
         lacks: tiers that are too small.
         remedies: changes, each of which makes it fit.
+        name: as it is shown.
     """
 
     cluster: Cluster
@@ -64,6 +65,15 @@ class Prediction:
     tables_gib: tuple[float, float] = (0.0, 0.0)
     lacks: list[Lack] = field(default_factory=list)
     remedies: list[str] = field(default_factory=list)
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.cluster.name
+
+    @property
+    def lookups(self) -> list[float]:
+        """Ids that each rank looks up in a step; empty without a plan."""
+        return [sum(of_rank) for of_rank in zip(*self.loads.ids.values(), strict=True)] if self.loads else []
 
     @property
     def fits(self) -> bool:
@@ -82,19 +92,24 @@ class Predictor:
         self._config, self._schema, self._rates = config, schema, rates
         self._dense: dict[tuple, DenseWork] = {}
 
-    def __call__(self, cluster: Cluster, remedies: bool = False) -> Prediction:
+    def __call__(
+        self, cluster: Cluster, remedies: bool = False, tables: list[PlannedTable] | None = None
+    ) -> Prediction:
         """The prediction for a cluster.
 
         Args:
             remedies: whether to look what would help, if it does not fit.
+            tables: the plan; default: the one that a run would make.
         """
         config = _for(self._config, cluster)
-        found = self._predict(config, cluster)
+        found = self._predict(config, cluster, tables)
         if remedies and not found.fits:
             found.remedies = list(self._remedies(config, cluster))
         return found
 
-    def _predict(self, config: RunConfig, cluster: Cluster) -> Prediction:
+    def _predict(
+        self, config: RunConfig, cluster: Cluster, tables: list[PlannedTable] | None = None
+    ) -> Prediction:
         from raytrec.embeddings.planner.dry_run import dry_run
         from raytrec.embeddings.planner.loads import loads_of
         from raytrec.embeddings.planner.memory_by_part import memory_of
@@ -105,7 +120,7 @@ class Predictor:
         try:
             with catch_warnings():  # of what TorchRec will change
                 simplefilter("ignore", FutureWarning)
-                tables = dry_run(config, self._schema, cluster)
+                tables = tables or dry_run(config, self._schema, cluster)
         except ConfigError as refusal:
             return Prediction(cluster, refusal=refusal, tables_gib=self._tables_gib(config, cluster))
         lengths, shape = ids_of_features(self._schema, features), cluster.linked
@@ -226,13 +241,8 @@ def _for(config: RunConfig, cluster: Cluster) -> RunConfig:
 
 
 def _lacks(memory: Memory, cluster: Cluster) -> list[Lack]:
-    has = {
-        "device": cluster.memory_gib,
-        "host": cluster.host_memory_gib / cluster.gpus,
-        "disk": cluster.disk_gib / cluster.gpus,
-    }
     out = []
-    for tier, room in has.items():
+    for tier, room in cluster.rooms.items():
         sizes = memory.of(tier) / GIB
         if sizes.max() > room:
             out.append(Lack(tier, int(sizes.argmax()), float(sizes.max()), room))
