@@ -71,11 +71,6 @@ class Prediction:
         self.name = self.name or self.cluster.name
 
     @property
-    def lookups(self) -> list[float]:
-        """Ids that each rank looks up in a step; empty without a plan."""
-        return [sum(of_rank) for of_rank in zip(*self.loads.ids.values(), strict=True)] if self.loads else []
-
-    @property
     def fits(self) -> bool:
         return self.refusal is None and not self.lacks
 

@@ -61,10 +61,10 @@ def _recorded(found: Replan) -> Iterator[Any]:
     yield lines
     if len(order) > MOST_TABLES:
         yield f"and {len(order) - MOST_TABLES} tables that are looked up less"
-    lines = _side_by_side("ids that a rank looks up in a step", ["recorded", *names])
-    columns = [found.lookups, *(dict(enumerate(each.lookups)) for each in found.on)]
-    for rank in [*found.lookups][:MOST_RANKS]:
-        lines.add_row(f"rank {rank}", *(f"{its[rank]:,.0f}" if its else "–" for its in columns))
+    lines = _side_by_side("MB of rows that a rank looks up in a step", ["recorded", *names])
+    columns = [found.rank_bytes, *map(found.bytes_of, found.on)]
+    for rank in [*found.rank_bytes][:MOST_RANKS]:
+        lines.add_row(f"rank {rank}", *(f"{its[rank] / 1e6:,.2f}" if its else "–" for its in columns))
     lines.add_section()
     lines.add_row("balance", *(f"{balance_of(its.values()):.0%}" if its else "–" for its in columns))
     yield lines

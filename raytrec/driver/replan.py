@@ -21,6 +21,7 @@ from raytrec.driver.predict import Prediction, Predictor
 from raytrec.driver.preflight import check_fit
 from raytrec.driver.resume import stored_schema
 from raytrec.embeddings.planner.constraints import resolve_constraints
+from raytrec.embeddings.planner.footprint import DTYPE_BYTES
 from raytrec.embeddings.planner.machines import Cluster, cluster_of
 from raytrec.embeddings.planner.rates import Rates
 from raytrec.embeddings.planner.recorded import Recorded, with_recorded
@@ -37,8 +38,8 @@ class Replan(Plans):
     Attributes:
         run, now: of the run's plan, and of the one that it would be given now.
         expected, recorded: table → ids of a row, by the schema and as looked up.
-        lookups: recorded rank → ids that it has looked up in a step, with its last number of workers.
-        step_s: seconds of a step then, the median of intervals.
+        rank_bytes: recorded rank → bytes of rows that it has looked up in a step, with its last number of
+            workers; step_s: seconds of a step then, the median of intervals.
     """
 
     def __init__(
@@ -49,12 +50,12 @@ class Replan(Plans):
         now: Prediction,
         expected: dict[str, float],
         recorded: dict[str, float],
-        lookups: dict[int, float],
+        rank_bytes: dict[int, float],
         step_s: float,
     ):
         super().__init__(config, schema, [run, now], [], {})
         self.run, self.now, self.expected, self.recorded = run, now, expected, recorded
-        self.lookups, self.step_s = lookups, step_s
+        self.rank_bytes, self.step_s = rank_bytes, step_s
 
     @property
     def gain(self) -> float | None:
@@ -71,16 +72,31 @@ class Replan(Plans):
         if self.gain is not None:
             predicted = f"{self.run.time.step * 1e3:.2f} ms predicted"
             return f"{measured}, {predicted}; planned now: {self.gain:+.1%} rows/s"
-        more = max(self.now.lookups) / max(1.0, *self.run.lookups) - 1
-        return f"{measured}; planned now: {more:+.1%} ids on the busiest rank (times need --rates)"
+        run, now = (max(self.bytes_of(each).values()) for each in self.on)
+        return f"{measured}; planned now: {now / run - 1:+.1%} bytes on the busiest rank (times need --rates)"
+
+    def bytes_of(self, found: Prediction) -> dict[int, float]:
+        """Rank → bytes of rows that it would look up in a step; empty without a plan."""
+        world, lengths = found.cluster.world, self.expected | self.recorded
+        out = dict.fromkeys(range(world if found.tables else 0), 0.0)
+        for table in found.tables:
+            rows = world * table.rows if table.sharding_type == "data_parallel" else table.rows
+            of_row = (
+                self.config.data.global_batch_size * lengths[table.table] * DTYPE_BYTES[table.dtype] / rows
+            )
+            for rank, its_rows, columns in table.shards:
+                out[rank] += of_row * its_rows * columns
+        return out
 
     def metrics(self) -> dict[str, Any]:
         """Everything, as JSON has it."""
-        plans = {"run": self.run, "now": self.now}
-        return {name: self._of(each) | {"lookups": each.lookups} for name, each in plans.items()} | {
+        run, now = (self._of(each) | {"rank_bytes": self.bytes_of(each)} for each in self.on)
+        return {
+            "run": run,
+            "now": now,
             "gain": self.gain,
             "ids_of_a_row": {"expected": self.expected, "recorded": self.recorded},
-            "recorded": {"lookups": self.lookups, "step_s": self.step_s},
+            "recorded": {"rank_bytes": self.rank_bytes, "step_s": self.step_s},
         }
 
 
@@ -112,7 +128,7 @@ def replan(
     run = RunFolder.read(folder)
     schema, config = stored_schema(folder), load_config(str(folder / CONFIG), overrides, stored=True)
     workers = run.starts[-1].workers if run.starts else 0
-    lines = [line for line in skip_warmup(run.ranks) if line.world == workers]
+    lines = [line for line in skip_warmup(run.ranks) if line.world == workers and line.steps]
     lengths = Recorded(run.ranks).lengths(config, schema)
     if not lines or not lengths:
         raise RunError(
@@ -139,11 +155,11 @@ def replan(
     predict = Predictor(config, expecting, Rates.load(rates) if rates else None)
     of_plan, now = predict(cluster, tables=tables), predict(cluster, remedies=True)
     of_plan.name, now.name = "the run's plan", "planned now"
-    expected = lengths_of_tables(schema, resolve_features(schema, config.model))
-    lookups = {line.rank: line.added("lookups") / line.steps for line in sum_over_time(lines)}
+    of_features = lengths_of_tables(schema, resolve_features(schema, config.model))
+    expected = {table: sum(ids) for table, ids in of_features.items()}
+    rank_bytes = {line.rank: line.added("lookup_bytes") / line.steps for line in sum_over_time(lines)}
     slowest = [max(line.seconds / line.steps for line in ranks) for ranks in by_step(lines).values()]
-    summed = {table: sum(ids) for table, ids in expected.items()}
-    return Replan(config, expecting, of_plan, now, summed, lengths, lookups, median(slowest))
+    return Replan(config, expecting, of_plan, now, expected, lengths, rank_bytes, median(slowest))
 
 
 def balance_of(loads: Collection[float]) -> float:

@@ -15,6 +15,7 @@ from raytrec.embeddings.planner.recorded import Recorded, with_recorded
 from raytrec.worker.context import WorkerContext
 
 WAIT_S = 60.0
+SHOWN = 5  # tables, those that are looked up most
 INSTEAD = "plan.replan: planned by the schema's statistics, because"
 
 
@@ -38,9 +39,9 @@ def plan_by_records(context: WorkerContext, make: Callable[[Schema], ShardingPla
     except ConfigError as error:  # a restart does not fail for it
         context.report(Warn(text=f"{INSTEAD} by what the run has looked up: {error.what}"))
         return make(schema)
-    most = sorted(lengths, key=lambda table: -lengths[table])[:3]
+    most = sorted(lengths, key=lambda table: -lengths[table])[:SHOWN]
     shown = ", ".join(f"{table} {lengths[table]:.1f}" for table in most)
-    reason = f"by the ids of a row that the run has looked up in {len(lengths)} tables: at most {shown}"
+    reason = f"by the lookups of {len(lengths)} tables that the run has recorded: {shown} ids of a row"
     context.report(Event(event=REPLANNED, details={"reason": reason, "ids_of_a_row": lengths}))
     return plan
 

@@ -20,7 +20,7 @@ class Recorded:
 
     def __init__(self, messages: Iterable[Message] = ()):
         self.workers: set[int] = set()
-        self._sums: dict[str, tuple[float, float]] = {}  # table → values looked up; values held × steps
+        self._sums: dict[str, tuple[float, float]] = {}  # table → ids looked up; rows held × steps
         for message in messages:
             self.add(message)
 
@@ -30,22 +30,26 @@ class Recorded:
             self.workers.add(message.workers)
         elif isinstance(message, RankLine):
             for table, entry in message.tables.items():
-                columns, copies = entry.get("columns") or 0, message.world if entry.get("replicated") else 1
-                looked_up, held = self._sums.get(table, (0.0, 0.0))
-                looked_up += (entry.get("lookups") or 0) * columns
-                held += (entry.get("rows") or 0) * columns * message.steps / copies
-                self._sums[table] = looked_up, held
+                ids, held = self._sums.get(table, (0.0, 0.0))
+                steps = message.steps / (message.world if entry.get("replicated") else 1)
+                self._sums[table] = (
+                    ids + (entry.get("lookups") or 0),
+                    held + (entry.get("rows") or 0) * steps,
+                )
 
     def lengths(self, config: RunConfig, schema: Schema) -> dict[str, float]:
         """Table → ids of a row of the global batch, the mean over all recorded steps.
 
-        Shards of R rows and c columns that have looked up n ids in s steps count as Σ n·c ÷ Σ R·c·s of the
-        table's rows: shards of the same rows count once, and ranks that are not recorded
-        (messages.recorded_ranks) count as the recorded ones do.
+        A shard looks up the ids of its rows. Those of shards with the same rows count once, and ranks that
+        are not recorded (messages.recorded_ranks) count as the others do. On GPUs, ids that are read one by one
+        are looked up once a batch.
         """
         batch, tables = config.data.global_batch_size, schema.tables
-        sums = {table: each for table, each in self._sums.items() if table in tables and each[1]}
-        return {table: tables[table].rows * ids / held / batch for table, (ids, held) in sums.items()}
+        return {
+            table: tables[table].rows * ids / held / batch
+            for table, (ids, held) in self._sums.items()
+            if table in tables and held > 0 <= ids
+        }
 
 
 def with_recorded(config: RunConfig, schema: Schema, lengths: Mapping[str, float]) -> Schema:
