@@ -246,20 +246,16 @@ def plan(
     from raytrec.driver.print_plans import print_plans
     from raytrec.driver.replan import replan
 
-    overrides, machines = overrides or [], (on, hosts, gpus, memory_gib, host_memory_gib, disk_gib)
     if from_run and config and "=" in config:
-        config, overrides = None, [config, *overrides]
-    if bool(config) == bool(from_run) or (from_run and prices):
-        raise ConfigError(
-            f"{'--prices' if prices else 'CONFIG'} and --from-run exclude each other"
-            if from_run
-            else "no config was given",
-            expected="raytrec plan CONFIG, or raytrec plan --from-run RUN",
-        )
+        config, overrides = None, [config, *(overrides or [])]
+    if bool(config or prices) == bool(from_run):
+        what = "CONFIG and --prices exclude --from-run" if from_run else "no config was given"
+        raise ConfigError(what, expected="raytrec plan CONFIG, or raytrec plan --from-run RUN")
+    machines = on, hosts, gpus, memory_gib, host_memory_gib, disk_gib
     plans = (
-        replan(from_run, overrides, *machines, rates)
+        replan(from_run, overrides or [], rates, *machines)
         if from_run
-        else make(config, overrides, *machines, rates, prices)
+        else make(config, overrides or [], *machines, rates, prices)
     )
     if picture:
         draw(plans, picture)

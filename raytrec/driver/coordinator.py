@@ -12,14 +12,13 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from math import inf
 from time import monotonic, time
 from typing import Any
 
 from raytrec.cluster.session import on_node
 from raytrec.common.decoding import from_json
 from raytrec.common.messages import BEAT_S, Command, beat_s
+from raytrec.driver.members import Member, describe_gpu
 from raytrec.embeddings.planner.recorded import Recorded
 
 SILENT_S = 3.0  # without a heartbeat for so long (or for 3 of them), a process hangs, or has ended
@@ -32,56 +31,9 @@ PHASES = {
     "evaluate": "evaluating",
     "save": "saving",
 }
-# Where a GPU is in a step (common.messages.PHASES), from its beginning to its end.
-ON_GPU = {
-    "data": "waiting for data",
-    "copy": "waiting for its batch",
-    "input_exchange": "in the exchange of ids",
-    "forward": "in the forward pass",
-    "collectives": "in the exchange of embeddings",
-    "backward": "in the backward pass",
-    "optimizer": "in the optimizer",
-    "other": "",
-}
 LOST = "the run's coordinator, an actor on the driver's node, ended"
 # Phases with their own timeout (launch.PHASE_TIMEOUT_S): they may take long, and end or fail by themselves.
 SLOW_PHASES = ("start", "plan", "restore", "data", "evaluate", "save")
-
-
-@dataclass
-class Member:
-    """A rank: its process, and when it made how much progress.
-
-    Attributes:
-        node: its node's address; node_id: Ray's name of it.
-        phase: one of PHASES.
-        where: the place in the code, while no progress is made.
-        waiting: whether that place is a wait for other ranks.
-        unfinished: the step that its GPU has not finished, and the phase; None: it has, or there is none.
-    """
-
-    rank: int
-    pid: int
-    node: str
-    node_id: str
-    ticks: int = -1
-    step: int = 0
-    phase: str = "start"
-    where: str = ""
-    waiting: bool = False
-    unfinished: tuple[int, str] | None = None
-    beat_at: float = field(default_factory=monotonic)
-    progress_at: float = field(default_factory=monotonic)
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (pid {self.pid} on {self.node})"
-
-    @property
-    def behind(self) -> tuple[int, int, bool, float, int]:
-        """Sorts ranks: first the one that is behind; where hosts are level, the one whose GPU is."""
-        step, phase = self.unfinished or (inf, "")
-        place = list(ON_GPU).index(phase) if phase in ON_GPU else len(ON_GPU)
-        return self.step, self.ticks, self.waiting, step, place
 
 
 class Coordinator:
@@ -262,7 +214,8 @@ class Coordinator:
             what = f"{culprit} hangs: no heartbeat for {now - culprit.beat_at:.0f} s"
         elif culprit.unfinished:
             whose = "its GPU" if not others or len({m.unfinished for m in members}) > 1 else "all GPUs"
-            what = f"{culprit} has made no progress for {idle:.0f} s: {_on_gpu(whose, *culprit.unfinished)},"
+            where_gpu = describe_gpu(whose, *culprit.unfinished)
+            what = f"{culprit} has made no progress for {idle:.0f} s: {where_gpu},"
         elif culprit.waiting and len({m.ticks for m in members}) == 1:
             what = f"all ranks wait for one another for {idle:.0f} s; {culprit}"
         else:
@@ -279,12 +232,6 @@ class Coordinator:
         for member in self._members.values():
             if now - member.beat_at > self._silent_s:
                 ray.remote(_kill).options(**on_node(member.node_id)).remote(member.pid)
-
-
-def _on_gpu(whose: str, step: int, phase: str) -> str:
-    place = ON_GPU.get(phase, "")
-    verb = "have" if whose == "all GPUs" else "has"
-    return f"{whose} {verb} not finished step {step}" + (f" ({place})" if place else "")
 
 
 def _kill(pid: int) -> None:

@@ -87,24 +87,23 @@ class Predictor:
         self._config, self._schema, self._rates = config, schema, rates
         self._dense: dict[tuple, DenseWork] = {}
 
-    def __call__(
-        self, cluster: Cluster, remedies: bool = False, tables: list[PlannedTable] | None = None
-    ) -> Prediction:
+    def __call__(self, cluster: Cluster, remedies: bool = False) -> Prediction:
         """The prediction for a cluster.
 
         Args:
             remedies: whether to look what would help, if it does not fit.
-            tables: the plan; default: the one that a run would make.
         """
         config = _for(self._config, cluster)
-        found = self._predict(config, cluster, tables)
+        found = self._predict(config, cluster)
         if remedies and not found.fits:
             found.remedies = list(self._remedies(config, cluster))
         return found
 
-    def _predict(
-        self, config: RunConfig, cluster: Cluster, tables: list[PlannedTable] | None = None
-    ) -> Prediction:
+    def of_plan(self, cluster: Cluster, tables: list[PlannedTable]) -> Prediction:
+        """The prediction for a plan on a cluster."""
+        return self._predict(_for(self._config, cluster), cluster, tables)
+
+    def _predict(self, config: RunConfig, cluster: Cluster, tables: Any = None) -> Prediction:
         from raytrec.embeddings.planner.dry_run import dry_run
         from raytrec.embeddings.planner.loads import loads_of
         from raytrec.embeddings.planner.memory_by_part import memory_of
@@ -236,9 +235,9 @@ def _for(config: RunConfig, cluster: Cluster) -> RunConfig:
 
 
 def _lacks(memory: Memory, cluster: Cluster) -> list[Lack]:
-    out = []
-    for tier, room in cluster.rooms.items():
-        sizes = memory.of(tier) / GIB
-        if sizes.max() > room:
-            out.append(Lack(tier, int(sizes.argmax()), float(sizes.max()), room))
-    return out
+    needs = {tier: memory.of(tier) / GIB for tier in cluster.rooms}
+    return [
+        Lack(tier, int(needs[tier].argmax()), float(needs[tier].max()), room)
+        for tier, room in cluster.rooms.items()
+        if needs[tier].max() > room
+    ]

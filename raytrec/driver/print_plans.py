@@ -11,7 +11,7 @@ from raytrec.driver.predict import Prediction, price_of
 from raytrec.driver.replan import Replan, balance_of
 from raytrec.embeddings.planner.footprint import GIB
 
-MOST_RANKS, MOST_TABLES = 16, 30  # that are shown of a run
+MOST_RANKS = 16  # that are shown of a run
 TIER_NAMES = {"device": "GPU", "host": "host", "disk": "disk"}
 
 
@@ -45,22 +45,20 @@ def print_plans(plans: Plans) -> None:
 
 
 def _recorded(found: Replan) -> Iterator[Any]:
-    """The tables, and what ranks look up, of the run, by its plan and by the one of now."""
+    """Tables of what a run has recorded, by table and by rank, next to both plans."""
     from rich.table import Table
 
     from raytrec.common.terminal import plain
 
     names = [each.name for each in found.on]
-    lines = Table("table", "ids of a row", "recorded", *names)
-    plans = [{table.table: table for table in each.tables} for each in found.on]
-    order = sorted(found.recorded, key=lambda table: -found.recorded[table])
-    for table in order[:MOST_TABLES]:
-        places = [f"{t.sharding_type}: {ranges(t.ranks)}" if (t := its.get(table)) else "–" for its in plans]
-        ids = found.expected[table], found.recorded[table]
-        lines.add_row(plain(table), *(f"{each:.2f}" for each in ids), *places)
+    lines, plans = Table("table", "ids of a row", "recorded", *names), [each.tables for each in found.on]
+    places = [
+        {table.table: f"{table.sharding_type}: {ranges(table.ranks)}" for table in its} for its in plans
+    ]
+    for table, ids in sorted(found.recorded.items(), key=lambda item: -item[1]):
+        where = [its.get(table, "–") for its in places]
+        lines.add_row(plain(table), f"{found.expected[table]:.2f}", f"{ids:.2f}", *where)
     yield lines
-    if len(order) > MOST_TABLES:
-        yield f"and {len(order) - MOST_TABLES} tables that are looked up less"
     lines = _side_by_side("MB of rows that a rank looks up in a step", ["recorded", *names])
     columns = [found.rank_bytes, *map(found.bytes_of, found.on)]
     for rank in [*found.rank_bytes][:MOST_RANKS]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.messages import RANKS
@@ -32,60 +33,47 @@ if TYPE_CHECKING:
     from raytrec.embeddings.planner.dry_run import PlannedTable
 
 
+@dataclass(kw_only=True)
 class Replan(Plans):
-    """Two predictions by recorded statistics.
+    """Two predictions by recorded statistics: `on` has that of the run's plan, and of the one of now.
 
     Attributes:
-        run, now: of the run's plan, and of the one that it would be given now.
         expected, recorded: table → ids of a row, by the schema and as looked up.
         rank_bytes: recorded rank → bytes of rows that it has looked up in a step, with its last number of
             workers; step_s: seconds of a step then, the median of intervals.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        schema: Schema,
-        run: Prediction,
-        now: Prediction,
-        expected: dict[str, float],
-        recorded: dict[str, float],
-        rank_bytes: dict[int, float],
-        step_s: float,
-    ):
-        super().__init__(config, schema, [run, now], [], {})
-        self.run, self.now, self.expected, self.recorded = run, now, expected, recorded
-        self.rank_bytes, self.step_s = rank_bytes, step_s
+    expected: dict[str, float]
+    recorded: dict[str, float]
+    rank_bytes: dict[int, float]
+    step_s: float
 
     @property
     def gain(self) -> float | None:
         """The share of rows/s by which the plan of now is ahead; None: a time is not known."""
-        run, now = self.run.time, self.now.time
+        run, now = (each.time for each in self.on)
         return now.rows_per_s / run.rows_per_s - 1 if run and now else None
 
     @property
     def summary(self) -> str:
         """The measured step, and what a new plan would gain, in sentences."""
-        measured = f"a step took {self.step_s * 1e3:.2f} ms (median)"
-        if not self.now.tables:
+        (run, now), measured = self.on, f"a step took {self.step_s * 1e3:.2f} ms (median)"
+        if now.refusal:
             return f"{measured}; no plan is found now"
         if self.gain is not None:
-            predicted = f"{self.run.time.step * 1e3:.2f} ms predicted"
-            return f"{measured}, {predicted}; planned now: {self.gain:+.1%} rows/s"
-        run, now = (max(self.bytes_of(each).values()) for each in self.on)
-        return f"{measured}; planned now: {now / run - 1:+.1%} bytes on the busiest rank (times need --rates)"
+            return f"{measured}, {run.time.step * 1e3:.2f} predicted; planned now: {self.gain:+.1%} rows/s"
+        more = max(self.bytes_of(now).values()) / max(1.0, *self.bytes_of(run).values()) - 1
+        return f"{measured}; planned now: {more:+.1%} bytes on the busiest rank (times need --rates)"
 
     def bytes_of(self, found: Prediction) -> dict[int, float]:
         """Rank → bytes of rows that it would look up in a step; empty without a plan."""
-        world, lengths = found.cluster.world, self.expected | self.recorded
+        world, batch = found.cluster.world, self.config.data.global_batch_size
         out = dict.fromkeys(range(world if found.tables else 0), 0.0)
         for table in found.tables:
             rows = world * table.rows if table.sharding_type == "data_parallel" else table.rows
-            of_row = (
-                self.config.data.global_batch_size * lengths[table.table] * DTYPE_BYTES[table.dtype] / rows
-            )
+            ids = batch * (self.expected | self.recorded)[table.table]
             for rank, its_rows, columns in table.shards:
-                out[rank] += of_row * its_rows * columns
+                out[rank] += ids * its_rows / rows * columns * DTYPE_BYTES[table.dtype]
         return out
 
     def metrics(self) -> dict[str, Any]:
@@ -103,20 +91,16 @@ class Replan(Plans):
 def replan(
     place: str | Path,
     overrides: list[str],
-    on: str | None = None,
-    hosts: int | None = None,
-    gpus: int | None = None,
-    memory_gib: float = 80,
-    host_memory_gib: float | None = None,
-    disk_gib: float | None = None,
     rates: str | Path | None = None,
+    on: str | None = None,
+    *hosts: Any,
 ) -> Replan:
     """The plan of a run next to the one that it would be given now.
 
     Args:
         place: the run folder.
-        on: its machines; default: hosts that the next five describe, with the run's workers.
-        overrides, hosts, gpus, memory_gib, host_memory_gib, disk_gib, rates: as in plan.plan.
+        overrides, rates: as in plan.plan.
+        on: its machines; default: `hosts`, arguments of plan.describe_hosts.
 
     Raises:
         RunError: it is not a run, has recorded no lookups, or its plan is not one of its tables.
@@ -141,8 +125,7 @@ def replan(
     of_run = {"num_workers": workers, "device": "cpu" if on_cpu else "cuda"}
     config = config.model_copy(update={"scaling": config.scaling.model_copy(update=of_run)})
     check_fit(config, schema, here=False)
-    described = hosts, gpus, memory_gib, host_memory_gib, disk_gib
-    cluster = cluster_of(on) if on else describe_hosts(config, *described)
+    cluster = cluster_of(on) if on else describe_hosts(config, *hosts)
     if cluster.world != workers:
         raise ConfigError(
             f"{cluster.name} has {cluster.world} GPUs, the run {workers} workers",
@@ -153,13 +136,21 @@ def replan(
     tables = _planned(run, config, schema, cluster)
     expecting = with_recorded(config, schema, lengths)
     predict = Predictor(config, expecting, Rates.load(rates) if rates else None)
-    of_plan, now = predict(cluster, tables=tables), predict(cluster, remedies=True)
+    of_plan, now = predict.of_plan(cluster, tables), predict(cluster, remedies=True)
     of_plan.name, now.name = "the run's plan", "planned now"
     of_features = lengths_of_tables(schema, resolve_features(schema, config.model))
     expected = {table: sum(ids) for table, ids in of_features.items()}
     rank_bytes = {line.rank: line.added("lookup_bytes") / line.steps for line in sum_over_time(lines)}
     slowest = [max(line.seconds / line.steps for line in ranks) for ranks in by_step(lines).values()]
-    return Replan(config, expecting, of_plan, now, expected, lengths, rank_bytes, median(slowest))
+    return Replan(
+        config=config,
+        schema=expecting,
+        on=[of_plan, now],
+        expected=expected,
+        recorded=lengths,
+        rank_bytes=rank_bytes,
+        step_s=median(slowest),
+    )
 
 
 def balance_of(loads: Collection[float]) -> float:
@@ -202,16 +193,15 @@ def _planned(run: RunFolder, config: RunConfig, schema: Schema, cluster: Cluster
 
     constraints, out = resolve_constraints(config, schema), []
     try:
-        if {*run.plan} != {*schema.tables}:
-            odd = sorted({*run.plan} ^ {*schema.tables})
+        if odd := sorted({*run.plan} ^ {*schema.tables}):
             raise ValueError(f"tables of only one of plan and schema: {', '.join(odd)}")
-        for name, values in run.plan.items():
-            entry, spec = Entry.model_validate(values), schema.tables[name]
+        for name, spec in schema.tables.items():
+            entry = Entry.model_validate(run.plan[name])
             shards = entry.shards(spec.rows, spec.dim, cluster)
-            kind, ranks = (entry.sharding_type, entry.compute_kernel), sorted({rank for rank, _, _ in shards})
+            kinds, ranks = (entry.sharding_type, entry.compute_kernel), sorted({each[0] for each in shards})
             dtype = constraints[name].dtype
-            out.append(PlannedTable(name, spec.rows, spec.dim, *kind, ranks, shards, dtype))
-    except (ValidationError, ValueError) as error:
+            out.append(PlannedTable(name, spec.rows, spec.dim, *kinds, ranks, shards, dtype))
+    except ValueError as error:
         raise RunError(
             f"the plan does not fit the run: {' '.join(str(error).split())}",
             where=str(run.path / PLAN),

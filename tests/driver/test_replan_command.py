@@ -48,10 +48,10 @@ def test_recorded_lookups_give_a_better_plan(run, rates):
     assert found.expected == dict.fromkeys(IDS, 1) and found.recorded == pytest.approx(IDS)
     # The run's: t0, t2, t4 on rank 0; now the two long ones are apart
     assert found.rank_bytes == pytest.approx({0: 41 * ROW_BYTES, 1: 3 * ROW_BYTES})
-    assert found.bytes_of(found.run) == pytest.approx(found.rank_bytes)
-    assert found.bytes_of(found.now) == pytest.approx({0: 22 * ROW_BYTES, 1: 22 * ROW_BYTES})
+    assert found.bytes_of(found.on[0]) == pytest.approx(found.rank_bytes)
+    assert found.bytes_of(found.on[1]) == pytest.approx({0: 22 * ROW_BYTES, 1: 22 * ROW_BYTES})
     assert balance_of(found.rank_bytes.values()) == pytest.approx(22 / 41)
-    assert found.gain > 0.3 and found.now.time.step < found.run.time.step
+    assert found.gain > 0.3 and found.on[1].time.step < found.on[0].time.step
     assert found.step_s == pytest.approx(0.05), "the slowest rank's"
     statistics = with_recorded(found.config, schema_of(), found.recorded).statistics["f0"]
     assert statistics.mean_length == pytest.approx(20) and statistics.hottest == [0.1, 0.4]
@@ -76,16 +76,16 @@ def test_it_is_printed_side_by_side(run, rates, capsys):
 
 def test_a_change_of_the_plan_is_tried(run):
     found = replan(run, ["plan.sharding_types=[row_wise]"])
-    assert {table.sharding_type for table in found.now.tables} == {"row_wise"}
-    assert {table.sharding_type for table in found.run.tables} == {"table_wise"}
+    assert {table.sharding_type for table in found.on[1].tables} == {"row_wise"}
+    assert {table.sharding_type for table in found.on[0].tables} == {"table_wise"}
 
 
 @pytest.mark.parametrize(
     "arguments,message",
     [
         ([], "no config was given"),
-        (["config.yaml", "--from-run", "RUN"], "CONFIG and --from-run exclude each other"),
-        (["--from-run", "RUN", "--prices", "p.yaml"], "--prices and --from-run exclude each other"),
+        (["config.yaml", "--from-run", "RUN"], "CONFIG and --prices exclude --from-run"),
+        (["--from-run", "RUN", "--prices", "p.yaml"], "CONFIG and --prices exclude --from-run"),
         (["--from-run", "nowhere"], "there is no such run folder"),
         (["--from-run", "RUN", "--on", "8xh200"], "1x8xh200 has 8 GPUs, the run 2 workers"),
         (["--from-run", "RUN", "plan.shardings=1"], "plan.shardings"),
@@ -147,7 +147,9 @@ def test_shards_are_known_from_plan_json_and_lengths_from_shards(tmp_path, kind,
     lines = lines_of(tables, workers)
     assert Recorded(lines).lengths(config, schema) == pytest.approx(IDS)
     found = Prediction(cluster, tables)
-    rank_bytes = Replan(config, schema, found, found, IDS, IDS, {}, 1.0).bytes_of(found)
+    figures = {"expected": IDS, "recorded": IDS, "rank_bytes": {}, "step_s": 1.0}
+    made = Replan(config=config, schema=schema, on=[found, found], **figures)
+    rank_bytes = made.bytes_of(found)
     assert rank_bytes == pytest.approx({line.rank: line.added("lookup_bytes") / 10 for line in lines})
 
 

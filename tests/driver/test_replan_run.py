@@ -141,7 +141,7 @@ def test_a_plan_by_recorded_lookups_that_does_not_fit_is_not_taken(interrupted, 
         interrupted, tmp_path / "run", "plan.replan=on_resize", f"plan.memory_gib={least / 1024}"
     )
     assert {*plan} == {*IDS} and events == []
-    assert "planned by the schema's statistics, because by what the run has looked up: no plan for 6" in (
+    assert "planned by the schema's statistics in spite of plan.replan: no plan for 6" in (
         " ".join(capfd.readouterr().err.split())
     )
 

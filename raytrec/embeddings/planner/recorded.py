@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import ceil
 
 from raytrec.common.messages import Message, RankLine, Start
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Statistics
+
+UNKNOWN = Statistics(mean_length=0, p99_length=0, max_length=0, distinct=0)
 
 
 class Recorded:
@@ -41,8 +42,8 @@ class Recorded:
         """Table → ids of a row of the global batch, the mean over all recorded steps.
 
         A shard looks up the ids of its rows. Those of shards with the same rows count once, and ranks that
-        are not recorded (messages.recorded_ranks) count as the others do. On GPUs, ids that are read one by one
-        are looked up once a batch.
+        are not recorded (messages.recorded_ranks) count as the others do. On GPUs, ids that are read one by
+        one are looked up once a batch.
         """
         batch, tables = config.data.global_batch_size, schema.tables
         return {
@@ -66,10 +67,6 @@ def with_recorded(config: RunConfig, schema: Schema, lengths: Mapping[str, float
         if spec.table in lengths:
             of_table = [expected[each] for each, other in schema.sparse.items() if other.table == spec.table]
             share = expected[name] / sum(of_table) if sum(of_table) else 1 / len(of_table)
-            mean = lengths[spec.table] * share
-            most = ceil(mean)
-            known = schema.statistics.get(name) or Statistics(
-                mean_length=mean, p99_length=most, max_length=most, distinct=0
-            )
-            statistics[name] = known.model_copy(update={"mean_length": mean})
+            known = schema.statistics.get(name, UNKNOWN)
+            statistics[name] = known.model_copy(update={"mean_length": lengths[spec.table] * share})
     return schema.model_copy(update={"statistics": schema.statistics | statistics})
