@@ -14,8 +14,6 @@ from raytrec.config.schema import Schema
 from raytrec.embeddings.planner.recorded import Recorded, with_recorded
 from raytrec.worker.context import WorkerContext
 
-SHOWN = 5  # tables, those that are looked up most
-
 
 def plan_by_records(context: WorkerContext, make: Callable[[Schema], ShardingPlan]) -> ShardingPlan:
     """The plan by what the run has looked up, if plan.replan asks for that and the run has had another number
@@ -41,7 +39,7 @@ def plan_by_records(context: WorkerContext, make: Callable[[Schema], ShardingPla
     except ConfigError as error:  # a restart does not fail for it
         context.report(Warn(text=f"planned by the schema's statistics in spite of plan.replan: {error.what}"))
         return make(schema)
-    most = sorted(lengths, key=lambda table: -lengths[table])[:SHOWN]
+    most = sorted(lengths, key=lambda table: -lengths[table])[:5]
     shown = ", ".join(f"{table} {lengths[table]:.1f}" for table in most)
     reason = f"by the lookups of {len(lengths)} tables that the run has recorded: {shown} ids of a row"
     context.report(Event(event=REPLANNED, details={"reason": reason, "ids_of_a_row": lengths}))
