@@ -99,7 +99,7 @@ def replan(
 
     Args:
         place: the run folder.
-        overrides, rates: as in plan.plan.
+        overrides, rates: as in plan.plan, for both.
         on: its machines; default: `hosts`, arguments of plan.describe_hosts.
 
     Raises:
@@ -110,10 +110,11 @@ def replan(
 
     folder = existing_run(place)
     run = RunFolder.read(folder)
-    schema, config = stored_schema(folder), load_config(str(folder / CONFIG), overrides, stored=True)
+    schema, before = stored_schema(folder), load_config(str(folder / CONFIG), stored=True)
+    config = load_config(before, overrides)
     workers = run.starts[-1].workers if run.starts else 0
     lines = [line for line in skip_warmup(run.ranks) if line.world == workers and line.steps]
-    lengths = Recorded(run.ranks).lengths(config, schema)
+    lengths = Recorded(run.ranks).lengths(before, schema)
     if not lines or not lengths:
         raise RunError(
             "the run has recorded no lookups since its workers began",
@@ -155,7 +156,7 @@ def replan(
 
 def balance_of(loads: Collection[float]) -> float:
     """The mean of ranks ÷ the most; 1: even."""
-    return sum(loads) / len(loads) / max(loads) if loads and max(loads) else 1.0
+    return sum(loads) / len(loads) / max(loads) if max(loads) else 1.0
 
 
 class Entry(Section):

@@ -78,6 +78,7 @@ def test_a_change_of_the_plan_is_tried(run):
     found = replan(run, ["plan.sharding_types=[row_wise]"])
     assert {table.sharding_type for table in found.on[1].tables} == {"row_wise"}
     assert {table.sharding_type for table in found.on[0].tables} == {"table_wise"}
+    assert replan(run, [f"data.global_batch_size={BATCH // 2}"]).recorded == pytest.approx(IDS)
 
 
 @pytest.mark.parametrize(
