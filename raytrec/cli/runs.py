@@ -192,8 +192,16 @@ def doctor(
 
 
 def plan(
-    config: Annotated[str, typer.Argument(metavar="CONFIG")],
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]")] = None,
     overrides: Overrides = None,
+    from_run: Annotated[
+        str | None,
+        typer.Option(
+            "--from-run",
+            metavar="RUN",
+            help="Instead of CONFIG: the plan of this run, next to one by the ids that it has looked up.",
+        ),
+    ] = None,
     on: Annotated[
         str | None,
         typer.Option(
@@ -232,12 +240,23 @@ def plan(
     json: Json = False,
 ):
     """Predict sharding, memory and time on machines that are not here; needs the schema, no data."""
+    from raytrec.common.errors import ConfigError
     from raytrec.driver.plan import draw
     from raytrec.driver.plan import plan as make
     from raytrec.driver.print_plans import print_plans
+    from raytrec.driver.replan import replan
 
+    if from_run and config and "=" in config:
+        config, overrides = None, [config, *(overrides or [])]
+    if bool(config or prices) == bool(from_run):
+        what = "CONFIG and --prices exclude --from-run" if from_run else "no config was given"
+        raise ConfigError(what, expected="raytrec plan CONFIG, or raytrec plan --from-run RUN")
     machines = on, hosts, gpus, memory_gib, host_memory_gib, disk_gib
-    plans = make(config, overrides or [], *machines, rates, prices)
+    plans = (
+        replan(from_run, overrides or [], rates, *machines)
+        if from_run
+        else make(config, overrides or [], *machines, rates, prices)
+    )
     if picture:
         draw(plans, picture)
     print_json(plans.metrics()) if json else print_plans(plans)

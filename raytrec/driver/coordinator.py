@@ -12,13 +12,14 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from math import inf
 from time import monotonic, time
 from typing import Any
 
 from raytrec.cluster.session import on_node
+from raytrec.common.decoding import from_json
 from raytrec.common.messages import BEAT_S, Command, beat_s
+from raytrec.driver.members import Member, describe_gpu
+from raytrec.embeddings.planner.recorded import Recorded
 
 SILENT_S = 3.0  # without a heartbeat for so long (or for 3 of them), a process hangs, or has ended
 PHASES = {
@@ -30,56 +31,9 @@ PHASES = {
     "evaluate": "evaluating",
     "save": "saving",
 }
-# Where a GPU is in a step (common.messages.PHASES), from its beginning to its end.
-ON_GPU = {
-    "data": "waiting for data",
-    "copy": "waiting for its batch",
-    "input_exchange": "in the exchange of ids",
-    "forward": "in the forward pass",
-    "collectives": "in the exchange of embeddings",
-    "backward": "in the backward pass",
-    "optimizer": "in the optimizer",
-    "other": "",
-}
 LOST = "the run's coordinator, an actor on the driver's node, ended"
 # Phases with their own timeout (launch.PHASE_TIMEOUT_S): they may take long, and end or fail by themselves.
 SLOW_PHASES = ("start", "plan", "restore", "data", "evaluate", "save")
-
-
-@dataclass
-class Member:
-    """A rank: its process, and when it made how much progress.
-
-    Attributes:
-        node: its node's address; node_id: Ray's name of it.
-        phase: one of PHASES.
-        where: the place in the code, while no progress is made.
-        waiting: whether that place is a wait for other ranks.
-        unfinished: the step that its GPU has not finished, and the phase; None: it has, or there is none.
-    """
-
-    rank: int
-    pid: int
-    node: str
-    node_id: str
-    ticks: int = -1
-    step: int = 0
-    phase: str = "start"
-    where: str = ""
-    waiting: bool = False
-    unfinished: tuple[int, str] | None = None
-    beat_at: float = field(default_factory=monotonic)
-    progress_at: float = field(default_factory=monotonic)
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (pid {self.pid} on {self.node})"
-
-    @property
-    def behind(self) -> tuple[int, int, bool, float, int]:
-        """Sorts ranks: first the one that is behind; where hosts are level, the one whose GPU is."""
-        step, phase = self.unfinished or (inf, "")
-        place = list(ON_GPU).index(phase) if phase in ON_GPU else len(ON_GPU)
-        return self.step, self.ticks, self.waiting, step, place
 
 
 class Coordinator:
@@ -90,21 +44,34 @@ class Coordinator:
         patience_s: the same for what may take long (SLOW_PHASES).
         again: asked whether this is one that takes the place of another, whose process has ended. What that
             one knew is lost: ranks learn that their group is unknown, end, and are started again.
+        recorded: what the run has looked up before, to which is added what ranks report; None: no rank asks.
     """
 
-    def __init__(self, hang_timeout_s: float, patience_s: float, again: Callable[[], bool] = lambda: False):
+    def __init__(
+        self,
+        hang_timeout_s: float,
+        patience_s: float,
+        again: Callable[[], bool] = lambda: False,
+        recorded: Recorded | None = None,
+    ):
         self._hang_s, self._patience_s = hang_timeout_s, patience_s
         self._messages: asyncio.Queue = asyncio.Queue()
         self._members: dict[int, Member] = {}
         self._attempt, self._attempts, self._command = "", 0, Command.GO
         self._cause = LOST if again() else ""
         self._look: asyncio.Task | None = None
-        self._beat_s = BEAT_S
+        self._beat_s, self._recorded = BEAT_S, recorded
 
     # Messages: ranks and policies put, the driver gets.
 
     def put(self, message: dict[str, Any]) -> None:
         self._messages.put_nowait(message)
+        if self._recorded is not None:
+            self._recorded.add(from_json(message))
+
+    async def recorded(self) -> Recorded | None:
+        """What the run has looked up, as far as ranks have reported it."""
+        return self._recorded
 
     async def get(self, timeout: float) -> list[dict[str, Any]]:
         """All messages so far; waits for the first."""
@@ -247,7 +214,8 @@ class Coordinator:
             what = f"{culprit} hangs: no heartbeat for {now - culprit.beat_at:.0f} s"
         elif culprit.unfinished:
             whose = "its GPU" if not others or len({m.unfinished for m in members}) > 1 else "all GPUs"
-            what = f"{culprit} has made no progress for {idle:.0f} s: {_on_gpu(whose, *culprit.unfinished)},"
+            where_gpu = describe_gpu(whose, *culprit.unfinished)
+            what = f"{culprit} has made no progress for {idle:.0f} s: {where_gpu},"
         elif culprit.waiting and len({m.ticks for m in members}) == 1:
             what = f"all ranks wait for one another for {idle:.0f} s; {culprit}"
         else:
@@ -266,12 +234,6 @@ class Coordinator:
                 ray.remote(_kill).options(**on_node(member.node_id)).remote(member.pid)
 
 
-def _on_gpu(whose: str, step: int, phase: str) -> str:
-    place = ON_GPU.get(phase, "")
-    verb = "have" if whose == "all GPUs" else "has"
-    return f"{whose} {verb} not finished step {step}" + (f" ({place})" if place else "")
-
-
 def _kill(pid: int) -> None:
     from raytrec.compat.ray_core import is_ray_process
 
@@ -279,13 +241,13 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
+def start_coordinator(hang_timeout_s: float, patience_s: float, recorded: Recorded | None = None) -> Any:
     """A Coordinator as an actor on this node, which ends with the driver; Ray restarts it if it dies."""
     import ray
 
     here = on_node(ray.get_runtime_context().get_node_id())
     actor = ray.remote(Coordinator).options(max_concurrency=1000, max_restarts=-1, **here)
-    return actor.remote(hang_timeout_s, patience_s, _is_again)
+    return actor.remote(hang_timeout_s, patience_s, _is_again, recorded)
 
 
 def _is_again() -> bool:

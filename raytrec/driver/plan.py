@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ ENOUGH_GIB = 1e6  # of a disk whose size is not given
 ANY = "any"  # --on: of every machine as many as it takes
 
 
+@dataclass(kw_only=True)
 class Plans:
     """The predictions of one command.
 
@@ -29,15 +30,11 @@ class Plans:
         prices: machine → price an hour.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        schema: Schema,
-        on: list[Prediction],
-        chosen: list[Prediction],
-        prices: dict[str, float],
-    ):
-        self.config, self.schema, self.on, self.chosen, self.prices = config, schema, on, chosen, prices
+    config: RunConfig
+    schema: Schema
+    on: list[Prediction]
+    chosen: list[Prediction] = field(default_factory=list)
+    prices: dict[str, float] = field(default_factory=dict)
 
     def cheapest(self) -> Prediction | None:
         """Of the chosen ones with a price."""
@@ -57,10 +54,11 @@ class Plans:
     def _of(self, found: Prediction) -> dict[str, Any]:
         from raytrec.embeddings.planner.memory_by_part import TIERS
 
-        memory: dict[str, dict[str, list[float]]] = {tier: {} for tier in TIERS}
-        for (tier, part), sizes in found.memory.parts.items() if found.memory else ():
-            memory[tier][part] = (sizes / GIB).tolist()
-        cluster = found.cluster
+        cluster, parts = found.cluster, found.memory.parts if found.memory else {}
+        memory = {
+            tier: {part: (sizes / GIB).tolist() for (place, part), sizes in parts.items() if place == tier}
+            for tier in TIERS
+        }
         return {
             "name": cluster.name,
             "hosts": cluster.hosts,
@@ -119,21 +117,22 @@ def plan(
     names = [name.strip() for name in (on or "").split(",") if name.strip()]
     clusters = [cluster_of(name) for name in names if name != ANY]
     if not names and not known:
-        clusters = [_described(config, hosts, gpus, memory_gib, host_memory_gib, disk_gib)]
+        clusters = [describe_hosts(config, hosts, gpus, memory_gib, host_memory_gib, disk_gib)]
     choices = list(MACHINES.values()) if ANY in names else [machine_of(name, str(prices)) for name in known]
     chosen = predict.choose(choices, known)
-    return Plans(config, schema, [predict(cluster, remedies=True) for cluster in clusters], chosen, known)
+    on_these = [predict(cluster, remedies=True) for cluster in clusters]
+    return Plans(config=config, schema=schema, on=on_these, chosen=chosen, prices=known)
 
 
-def _described(
+def describe_hosts(
     config: RunConfig,
-    hosts: int | None,
-    gpus: int | None,
-    memory_gib: float,
-    host_memory_gib: float | None,
-    disk_gib: float | None,
+    hosts: int | None = None,
+    gpus: int | None = None,
+    memory_gib: float = 80,
+    host_memory_gib: float | None = None,
+    disk_gib: float | None = None,
 ) -> Cluster:
-    """The hosts that options describe."""
+    """The hosts that options describe; see `plan`."""
     workers = config.scaling.max_workers
     gpus = gpus or min(8, workers)
     hosts = hosts or -(-workers // gpus)

@@ -53,6 +53,7 @@ class Prediction:
         time: None without rates.
         lacks: tiers that are too small.
         remedies: changes, each of which makes it fit.
+        name: as it is shown.
     """
 
     cluster: Cluster
@@ -64,6 +65,10 @@ class Prediction:
     tables_gib: tuple[float, float] = (0.0, 0.0)
     lacks: list[Lack] = field(default_factory=list)
     remedies: list[str] = field(default_factory=list)
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.cluster.name
 
     @property
     def fits(self) -> bool:
@@ -95,7 +100,11 @@ class Predictor:
             found.remedies = list(self._remedies(config, cluster))
         return found
 
-    def _predict(self, config: RunConfig, cluster: Cluster) -> Prediction:
+    def of_plan(self, cluster: Cluster, tables: list[PlannedTable]) -> Prediction:
+        """The prediction for a plan on a cluster."""
+        return self._predict(_for(self._config, cluster), cluster, tables)
+
+    def _predict(self, config: RunConfig, cluster: Cluster, tables: Any = None) -> Prediction:
         from raytrec.embeddings.planner.dry_run import dry_run
         from raytrec.embeddings.planner.loads import ids_of_features, loads_of
         from raytrec.embeddings.planner.memory_by_part import memory_of
@@ -105,7 +114,7 @@ class Predictor:
         try:
             with catch_warnings():  # of what TorchRec will change
                 simplefilter("ignore", FutureWarning)
-                tables = dry_run(config, self._schema, cluster, self._dense_layers(config))
+                tables = tables or dry_run(config, self._schema, cluster, self._dense_layers(config))
         except ConfigError as refusal:
             return Prediction(cluster, refusal=refusal, tables_gib=self._tables_gib(config, cluster))
         lengths, shape = ids_of_features(self._schema, features), cluster.linked
@@ -236,14 +245,9 @@ def _for(config: RunConfig, cluster: Cluster) -> RunConfig:
 
 
 def _lacks(memory: Memory, cluster: Cluster) -> list[Lack]:
-    has = {
-        "device": cluster.memory_gib,
-        "host": cluster.host_memory_gib / cluster.gpus,
-        "disk": cluster.disk_gib / cluster.gpus,
-    }
-    out = []
-    for tier, room in has.items():
-        sizes = memory.of(tier) / GIB
-        if sizes.max() > room:
-            out.append(Lack(tier, int(sizes.argmax()), float(sizes.max()), room))
-    return out
+    needs = {tier: memory.of(tier) / GIB for tier in cluster.rooms}
+    return [
+        Lack(tier, int(needs[tier].argmax()), float(needs[tier].max()), room)
+        for tier, room in cluster.rooms.items()
+        if needs[tier].max() > room
+    ]

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from raytrec.common.formatting import ranges
 from raytrec.driver.plan import ENOUGH_GIB, Plans
 from raytrec.driver.predict import Prediction, price_of
+from raytrec.driver.replan import Replan, balance_of
 from raytrec.embeddings.planner.footprint import GIB
 
+MOST_RANKS = 16  # that are shown of a run
 TIER_NAMES = {"device": "GPU", "host": "host", "disk": "disk"}
 
 
 def print_plans(plans: Plans) -> None:
-    """The predictions on stdout: tables of one cluster; memory and time of all side by side; what does not
-    fit; the choice."""
+    """The predictions on stdout: tables of one cluster, or what a run has recorded; memory and time of all
+    side by side; what does not fit; the choice, or what the run would gain."""
     from raytrec.common.terminal import open_console
 
     console = open_console()
     shown = plans.on or plans.chosen
+    if isinstance(plans, Replan):
+        for lines in _recorded(plans):
+            console.print(lines)
     if len(shown) == 1 and shown[0].tables:
         console.print(_tables(plans, shown[0]))
     if any(each.memory for each in shown):
@@ -28,12 +34,38 @@ def print_plans(plans: Plans) -> None:
     for each in shown:
         for line in _troubles(each):
             console.print(line, soft_wrap=True, markup=False)
+    if isinstance(plans, Replan):
+        console.print(plans.summary, soft_wrap=True)
     if plans.chosen:
         least, cheapest = plans.chosen[0], plans.cheapest()
         console.print(f"smallest: {least.cluster.name}", soft_wrap=True)
         if cheapest:
             price = price_of(cheapest, plans.prices)
             console.print(f"cheapest: {cheapest.cluster.name}, {price:,.2f} an hour", soft_wrap=True)
+
+
+def _recorded(found: Replan) -> Iterator[Any]:
+    """Tables of what a run has recorded, by table and by rank, next to both plans."""
+    from rich.table import Table
+
+    from raytrec.common.terminal import plain
+
+    names = [each.name for each in found.on]
+    lines, plans = Table("table", "ids of a row", "recorded", *names), [each.tables for each in found.on]
+    places = [
+        {table.table: f"{table.sharding_type}: {ranges(table.ranks)}" for table in its} for its in plans
+    ]
+    for table, ids in sorted(found.recorded.items(), key=lambda item: -item[1]):
+        where = [its.get(table, "–") for its in places]
+        lines.add_row(plain(table), f"{found.expected[table]:.2f}", f"{ids:.2f}", *where)
+    yield lines
+    lines = _side_by_side("MB of rows that a rank looks up in a step", ["recorded", *names])
+    columns = [found.rank_bytes, *map(found.bytes_of, found.on)]
+    for rank in [*found.rank_bytes][:MOST_RANKS]:
+        lines.add_row(f"rank {rank}", *(f"{its[rank] / 1e6:,.2f}" if its else "–" for its in columns))
+    lines.add_section()
+    lines.add_row("balance", *(f"{balance_of(its.values()):.0%}" if its else "–" for its in columns))
+    yield lines
 
 
 def _tables(plans: Plans, found: Prediction) -> Any:
@@ -63,12 +95,8 @@ def _tables(plans: Plans, found: Prediction) -> Any:
 
 def _memory(shown: list[Prediction]) -> Any:
     """GiB of the fullest rank, part by part; of the host a rank's share."""
-    from rich.table import Table
-
     keys = list(dict.fromkeys(key for each in shown if each.memory for key in each.memory.parts))
-    lines = Table(title="GiB of a rank, at most", title_justify="left")
-    for column in ("", *(each.cluster.name for each in shown)):
-        lines.add_column(column, justify="right" if column else "left")
+    lines = _side_by_side("GiB of a rank, at most", [each.name for each in shown])
     for tier, name in TIER_NAMES.items():
         parts = [part for place, part in keys if place == tier]
         if not parts:
@@ -80,6 +108,15 @@ def _memory(shown: list[Prediction]) -> Any:
     return lines
 
 
+def _side_by_side(title: str, names: list[str]) -> Any:
+    from rich.table import Table
+
+    lines = Table(title=title, title_justify="left")
+    for column in ("", *names):
+        lines.add_column(column, justify="right" if column else "left")
+    return lines
+
+
 def _gib(found: Prediction, tier: str, part: str | None = None) -> str:
     if not found.memory:
         return "–"
@@ -88,25 +125,15 @@ def _gib(found: Prediction, tier: str, part: str | None = None) -> str:
 
 
 def _has(shown: list[Prediction], tier: str) -> str:
-    rooms = [
-        {
-            "device": each.cluster.memory_gib,
-            "host": each.cluster.host_memory_gib / each.cluster.gpus,
-            "disk": each.cluster.disk_gib / each.cluster.gpus,
-        }[tier]
-        for each in shown
-    ]
+    rooms = [each.cluster.rooms[tier] for each in shown]
+    rooms = rooms if len({*rooms}) > 1 else rooms[:1]
     return ", ".join(f"{room:.0f}" if room < ENOUGH_GIB / 1000 else "enough" for room in rooms)
 
 
 def _time(plans: Plans, shown: list[Prediction]) -> Any:
-    from rich.table import Table
-
     from raytrec.embeddings.planner.step_time import PARTS
 
-    lines = Table(title="ms of a step", title_justify="left")
-    for column in ("", *(each.cluster.name for each in shown)):
-        lines.add_column(column, justify="right" if column else "left")
+    lines = _side_by_side("ms of a step", [each.name for each in shown])
     times = [each.time for each in shown]
     for part in PARTS:
         lines.add_row(part, *(f"{time.parts[part] * 1e3:.2f}" if time else "–" for time in times))
@@ -128,7 +155,7 @@ def _cost(found: Prediction, prices: dict[str, float]) -> str:
 
 def _troubles(found: Prediction) -> list[str]:
     """What does not fit, by how much, and what would make it fit."""
-    name, lines = found.cluster.name, []
+    name, lines = found.name, []
     if found.refusal:
         lines.append(f"{name} does not fit: {found.refusal.what}; expected {found.refusal.expected}")
         needs, has = found.tables_gib

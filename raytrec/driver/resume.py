@@ -12,6 +12,7 @@ import yaml
 from raytrec.checkpoint.files import newest
 from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.common.formatting import flatten
+from raytrec.common.messages import EVENTS, RANKS
 from raytrec.common.reading import json_values, read_bytes, read_text
 from raytrec.common.storage import absolute
 from raytrec.config.run_config import RunConfig, load_config
@@ -20,6 +21,8 @@ from raytrec.config.trust import code_in, is_ours, not_ours, refuse_code
 from raytrec.data.contents import Content, differences, fingerprint, written_again
 from raytrec.data.fragments import Dataset
 from raytrec.driver.recorder import RESULT, write_json
+from raytrec.embeddings.planner.recorded import Recorded
+from raytrec.tracking.run_folder import SCHEMA, RunFolder
 
 DATA = "data.json"  # in the run folder: what the data held when the run began
 
@@ -169,8 +172,8 @@ def check_same_data(
     Raises:
         ConfigError, DataError: a change that would alter the result.
     """
-    file = folder / "schema.yaml"
-    if _trained(schema) != _trained(Schema.stored(_text(file), str(file))):
+    if _trained(schema) != _trained(stored_schema(folder)):
+        file = folder / SCHEMA
         raise ConfigError(
             "the schema has changed since the run began",
             where=f"data.schema, {file}",
@@ -219,9 +222,25 @@ def _noted(folder: Path) -> dict[str, list[Content]]:
         return {}
 
 
-def _text(file: Path) -> str:
+def read_recorded(config: RunConfig) -> Recorded | None:
+    """What a run has looked up so far, for plan.replan; None: its plan does not depend on it."""
+    if config.plan.replan == "never":
+        return None
+    run = RunFolder(config.run.dir, files=(EVENTS, RANKS))
+    with suppress(OSError):  # then nothing was recorded, for which no run fails
+        run.read_new()
+    return Recorded([*run.starts, *run.ranks])
+
+
+def stored_schema(folder: Path) -> Schema:
+    """The schema of a run.
+
+    Raises:
+        RunError: it cannot be read. SchemaError: it is not a schema.
+    """
+    file = folder / SCHEMA
     try:
-        return read_text(file)
+        return Schema.stored(read_text(file), str(file))
     except OSError as error:
         raise RunError(
             f"{file.name} of the run cannot be read: {error.strerror}",

@@ -45,6 +45,7 @@ def build_step(
     fill: bool = True,
     steps: int = 0,
     objective: type[Objective] = Objective,
+    plan_by: Callable[[Callable[[Schema], ShardingPlan]], ShardingPlan] | None = None,
 ) -> tuple[Step, ShardingPlan]:
     """Model, plan, optimizers and pipeline of this rank; a collective.
 
@@ -54,6 +55,7 @@ def build_step(
         fill: whether tables get their initial values; a checkpoint that is read next brings others.
         steps: of the whole run; 0: nothing is trained.
         objective: what becomes of the model's logits.
+        plan_by: chooses by which schema's statistics the given function plans; default: `schema`.
     """
     require_gradient_division()
     prepare_process(config.train)
@@ -67,7 +69,12 @@ def build_step(
     if config.train.activation_checkpointing:
         checkpoint_activations(model.head.model)
     fuse(model.embeddings.collections, optimizers, device.type)
-    plan = make_plan(model, sharders_for_planning(config, schema, world), schema, config, device)
+    offered = sharders_for_planning(config, schema, world)
+
+    def plan_for(expected: Schema) -> ShardingPlan:
+        return make_plan(model, offered, expected, config, device)
+
+    plan = plan_by(plan_for) if plan_by else plan_for(schema)
     codecs = make_codecs(config, widths_of(plan), world)
     shares = hot_shares(
         held(shards_of(plan, schema, world), config, schema, device.type), config, schema, world

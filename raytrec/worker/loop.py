@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from raytrec.common import messages
 from raytrec.config.run_config import RunConfig
 from raytrec.data.order import Order
@@ -25,6 +27,7 @@ def train_worker(task: WorkerTask) -> None:
     from raytrec.worker.observers import make_observers
     from raytrec.worker.process import freeze_gc
     from raytrec.worker.progress import EarlyStopping, Progress
+    from raytrec.worker.replan import plan_by_records
 
     context = WorkerContext.enter(task)
     config, order = task.config, train_order(task.config)
@@ -34,7 +37,8 @@ def train_worker(task: WorkerTask) -> None:
     context.enter_phase("building the model", "plan")
     if config.train.compile:
         context.heartbeat.watch_compiler()
-    step, plan = build_step(config, task.schema, context.device, fill=False, steps=total)
+    plan_by = partial(plan_by_records, context)
+    step, plan = build_step(config, task.schema, context.device, fill=False, steps=total, plan_by=plan_by)
     selection = Selection.of_config(config, task.schema)
     window = Sums(selection, context.device)
     state, progress = LogicalState(step.model, step.optimizer), Progress(window)

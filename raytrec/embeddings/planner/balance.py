@@ -74,7 +74,7 @@ class Balancer:
         counter: of the tables' loads.
         options: every way in which TorchRec may shard the tables, with the storage of each shard.
         room: bytes of each rank that tables may take, of (GPU, host, disk), float64 [ranks, 3].
-        kernels: table → the kernel that it will have, whatever the planner says.
+        kernels: table → the kernel that it will have, whatever the planner has chosen.
         linked: (groups, ranks of each) that fast links join.
         local: ranks that TorchRec takes for one host.
     """

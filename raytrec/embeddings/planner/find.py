@@ -34,7 +34,7 @@ from raytrec.embeddings.planner.partitioner import ConstrainedPartitioner
 from raytrec.embeddings.planner.rates import Rates
 from raytrec.embeddings.planner.search import Enumerator, GreedyProposer, narrow
 
-RESERVED = 0.15  # of each GPU, for dense layers, activations and the rest
+RESERVED_SHARE = 0.15  # of each GPU, for dense layers, activations and the rest
 COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 Constraints = dict[str, TableConstraint]
 
@@ -86,7 +86,7 @@ class Finder:
 
         with catch_warnings():  # that it may reserve too much
             simplefilter("ignore", FutureWarning)
-            reserved = HeuristicalStorageReservation(RESERVED)
+            reserved = HeuristicalStorageReservation(RESERVED_SHARE)
         of_all = Enumerator(self.topology, batch, of_torchrec, fused, on_disk)
 
         def balance(plan: list[ShardingOption]) -> list[ShardingOption]:

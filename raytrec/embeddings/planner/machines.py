@@ -155,6 +155,15 @@ class Cluster(NamedTuple):
         return self.hosts * self.gpus
 
     @property
+    def rooms(self) -> dict[str, float]:
+        """Tier (memory_by_part.TIERS) → GiB of a rank, of its host a share."""
+        return {
+            "device": self.memory_gib,
+            "host": self.host_memory_gib / self.gpus,
+            "disk": self.disk_gib / self.gpus,
+        }
+
+    @property
     def linked(self) -> tuple[int, int]:
         """(groups, GPUs of each) that links within a host, or NVLink over hosts, join."""
         return linked(self.hosts, self.gpus, [self.machine.gpu] if self.machine else [])
