@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from documents import fill, keep
-from plan_cases import CASES, SCHEMAS, WAYS, config_of
+from plan_cases import CASES, PLANNERS, SCHEMAS, WAYS, config_of
 from rank_group import Ranks
 from rich.console import Console
 from rich.table import Table
@@ -157,6 +157,16 @@ def summary(rows: list[Row]) -> dict[str, float]:
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         groups.setdefault((row.ranks, row.schema), []).append(row)
+    chosen = {(row.ranks, row.schema, row.way): row for row in rows if row.way in PLANNERS}
+    pairs = [
+        (row, chosen[ranks, schema, "balanced"])
+        for (ranks, schema, way), row in chosen.items()
+        if way == "torchrec"
+    ]
+    ratios = [
+        [getattr(ours, name) / getattr(theirs, name) for theirs, ours in pairs]
+        for name in ("ms", "predicted_ms")
+    ]
     choices = [group for group in groups.values() if len(group) > 1]
     good = [
         min(group, key=lambda row: row.predicted_ms).ms <= 1.05 * min(row.ms for row in group)
@@ -171,6 +181,11 @@ def summary(rows: list[Row]) -> dict[str, float]:
         "time_error_median": statistics.median(abs(row.time_error) for row in rows),
         "rank_correlation": float(np.corrcoef(*places)[0, 1]),
         "best_picked": sum(good) / len(good),
+        **{
+            f"balanced_{name}": statistics.geometric_mean(of) if of else 1.0
+            for name, of in zip(("measured", "predicted"), ratios, strict=True)
+        },
+        "balanced_worst": max(ratios[0], default=1.0),
     }
 
 
@@ -198,6 +213,8 @@ def words(found: dict[str, float]) -> str:
         f"time off by {time:.1%} (median)",
         f"rank correlation {places:.2f}",
         f"the best plan or one within 5 % of it picked in {picked:.0%}",
+        f"balanced plans' steps are {found['balanced_measured']:.3f} of TorchRec's in the geometric mean "
+        f"({found['balanced_predicted']:.3f} predicted; the worst {found['balanced_worst']:.3f})",
     )
     return ", ".join(parts)
 

@@ -48,11 +48,12 @@ SCHEMAS: dict[str, tuple[Schema, dict[str, Any], int]] = {
         384,
     ),
 }
+PLANNERS = ("torchrec", "balanced")  # which may choose
 WAYS = {
     1: ("table_wise", "data_parallel"),
-    2: ("table_wise", "row_wise", "column_wise", "mixed"),
-    3: ("table_wise", "row_wise"),
-    4: ("table_wise", "row_wise", "mixed"),
+    2: ("table_wise", "row_wise", "column_wise", "mixed", *PLANNERS),
+    3: ("table_wise", "row_wise", *PLANNERS),
+    4: ("table_wise", "row_wise", "mixed", *PLANNERS),
 }
 
 
@@ -69,7 +70,7 @@ class PlanCase:
 CASES = {
     f"{name} {way}": PlanCase(*of_schema, way)
     for name, of_schema in SCHEMAS.items()
-    for way in ("table_wise", "row_wise", "column_wise", "data_parallel", "mixed")
+    for way in ("table_wise", "row_wise", "column_wise", "data_parallel", "mixed", *PLANNERS)
 }
 
 
@@ -79,7 +80,8 @@ def ids_of(case: PlanCase, feature: str) -> int:
 
 
 def config_of(case: PlanCase, world: int) -> RunConfig:
-    """Its configuration; mixed: the largest tables by rows, the smallest copied, the rest whole."""
+    """Its configuration. torchrec, balanced: as the planner chooses; mixed: the largest tables by rows, the
+    smallest copied, the rest whole."""
     ways = {name: case.way for name in case.schema.tables}
     if case.way == "mixed":
         sizes = {name: table.rows * table.dim for name, table in case.schema.tables.items()}
@@ -92,7 +94,9 @@ def config_of(case: PlanCase, world: int) -> RunConfig:
         "scaling": {"num_workers": world, "device": "cpu"},
         "model": case.model,
         "optim": {"embeddings": {"name": "adagrad"}, "dense": {"name": "adagrad"}},
-        "plan": {"tables": {name: {"sharding_type": way} for name, way in ways.items()}},
+        "plan": {"tables": {name: {"sharding_type": way} for name, way in ways.items()}}
+        if case.way not in PLANNERS
+        else {"sharding_types": ["table_wise", "row_wise", "column_wise"], "balance": case.way == "balanced"},
         "checkpoint": {"async_save": False},
         "tracking": {"every_steps": None},
     }

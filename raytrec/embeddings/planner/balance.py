@@ -24,7 +24,7 @@ from raytrec.embeddings.planner.rates import Rates
 from raytrec.embeddings.planner.step_time import StepTime, step_time
 
 WORTH = 0.01  # of a step: another plan than TorchRec's is to be shorter by as much
-TIE = 0.1  # weight of all parts together, beside the step that is the longest of its chains
+TIE = 0.1  # weight of all parts together: of two steps that wait for the host, the one with less to do
 LARGEST = (1.0, 0.5, 0.25, 0.0)  # of a rank's mean time, the time of a shard that need not be cut further
 LOOKED_AT, MOST_LOOKED_AT = 8, 400  # changes that are rated at once, and in all for one plan
 OF_TABLES = ("lookup", "input exchange", "output exchange", "all-reduce")

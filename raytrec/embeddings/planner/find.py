@@ -91,7 +91,7 @@ class Finder:
 
         def balance(plan: list[ShardingOption]) -> list[ShardingOption]:
             options = of_all.enumerate(self.model, self.sharders)
-            for fewer in _finer_cuts(of_torchrec, {option.name: option.tensor.shape[1] for option in plan}):
+            for fewer in finer_cuts(of_torchrec, {option.name: option.tensor.shape[1] for option in plan}):
                 cut = Enumerator(self.topology, batch, of_torchrec | fewer, fused, on_disk)
                 found = cut.enumerate(self.model, self.sharders)
                 options += [of for of in found if of.name in fewer and of.sharding_type in COLUMN_TYPES]
@@ -181,7 +181,7 @@ class Finder:
         )
 
 
-def _finer_cuts(
+def finer_cuts(
     constraints: dict[str, ParameterConstraints], dims: dict[str, int]
 ) -> Iterator[dict[str, ParameterConstraints]]:
     """Of tables that may be cut by columns, constraints in which they are cut into 2, 4, 8, … parts, as long
