@@ -123,7 +123,7 @@ def test_names_are_shown_as_they_are(name):
     config = RunConfig.model_validate({"data": {"train": "d/train"}})
     schema = a_schema(sparse={"a": {"table": name}}, tables={name: {"rows": 1, "dim": 4}})
     table = PlannedTable(name, 1, 4, "row_wise", "fused", [0], [(0, 1, 4)], "fp32")
-    planned = Plans(config, schema, [Prediction(Cluster(1, 1, 80, 160, 100), [table])], [], {})
+    planned = Plans(config=config, schema=schema, on=[Prediction(Cluster(1, 1, 80, 160, 100), [table])])
     out = io.StringIO()
     with redirect_stdout(out), redirect_stderr(out), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Console, "is_terminal", True)
