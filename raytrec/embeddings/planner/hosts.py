@@ -147,14 +147,15 @@ def capacity(hosts: Hosts, device: str, memory: int, room: int) -> dict:
     return {"ddr_cap": memory, "ssd_cap": hosts.disk_share, **CPU_BANDWIDTHS}
 
 
-def rates_of(hosts: Hosts, device: str) -> Rates | None:
+def rates_of(hosts: Hosts, device: str, world: int) -> Rates | None:
     """What ranks reach by the data sheet of their slowest GPU; None: there are GPUs without one.
 
     Args:
         device: cpu or cuda.
+        world: number of ranks.
     """
     if device == "cpu":
-        return Rates.of_cpu()
+        return Rates.of_cpu(world)
     known = {name: gpu.memory for name in hosts.gpus if (gpu := known_gpu(name))}
     if not known or len(known) < len(hosts.gpus):
         return None

@@ -107,7 +107,7 @@ def plan_for(
         dense: weights of the dense layers.
         constraints, topology: of `validated`.
     """
-    rates = rates_of(hosts, topology.compute_device)
+    rates = rates_of(hosts, topology.compute_device, topology.world_size)
     shape = linked(topology.world_size // topology.local_world_size, topology.local_world_size, hosts.gpus)
     work = guess_dense_work(dense, -(-config.data.global_batch_size // topology.world_size))
     return Finder(topology, schema, config, model, sharders, work, rates, shape).find(constraints)

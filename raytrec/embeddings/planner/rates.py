@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,15 +136,17 @@ class Rates:
         return cls.of_gpu(machine.gpu, machine.network_of_gpu)
 
     @classmethod
-    def of_cpu(cls) -> Rates:
-        """Orders of magnitude: of two ranks with a core each (benchmarks/results/plan.json), and of 10 Gb/s
-        between hosts."""
+    def of_cpu(cls, world: int) -> Rates:
+        """Orders of magnitude: of two ranks with a core each (benchmarks/results/plan.json), of hosts with as
+        many cores as this one, and 10 Gb/s between them. Sums over three and four ranks take about
+        (ranks − 1)² times as long to begin there."""
+        rings = (world - 1) ** 2
         by_value, by_row = LookupRates(1.8e-10, 2.1e-7, 2.3e-5), LookupRates(3.6e-11, 5e-7, 3e-5)
         return cls(
             source="two ranks on CPU",
             device="cpu",
             ranks=2,
-            cores=0,
+            cores=len(os.sched_getaffinity(0)),
             copy=15e9,
             stream=7e9,
             lookup={
@@ -153,7 +156,12 @@ class Rates:
                 "dense": LookupRates(2e-11, 4e-9, 4e-5),
             },
             matrix={"fp32": 160e9, "tf32": 160e9, "bf16": 470e9},
-            latency_s={"all_to_all": 6e-4, "reduce_scatter": 12e-4, "all_gather": 3e-4, "all_reduce": 4e-4},
+            latency_s={
+                "all_to_all": 6e-4,
+                "reduce_scatter": 12e-4 * rings,
+                "all_gather": 3e-4 * rings,
+                "all_reduce": 4e-4 * rings,
+            },
             bandwidth={
                 "all_to_all": 1.4e9,
                 "reduce_scatter": 0.6e9,
