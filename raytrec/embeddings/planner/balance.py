@@ -100,7 +100,6 @@ class Balancer:
         self._base = counter.none()
         self._base.groups.update({("", option.sharding_type): 1 for option in options})
         self._idle = np.array(self._time(self._base).busy)
-        self._known: dict[tuple, tuple[np.ndarray, float]] = {}
         self._ways: dict[str, list[Way]] = {}
         for option in options:
             self._ways.setdefault(option.name, []).append(self._way(option))
@@ -150,22 +149,18 @@ class Balancer:
 
     def _way(self, option: ShardingOption) -> Way:
         needs = np.array([[s.storage.hbm, s.storage.ddr, s.storage.ssd] for s in option.shards], float)
-        count, kind = len(option.shards), option.sharding_type
-        features = tuple(sorted(option.input_lengths)), option.num_inputs
-        sizes = tuple(sorted({tuple(shard.size) for shard in option.shards}))
-        key = (kind, self._kernels.get(option.name) or option.compute_kernel, count, sizes, features)
-        if key not in self._known or self._schema.statistics:
-            self._counter.add(self._base, self._table(option, range(count)))
-            extra = np.array(self._time(self._base).busy) - self._idle
-            self._counter.add(self._base, self._table(option, range(count)), -1)
-            spread = float(extra[count:].min()) if count < self._world else 0.0
-            self._known[key] = np.maximum(0.0, extra[:count] - spread), spread
-        return Way(option, needs, *self._known[key])
+        count = len(option.shards)
+        table = self._table(option, range(count))
+        self._counter.add(self._base, table)
+        extra = np.array(self._time(self._base).busy) - self._idle
+        self._counter.add(self._base, table, -1)
+        spread = float(extra[count:].min()) if count < self._world else 0.0
+        return Way(option, needs, np.maximum(0.0, extra[:count] - spread), spread)
 
     def _table(self, option: ShardingOption, ranks: Iterable[int]) -> PlannedTable:
         rows, dim = option.tensor.shape
         shards = [(rank, *shard.size) for rank, shard in zip(ranks, option.shards, strict=True)]
-        kernel = self._kernels.get(option.name) or option.compute_kernel
+        kernel = self._kernels.get(option.name, option.compute_kernel)
         what = option.sharding_type, kernel, [rank for rank, *_ in shards], shards
         return PlannedTable(option.name, rows, dim, *what, self._constraints[option.name].dtype)
 
@@ -308,7 +303,7 @@ class Balancer:
             for way in self._ways[name]:
                 to = self._place(way, busy, room)
                 if to and (way.option is not now.option or set(to) != set(ranks)):
-                    yield self._after(busy, (way, to)), [(way, to)]
+                    yield self._after(busy, way, to), [(way, to)]
         yield from self._swaps(plan, slow, [name for name in here if len(plan.of[name][1]) == 1])
 
     def _swaps(
@@ -330,9 +325,7 @@ class Balancer:
                         yield float(after), [(mine, (rank,)), (theirs, (slow,))]
 
     @staticmethod
-    def _after(busy: np.ndarray, *placed: tuple[Way, tuple[int, ...]]) -> float:
-        out = busy.copy()
-        for way, ranks in placed:
-            out[list(ranks)] += way.own
-            out += way.spread
+    def _after(busy: np.ndarray, way: Way, ranks: tuple[int, ...]) -> float:
+        out = busy + way.spread
+        out[list(ranks)] += way.own
         return float(out.max() + TIE * out.mean())

@@ -83,6 +83,8 @@ class Finder:
         batch = -(-self.config.data.global_batch_size // self.topology.world_size)
         on_disk = {table for table, constraint in constraints.items() if constraint.kernel == MMAP_KERNEL}
         partitioner = ConstrainedPartitioner(constraints)
+        given = {table: each.kernel for table, each in constraints.items() if each.kernel}
+        kernels = {table: "dense" for table in constraints if table not in fused} | given
 
         with catch_warnings():  # that it may reserve too much
             simplefilter("ignore", FutureWarning)
@@ -95,7 +97,9 @@ class Finder:
                 cut = Enumerator(self.topology, batch, of_torchrec | fewer, fused, on_disk)
                 found = cut.enumerate(self.model, self.sharders)
                 options += [of for of in found if of.name in fewer and of.sharding_type in COLUMN_TYPES]
-            return self._balancer(constraints, options, reserved.last_reserved_topology).improve(plan)
+            return self._balancer(constraints, kernels, options, reserved.last_reserved_topology).improve(
+                plan
+            )
 
         balanced = self.rates and self.config.plan.balance and self.topology.world_size > 1
         planner = EmbeddingShardingPlanner(
@@ -118,8 +122,7 @@ class Finder:
         # run all the same.
         for module in plan.plan.values():
             for table, spec in module.items():
-                planned = spec.compute_kernel if table in fused else "dense"
-                spec.compute_kernel = constraints[table].kernel or planned
+                spec.compute_kernel = kernels.get(table, spec.compute_kernel)
         return plan
 
     def _for_torchrec(self, constraints: Constraints) -> dict[str, ParameterConstraints]:
@@ -148,12 +151,14 @@ class Finder:
         }
 
     def _balancer(
-        self, constraints: Constraints, options: Sequence[ShardingOption], reserved: Topology
+        self,
+        constraints: Constraints,
+        kernels: dict[str, str],
+        options: Sequence[ShardingOption],
+        reserved: Topology,
     ) -> Balancer:
         features = resolve_features(self.schema, self.config.model)
-        lengths, fused = ids_of_features(self.schema, features), self._fused()
-        kernels = {table: each.kernel for table, each in constraints.items() if each.kernel}
-        kernels |= {table: "dense" for table in constraints if table not in fused}
+        lengths = ids_of_features(self.schema, features)
         storage = [device.storage for device in reserved.devices]
         return Balancer(
             self.config,

@@ -40,8 +40,8 @@ class Loads:
             forward and backward together.
         arrived: of an all-to-all, bytes that each rank gets from its host and from other hosts (two numbers).
         gradients: bytes of dense gradients of tables, which replicas add up.
-        groups: ways of sharding, for each of which ids and sums travel apart → shards' tables; replicated:
-            bytes of gradients of tables that are copied to all ranks (one number).
+        groups: ways of sharding, for each of which ids and sums travel apart → how many tables have it.
+        replicated: bytes of gradients of tables that are copied to all ranks (one number).
         row_values: values of a row's inputs that reach the dense layers; row_ids: its ids (numbers).
     """
 
