@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +32,7 @@ from rich.table import Table
 from raytrec.doctor.measure import rates_from
 from raytrec.doctor.probe import CLOCKS
 from raytrec.driver.predict import Predictor
+from raytrec.embeddings.planner.held import PlannedTable
 from raytrec.embeddings.planner.machines import Cluster
 
 HERE = Path(__file__).parent
@@ -39,12 +40,16 @@ RESULTS = HERE / "results" / "plan.json"
 BUSY = 1.5
 NOT_HERE = ("process", "read ahead", "checkpoint copies")  # parts that no rank of this benchmark has
 STEPS = 12
+FIGURES = ("ms", "predicted_ms", "mib", "predicted_mib")
 MiB = 2**20
 
 
 @dataclass
 class Row:
-    """A plan; milliseconds and MiB of the rank with most."""
+    """A plan; milliseconds and MiB of the rank with most.
+
+    `plan` is what it is: two ways that lead to one plan have been measured twice.
+    """
 
     ranks: int
     schema: str
@@ -53,6 +58,7 @@ class Row:
     predicted_ms: float
     mib: float
     predicted_mib: float
+    plan: str
 
     @property
     def time_error(self) -> float:
@@ -136,8 +142,19 @@ def predict(measured: Measured, clock: str) -> list[Row]:
         sizes = sum(size for (_, part), size in found.memory.parts.items() if part not in NOT_HERE)
         step = found.time.step if clock == CLOCKS[0] else critical(found.time.busy)
         times = 1e3 * took(turns, clock), 1e3 * step
-        rows.append(Row(world, schema, way, *times, measured.memory[name] / MiB, float(sizes.max()) / MiB))
+        memory = measured.memory[name] / MiB, float(sizes.max()) / MiB
+        rows.append(Row(world, schema, way, *times, *memory, placement(found.tables)))
     return rows
+
+
+def placement(tables: list[PlannedTable]) -> str:
+    """What a plan is, whatever its ranks are called: they are equal, and on one host."""
+    names: dict[int, int] = {}
+    of_tables = [
+        (table.sharding_type, [(names.setdefault(rank, len(names)), *size) for rank, *size in table.shards])
+        for table in tables
+    ]
+    return repr(of_tables)
 
 
 def took(turns: list[Any], clock: str) -> float:
@@ -155,16 +172,23 @@ def critical(busy: list[float]) -> float:
 def summary(rows: list[Row]) -> dict[str, float]:
     """The figures that count."""
     groups: dict[tuple, list[Row]] = {}
-    for row in rows:
+    plans = of_plans(rows)
+    for row in plans:
         groups.setdefault((row.ranks, row.schema), []).append(row)
-    chosen = {(row.ranks, row.schema, row.way): row for row in rows if row.way in PLANNERS}
+    of_plan = {(row.ranks, row.schema, row.plan): row for row in plans}
+    chosen = {
+        (row.ranks, row.schema, row.way): of_plan[row.ranks, row.schema, row.plan]
+        for row in rows
+        if row.way in PLANNERS
+    }
     pairs = [
         (row, chosen[ranks, schema, "balanced"])
         for (ranks, schema, way), row in chosen.items()
         if way == "torchrec"
     ]
+    others = [(theirs, ours) for theirs, ours in pairs if ours is not theirs]
     ratios = [
-        [getattr(ours, name) / getattr(theirs, name) for theirs, ours in pairs]
+        [getattr(ours, name) / getattr(theirs, name) for theirs, ours in others]
         for name in ("ms", "predicted_ms")
     ]
     choices = [group for group in groups.values() if len(group) > 1]
@@ -175,7 +199,8 @@ def summary(rows: list[Row]) -> dict[str, float]:
     measured, predicted = ([getattr(row, name) for row in rows] for name in ("ms", "predicted_ms"))
     places = [np.argsort(np.argsort(values)) for values in (measured, predicted)]
     return {
-        "plans": len(rows),
+        "ways": len(rows),
+        "plans": len(plans),
         "memory_within_5": sum(abs(row.memory_error) <= 0.05 for row in rows),
         "memory_error_max": max(abs(row.memory_error) for row in rows),
         "time_error_median": statistics.median(abs(row.time_error) for row in rows),
@@ -186,7 +211,20 @@ def summary(rows: list[Row]) -> dict[str, float]:
             for name, of in zip(("measured", "predicted"), ratios, strict=True)
         },
         "balanced_worst": max(ratios[0], default=1.0),
+        "balanced": len(others),
+        "pairs": len(pairs),
     }
+
+
+def of_plans(rows: list[Row]) -> list[Row]:
+    """Rows of different plans: of one that several ways have led to, the mean of their figures."""
+    same: dict[tuple, list[Row]] = {}
+    for row in rows:
+        same.setdefault((row.ranks, row.schema, row.plan), []).append(row)
+    return [
+        replace(of[0], **{name: statistics.mean(getattr(row, name) for row in of) for name in FIGURES})
+        for of in same.values()
+    ]
 
 
 def cells(row: Row) -> list[str]:
@@ -209,12 +247,13 @@ def words(found: dict[str, float]) -> str:
     memory, time = found["memory_error_max"], found["time_error_median"]
     picked, places = found["best_picked"], found["rank_correlation"]
     parts = (
-        f"{found['plans']} plans: memory within {memory:.1%} ({found['memory_within_5']} within 5 %)",
+        f"{found['ways']} rows of {found['plans']} plans: memory within {memory:.1%} ({found['memory_within_5']} within 5 %)",
         f"time off by {time:.1%} (median)",
         f"rank correlation {places:.2f}",
         f"the best plan or one within 5 % of it picked in {picked:.0%}",
-        f"balanced plans' steps are {found['balanced_measured']:.3f} of TorchRec's in the geometric mean "
-        f"({found['balanced_predicted']:.3f} predicted; the worst {found['balanced_worst']:.3f})",
+        f"{found['balanced']} of {found['pairs']} balanced plans are others than TorchRec's, and their steps "
+        f"{found['balanced_measured']:.3f} of those in the geometric mean ({found['balanced_predicted']:.3f} "
+        f"predicted; the worst {found['balanced_worst']:.3f})",
     )
     return ", ".join(parts)
 
