@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,15 +32,20 @@ class Sequence(NamedTuple):
     lengths: torch.Tensor | None = None
 
 
+IDS = "ids that were looked up"  # among a model's inputs, where it reads any: feature → int64 [B, L]
+
+
 class Sequences:
     """Makes a model's inputs of what was looked up, where sequences are read id by id.
 
     Args:
         features: of the run.
+        with_ids: features whose ids the model is given, too (ModelSection.reads_ids).
     """
 
-    def __init__(self, features: Features):
+    def __init__(self, features: Features, with_ids: Collection[str] = ()):
         self._lengths, self._keys = dict(features.sequences), features.keys
+        self._with_ids = tuple(with_ids)
 
     def __call__(
         self,
@@ -48,7 +53,7 @@ class Sequences:
         sparse: KeyedJaggedTensor,
         side_features: Mapping[str, torch.Tensor] | None = None,
         lengths: torch.Tensor | None = None,
-    ) -> dict[str, torch.Tensor | Sequence]:
+    ) -> dict[str, Any]:
         """The inputs by feature.
 
         Args:
@@ -59,7 +64,7 @@ class Sequences:
         """
         known_FB = None if lengths is None else lengths.view(len(self._keys), -1)
         lengths_FB = sparse.lengths().view(len(self._keys), -1)
-        inputs: dict[str, torch.Tensor | Sequence] = dict(embeddings)
+        inputs: dict[str, Any] = dict(embeddings)
         for feature, length in self._lengths.items():
             places_L = torch.arange(length, device=lengths_FB.device)
             place = self._keys.index(feature)
@@ -69,7 +74,20 @@ class Sequences:
             if side_features and feature in side_features:
                 beside = side_by_side(side_features[feature], lengths_B, length)
             inputs[feature] = Sequence(embeddings[feature], present_BL, beside, known_B)
+        if self._with_ids:
+            inputs[IDS] = {feature: self._ids(feature, sparse) for feature in self._with_ids}
         return inputs
+
+    def _ids(self, feature: str, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """The ids of a sequence that is read id by id, int64 [B, L]; the first of each row of another
+        feature, [B, 1]. -1: there is none."""
+        starts_FB = sparse.offsets()[:-1].view(len(self._keys), -1)
+        lengths_FB, place = sparse.lengths().view(len(self._keys), -1), self._keys.index(feature)
+        back_L = torch.arange(self._lengths.get(feature, 1), device=starts_FB.device)
+        places_BL = starts_FB[place].unsqueeze(1) + back_L
+        none_BL = back_L >= lengths_FB[place].unsqueeze(1)
+        ids = torch.cat([sparse.values(), sparse.values().new_full((1,), -1)])
+        return ids[places_BL.masked_fill(none_BL, -1)]
 
 
 def side_by_side(values_Nn: torch.Tensor, lengths_B: torch.Tensor, length: int) -> torch.Tensor:

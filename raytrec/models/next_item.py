@@ -11,9 +11,10 @@ from torch.nn.functional import embedding, layer_norm, scaled_dot_product_attent
 
 from raytrec.config.models.sequences import HstuSection, NextItemSection, SasrecSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import Sequence, dim_of
+from raytrec.models.inputs import IDS, Sequence, dim_of
 from raytrec.models.parts.packed import Packed, pack_ids
-from raytrec.models.parts.sampled import Queries, result, sampled_loss
+from raytrec.models.parts.sampled import Queries, SampledLoss, result
+from raytrec.models.parts.shared import Items, SharedNegatives
 
 BUCKETS = 128  # of times between items; the last takes all that are longer
 FACTOR = log(1.35)  # a bucket's times are 1.35 × as long as those of the one before
@@ -50,6 +51,8 @@ class NextItem(nn.Module, ABC):
         self.queries = Queries(outputs, vectors, self.dim)
         self.positions = nn.Parameter(torch.randn(config.max_length, self.dim) * 0.02)
         self.dropout = nn.Dropout(config.dropout)
+        self.loss = SampledLoss.of(schema, config, config.item)
+        self.shared = SharedNegatives(self.loss) if config.share_negatives else None
 
     @abstractmethod
     def states(self, history: Sequence, packed: Packed) -> torch.Tensor:
@@ -90,6 +93,8 @@ class NextItem(nn.Module, ABC):
     @torch.compiler.disable
     def _own_loss(self, states_ND: torch.Tensor, packed: Packed, inputs: dict) -> torch.Tensor:
         """float32 [B]."""
+        if self.shared is not None:
+            return self._shared_loss(states_ND, packed, inputs)
         history, drawn = inputs[self.config.history], inputs[self.config.negatives]
         # What follows each item; the row's own follows the most recent one.
         next_BLD = torch.cat([inputs[self.config.item].unsqueeze(1), history.vectors[:, :-1]], dim=1)
@@ -103,12 +108,23 @@ class NextItem(nn.Module, ABC):
             strict=True,
         )
         losses = [
-            (sampled_loss(self.config.loss, query_bTD, next_bTD, Sequence(vectors, present)) * there_bT).sum(
-                1
-            )
+            (self.loss.of_vectors(query_bTD, next_bTD, Sequence(vectors, present)) * there_bT).sum(1)
             for query_bTD, next_bTD, vectors, present, there_bT in groups
         ]
         return packed.in_rows(losses) / self.config.max_length
+
+    def _shared_loss(self, states_ND: torch.Tensor, packed: Packed, inputs: dict) -> torch.Tensor:
+        """The same with the negatives of all rows: float32 [B]."""
+        history, ids = inputs[self.config.history], inputs[IDS]
+        next_BLD = torch.cat([inputs[self.config.item].unsqueeze(1), history.vectors[:, :-1]], dim=1)
+        next_BL = torch.cat([ids[self.config.item], ids[self.config.history][:, :-1]], dim=1)
+        query_ND = self._unit(self.queries.of_own_loss(states_ND)) / self.config.temperature
+        drawn = Items.of(inputs[self.config.negatives], ids[self.config.negatives])
+        own = Items(self._unit(packed.pack(next_BLD)), packed.pack(next_BL.unsqueeze(2)).squeeze(1))
+        losses_N = self.shared(
+            query_ND, own, drawn._replace(vectors=self._unit(drawn.vectors)), history.present.numel()
+        )
+        return packed.sum_rows(losses_N) / self.config.max_length
 
     def _query(self, states_ND: torch.Tensor, packed: Packed) -> torch.Tensor:
         return self._unit(self.queries(packed.newest(states_ND)))

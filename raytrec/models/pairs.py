@@ -7,8 +7,9 @@ from torch import nn
 
 from raytrec.config.models.retrieval import MfSection, NcfSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import dim_of, mlp
-from raytrec.models.parts.sampled import LOSSES, Queries, absence, bias_of, result, sampled_loss
+from raytrec.models.inputs import IDS, dim_of, mlp
+from raytrec.models.parts.sampled import Queries, SampledLoss, absence, result
+from raytrec.models.parts.shared import Items, SharedNegatives
 
 
 class MatrixFactorization(nn.Module):
@@ -38,6 +39,8 @@ class MatrixFactorization(nn.Module):
         self.config, self.outputs, self.vectors = config, outputs, vectors
         self.queries = Queries(outputs, vectors, dim_of(schema, config.item))
         self.bias = nn.Parameter(torch.zeros(outputs)) if config.bias and outputs else None
+        self.loss = SampledLoss.of(schema, config, config.item)
+        self.shared = SharedNegatives(self.loss) if config.share_negatives else None
 
     def query(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """float32 [B, D] of the user alone; of several outputs, [B, outputs, D]."""
@@ -58,10 +61,18 @@ class MatrixFactorization(nn.Module):
         """float32 [B]; 0 in evaluations."""
         if not self.training:
             return item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
-        query_B1D = self.queries.of_own_loss(self._factors(inputs)).unsqueeze(1)
+        query_BD = self.queries.of_own_loss(self._factors(inputs))
         bias_B1 = None if bias_BT is None else bias_BT[:, -1:]
-        drawn, item_B1D = inputs[self.config.negatives], item_BD.unsqueeze(1)
-        return sampled_loss(self.config.loss, query_B1D, item_B1D, drawn, bias_B1).squeeze(1)
+        drawn = inputs[self.config.negatives]
+        if self.shared is None:
+            return self.loss.of_vectors(query_BD.unsqueeze(1), item_BD.unsqueeze(1), drawn, bias_B1).squeeze(
+                1
+            )
+        own = Items(item_BD, inputs[IDS][self.config.item].squeeze(1))
+        others = Items.of(drawn, inputs[IDS][self.config.negatives])
+        return self.shared(
+            query_BD, own, others, len(item_BD), None if bias_B1 is None else bias_B1.squeeze(1)
+        )
 
     def _factors(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """(p, b_user) → (p, 1): [B, D]."""
@@ -102,6 +113,7 @@ class NeuMF(nn.Module):
         self.mlp = nn.Sequential(nn.ReLU(), nn.Dropout(config.dropout), *layers) if self.first else None
         self.logit = nn.Linear(self.products + (config.mlp[-1] if self.first else 0), outputs, bias=False)
         self.bias = nn.Parameter(torch.zeros(outputs))
+        self.loss = SampledLoss.of(schema, config, config.item)
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
         user_B1E, item_B1E = (inputs[f].unsqueeze(1) for f in (self.config.user, self.config.item))
@@ -116,9 +128,9 @@ class NeuMF(nn.Module):
         """float32 [B]; 0 in evaluations."""
         if not self.training:
             return torch.zeros_like(own_B, dtype=torch.float32)
-        drawn, bias = inputs[self.config.negatives], bias_of(self.config.loss, self.bias[-1])
+        drawn, bias = inputs[self.config.negatives], self.loss.bias_of(self.bias[-1])
         scores_BK = self._scores(user_B1E, drawn.vectors)[:, :, -1].float() + absence(drawn.present)
-        return LOSSES[self.config.loss](own_B.float() + bias, scores_BK + bias, drawn.present.sum(1))
+        return self.loss(own_B.float() + bias, scores_BK + bias, drawn.present.sum(1))
 
     def _scores(self, user_B1E: torch.Tensor, items_BKE: torch.Tensor) -> torch.Tensor:
         """Of each user for K items: [B, 1, E], [B, K, E] → [B, K, outputs], without b."""

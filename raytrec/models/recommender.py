@@ -129,7 +129,8 @@ def build_recommender(
     torch.manual_seed(config.run.seed)
     model = build_model(schema, config.model, outputs, vectors, tasks).to(device)
     constraints, features = resolve_constraints(config, schema), resolve_features(schema, config.model)
-    call = ModelCall(Sequences(features) if features.sequences else None, config.train.matmul == "bf16")
+    sequences = Sequences(features, config.model.reads_ids(schema)) if features.sequences else None
+    call = ModelCall(sequences, config.train.matmul == "bf16")
     return Recommender(PooledEmbeddings(schema, constraints, features.sequences), model, call)
 
 

@@ -7,9 +7,10 @@ from torch import nn
 
 from raytrec.config.models.retrieval import TwoTowerSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import Sequence, mlp
+from raytrec.models.inputs import IDS, Sequence, mlp
 from raytrec.models.parts.fields import SideBySide
-from raytrec.models.parts.sampled import sampled_loss
+from raytrec.models.parts.sampled import SampledLoss
+from raytrec.models.parts.shared import Items, SharedNegatives
 
 
 class TwoTower(nn.Module):
@@ -62,6 +63,11 @@ class TwoTower(nn.Module):
         else:
             self.register_buffer("scale", scales, persistent=False)
         self.bias = nn.Parameter(torch.zeros((outputs,) if outputs > 1 else ())) if outputs else None
+        self.loss, self.shared = None, None
+        if config.own_loss:
+            (item,) = of_tower["item"]
+            self.loss = SampledLoss.of(schema, config, item)
+            self.shared = SharedNegatives(self.loss) if config.share_negatives else None
 
     def query(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """The query tower's vectors: float32 [B, tower_mlp[-1]]; only its own features are looked at.
@@ -97,12 +103,19 @@ class TwoTower(nn.Module):
             return item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
         drawn, (feature,) = pooled[self.config.negatives], self.towers["item"].beside.first_of
         of_all = self._vectors("item", dense, {feature: drawn.vectors.flatten(0, 1)})
-        negatives = Sequence(of_all.view(*drawn.present.shape, self.width), drawn.present)
         # The last output's, or without outputs the only one.
         own = self.queries - 1 - (self.vectors and self.bias is not None)
         bias = None if self.bias is None else self.bias.view(1, -1)[:, -1:]
+        if self.shared is not None:
+            ids, rows = pooled[IDS], len(item_BD)
+            items = Items(item_BD, ids[feature].squeeze(1))
+            others = Items(of_all, ids[self.config.negatives].flatten())
+            return self.shared(
+                query_BQD[:, own], items, others, rows, None if bias is None else bias.expand(1, rows)[0]
+            )
+        negatives = Sequence(of_all.view(*drawn.present.shape, self.width), drawn.present)
         query_B1D, item_B1D = query_BQD[:, own : own + 1], item_BD.unsqueeze(1)
-        return sampled_loss(self.config.loss, query_B1D, item_B1D, negatives, bias).squeeze(1)
+        return self.loss.of_vectors(query_B1D, item_B1D, negatives, bias).squeeze(1)
 
     def _vectors(self, tower: str, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         vectors = self.towers[tower](dense, pooled)

@@ -12,6 +12,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.checkpoint.state import LogicalState
+from raytrec.common.collectives import Peers
 from raytrec.compat.fbgemm import CACHED, pad_empty_shards
 from raytrec.compat.fbgemm_lookups import as_known_to_torchrec, own_lookups
 from raytrec.config.run_config import RunConfig
@@ -27,6 +28,7 @@ from raytrec.embeddings.planner.footprint import CACHING_KERNEL, MMAP_KERNEL
 from raytrec.embeddings.planner.held import held, hot_shares, shards_of
 from raytrec.embeddings.planner.plan import make_plan
 from raytrec.embeddings.planner.sharders import sharders, sharders_for_planning
+from raytrec.models.parts.shared import join_ranks
 from raytrec.models.recommender import build_recommender, checkpoint_activations, compile_dense
 from raytrec.tasks.global_batch import require_gradient_division
 from raytrec.tasks.objective import Objective
@@ -146,6 +148,8 @@ def unsharded(
     made = objective.of(config, schema, world)
     columns, vectors = columns_of(made.tasks), needs_vectors(made.tasks)
     recommender = build_recommender(config, schema, device, sum(columns.values()), vectors, columns)
+    if world > 1:
+        join_ranks(recommender.model, Peers(device))
     ranks_items = config.eval.retrieval is not None and objective is Objective
     return LossModel(recommender, made, query_vectors=ranks_items)
 

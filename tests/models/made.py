@@ -100,14 +100,19 @@ def unit(x):
     return x / x.square().sum(-1, keepdim=True).sqrt()
 
 
-def loss(kind, own, others):
-    """Of one score and a list of others, by its definition."""
+def loss(kind, own, others, weight=1.0):
+    """Of one score and a list of others, by its definition.
+
+    Args:
+        weight: of the score's own part of bce.
+    """
     scores = torch.stack([own, *others])
     if kind == "softmax":
         return cross_entropy(scores.unsqueeze(0), torch.tensor([0]))
     if kind == "bce":
         labels = torch.tensor([1.0] + [0.0] * len(others))
-        return binary_cross_entropy_with_logits(scores, labels, reduction="sum")
+        weights = torch.tensor([weight] + [1.0] * len(others))
+        return binary_cross_entropy_with_logits(scores, labels, weights, reduction="sum")
     each = [-torch.sigmoid(own - other).log() for other in others]
     return sum(each) / len(each) if each else own * 0
 

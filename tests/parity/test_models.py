@@ -81,6 +81,29 @@ CASES = {
     "dbmtl": (SCHEMA, {"bottom_mlp": [6], "tower_mlp": [5], "relation_mlp": [4]}, THREE),
 }
 
+# Negatives of the whole global batch: with few of them they travel between ranks, else queries do.
+TOWERS = {"query": ["a", "b", "tags", "friends", "words", "scored"], "item": ["user"]}
+TOWERS = {"towers": TOWERS, "tower_mlp": [6], "negatives": "drawn", "max_negatives": 3}
+SHARED = {
+    "mf, shared": (with_drawn_items(), PAIR | {"name": "mf", "share_negatives": True, "loss": "bpr"}, OWN),
+    "two_tower, shared": (
+        with_drawn_items(),
+        TOWERS | {"name": "two_tower", "share_negatives": True},
+        OWN,
+    ),
+    "sasrec, shared": (
+        with_drawn_items(),
+        NEXT | {"name": "sasrec", "share_negatives": True, "loss": "bce", "calibration": 0.5},
+        OWN,
+    ),
+    "hstu, shared": (
+        with_drawn_items(),
+        NEXT | {"name": "hstu", "share_negatives": True, "max_negatives": 1},
+        OWN,
+    ),
+}
+ALL = CASES | SHARED
+
 MIXED = {
     "user": {"sharding_type": "row_wise"},
     "tag": {"sharding_type": "data_parallel", "compute_kernel": "dense"},
@@ -108,11 +131,11 @@ class Modelled:
     groups = ("model", "place", "balance", "recomputed", "dense")
 
     def schema(self):
-        schema, _, _ = CASES[self.model]
+        schema, _, _ = ALL[self.model]
         return Schema.parse(schema.model_dump() | {"labels": ["y", "z"]}, "case")
 
     def config(self):
-        schema, section, tasks = CASES[self.model]
+        schema, section, tasks = ALL[self.model]
         case = Case("row_wise", "mixed", "sgd", self.place, self.balance, self.recomputed)
         values = config(case, {name: MIXED.get(name, {}) for name in schema.tables}).model_dump(by_alias=True)
         # eps: see raytrec/checks/parity/compare.py
@@ -125,7 +148,7 @@ def test_every_model_has_a_case():
     assert set(CASES) == set(MODELS.parts)
 
 
-@pytest.mark.parametrize("model", CASES)
+@pytest.mark.parametrize("model", ALL)
 @pytest.mark.parametrize(
     "place",
     [pytest.param(p, marks=[] if p == (1, 1) else [pytest.mark.parity]) for p in PLACES],

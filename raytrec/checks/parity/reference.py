@@ -17,7 +17,7 @@ from raytrec.checks.parity.losses import loss_of
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.models.inputs import Sequence
+from raytrec.models.inputs import IDS, Sequence
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import resolve_tasks
 
@@ -34,6 +34,7 @@ class Reference(nn.Module):
         sequences: features that the model reads id by id → the most ids, the last of a bag being the first.
         objective: whose tasks are learned; default: that of a configuration without
             `tasks`.
+        with_ids: features whose ids the model is given, too (ModelSection.reads_ids).
 
     A table given in fp16 is computed in fp32 and rounded to the nearest value of its dtype by
     `round_tables`, which `train` calls after every step.
@@ -46,9 +47,10 @@ class Reference(nn.Module):
         model: nn.Module,
         sequences: Mapping[str, int] | None = None,
         objective: Objective | None = None,
+        with_ids: Iterable[str] = (),
     ):
         super().__init__()
-        self.schema, self.sequences = schema, sequences or {}
+        self.schema, self.sequences, self.with_ids = schema, sequences or {}, tuple(with_ids)
         self.objective = objective or Objective(resolve_tasks([TaskSection()], schema))
         self.weights = nn.ParameterList([nn.Parameter(w.float().clone()) for w in tables.values()])
         self.dtypes = {name: w.dtype for name, w in tables.items()}
@@ -101,7 +103,20 @@ class Reference(nn.Module):
             weight.copy_(weight.to(self.dtypes[name]))
 
     def forward(self, batch: GlobalBatch) -> torch.Tensor:
-        return self.model(batch.dense, self.pooled(batch))
+        inputs = self.pooled(batch)
+        if self.with_ids:
+            inputs[IDS] = {feature: self._ids(feature, batch) for feature in self.with_ids}
+        return self.model(batch.dense, inputs)
+
+    def _ids(self, feature: str, batch: GlobalBatch) -> torch.Tensor:
+        """The ids of a row, the last first, or the first one of a bag that is pooled: int64 [B, L]."""
+        ids, bag, _ = batch.bags[feature]
+        places, length = age(bag), self.sequences.get(feature, 1)
+        if feature not in self.sequences:
+            places = torch.bincount(bag)[bag] - 1 - places
+        kept = places < length
+        out = torch.full((len(batch), length), -1, device=ids.device)
+        return out.index_put((bag[kept], places[kept]), ids[kept])
 
     def loss(self, logits: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
         """The loss of a global batch."""

@@ -126,7 +126,8 @@ class Sharded:
         model = build_model(self.schema, section, sum(columns.values()), vectors, columns)
         _without_dropout(model)
         tables = {t: self._read[t] for t in self.schema.tables}
-        one = Reference(self.schema, tables, model.train(), self.features.sequences, objective)
+        with_ids = section.reads_ids(self.schema)
+        one = Reference(self.schema, tables, model.train(), self.features.sequences, objective, with_ids)
         self.hand_over(one)
         return one
 

@@ -54,6 +54,10 @@ class ModelSection(Section):
             return {feature: length[feature] for feature in found if feature in length}
         return dict.fromkeys(found, length) if length else {}
 
+    def reads_ids(self, schema: Schema) -> list[str]:
+        """Features whose ids the model is given, too, next to what they look up (models/inputs.py)."""
+        return []
+
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
         """query and item → the sparse features and dense columns that its vector is made from; only of one
         that `retrieves`."""

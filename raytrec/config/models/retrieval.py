@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.base import Few, NonNegativeInt, PositiveFloat, Section
+from raytrec.config.base import Few, NonNegativeInt, Number, PositiveFloat, Section
 from raytrec.config.models.base import Dropout, ModelSection, Sizes, feature_of, matching, model, same_table
 from raytrec.config.schema import Schema
 
@@ -24,6 +24,12 @@ class SampledSection(ModelSection):
     loss: Literal["softmax", "bce", "bpr"] = "softmax"
     """What is learned from an item and its negatives: cross-entropy of the softmax over all of them; binary
     cross-entropy of each; or that it has a higher score than they, pair by pair."""
+    share_negatives: bool = False
+    """A row's item is held against the negatives of all rows of the global batch, those that are the item
+    itself aside."""
+    calibration: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    """With loss: bce, how far scores are log-odds of an item among all, from 0 to 1 (gBCE); with few
+    negatives of many items they are too high otherwise."""
 
     @property
     def own_loss(self) -> bool:
@@ -42,6 +48,22 @@ class SampledSection(ModelSection):
         if self.negatives is not None:
             feature_of(schema, self.negatives, "model.negatives", sequence=True)
             same_table(schema, self.negatives, item, "model.negatives")
+        for key, expected in ("share_negatives", "negatives"), ("calibration", "loss: bce"):
+            if getattr(self, key) and (
+                self.negatives is None or (key == "calibration" and self.loss != "bce")
+            ):
+                raise ConfigError(
+                    f"model.{key} is set, and there is no {expected} that it could be of",
+                    where=f"model.{key}",
+                    expected=f"model.{expected}",
+                    do=f"set it, or leave {key} out",
+                )
+
+    def _with_ids(self, *features: str) -> list[str]:
+        """These and the negatives, where a row's item has to be told from those of other rows."""
+        if not self.share_negatives or self.negatives is None:
+            return []
+        return [*features, self.negatives]
 
 
 @model("mf", "raytrec.models.pairs:MatrixFactorization")
@@ -71,6 +93,9 @@ class MfSection(SampledSection):
             )
         self.check_negatives(schema, self.item)
 
+    def reads_ids(self, schema: Schema) -> list[str]:
+        return self._with_ids(self.item)
+
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
         return {"query": {self.user}, "item": {self.item}}
 
@@ -99,6 +124,13 @@ class NcfSection(SampledSection):
         feature_of(schema, self.item, "model.item")
         self.widths(schema)
         self.check_negatives(schema, self.item)
+        if self.share_negatives:
+            raise ConfigError(
+                "ncf puts user and item through an MLP together",
+                where="model.share_negatives",
+                expected="a model whose scores are dot products, which can be taken of many rows at once",
+                do="leave share_negatives out, or take mf or two_tower",
+            )
 
     def widths(self, schema: Schema) -> tuple[int, int, int]:
         """How many numbers the products have, and how many of user and item the MLP reads.
@@ -174,7 +206,7 @@ class TwoTowerSection(SampledSection):
     def check(self, schema: Schema) -> None:
         of_item = self.members(schema)["item"]
         if self.negatives is None:
-            return
+            return self.check_negatives(schema, "")
         if len(of_item) > 1 or not of_item <= set(schema.sparse):
             raise ConfigError(
                 f"the item tower reads {', '.join(sorted(of_item))}, and of negatives only ids are known",
@@ -183,6 +215,9 @@ class TwoTowerSection(SampledSection):
                 do="leave negatives out: in_batch_softmax needs none, or leave the other features out",
             )
         self.check_negatives(schema, *of_item)
+
+    def reads_ids(self, schema: Schema) -> list[str]:
+        return self._with_ids(*self.members(schema)["item"]) if self.share_negatives else []
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
         return self.members(schema)

@@ -214,6 +214,9 @@ class NextItemSection(SampledSection):
         """The history, too, is read id by id."""
         return {self.history: self.max_length} | super().sequence_lengths(schema)
 
+    def reads_ids(self, schema: Schema) -> list[str]:
+        return self._with_ids(self.history, self.item)
+
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
         return {"query": {self.history}, "item": {self.item}}
 

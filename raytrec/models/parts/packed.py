@@ -48,7 +48,7 @@ class Packed:
         ids, rows = int(known_B.sum()), int(known_B.count_nonzero())
         starts_B = lengths_B.cumsum(0) - lengths_B
         rows_B = torch.arange(self._count, device=present.device)
-        rows_N = rows_B.repeat_interleave(lengths_B, output_size=ids)
+        self._rows_N = rows_N = rows_B.repeat_interleave(lengths_B, output_size=ids)
         self.recency = torch.arange(ids, device=present.device) - starts_B[rows_N]
         self._recent_first = rows_N * present.shape[1] + self.recency
         self.order = lengths_B[rows_N] - 1 - self.recency
@@ -82,6 +82,10 @@ class Packed:
     def from_time(self, groups: list[torch.Tensor]) -> torch.Tensor:
         """[b, T, D] of each group, the oldest first → [N, D]."""
         return _Take.apply(torch.cat([group.flatten(0, 1) for group in groups]), self._by_time)
+
+    def sum_rows(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Sums of the ids of each row: [N] → [B]."""
+        return values_N.new_zeros(self._count).index_add(0, self._rows_N, values_N)
 
     def in_groups(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What rows have: [B, …] → [b, …] of each group."""

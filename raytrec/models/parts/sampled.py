@@ -2,77 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.functional import softplus
 
+from raytrec.config.models.retrieval import SampledSection
+from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence
 
 ABSENT = -1e30  # the score of a negative that is not there: no loss sees it, and none has a gradient for it
 
 
-def sampled_loss(
-    kind: str,
-    query_BLD: torch.Tensor,
-    item_BLD: torch.Tensor,
-    negatives: Sequence,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The loss of each of L queries of a row, with one item each, and negatives that they share.
+@dataclass(frozen=True)
+class SampledLoss:
+    """What is learned from an item's score s and the scores sₖ of its K negatives.
 
-    Args:
-        kind: bce, softmax or bpr; see `LOSSES`.
-        query_BLD, item_BLD: float [B, L, D]; a score is their dot product.
-        negatives: vectors [B, K, D].
-        bias: [B, 1] or [1, 1], added to all scores of a row; see `bias_of`.
+        softmax  −ln(eˢ ÷ (eˢ + Σₖ eˢᵏ)), 0 without negatives
+        bce      −b · ln σ(s) − Σₖ ln(1 − σ(sₖ)): label 1 once, and label 0 K times (He et al. 2017), where
+                 b = 1 − t · (1 − K ÷ (items − 1)). With t = 1 the scores are log-odds of the item among all
+                 (gBCE: Petrov and Macdonald 2023, arXiv:2308.07192, equations 10 and 21)
+        bpr      the mean over k of −ln σ(s − sₖ), 0 without negatives (Rendle et al. 2009, arXiv:1205.2618)
 
-    Returns:
-        float32 [B, L].
+    Attributes:
+        kind: one of these. calibration: t, from 0 to 1. items: that there are.
     """
-    own_BL = (query_BLD * item_BLD).sum(2).float()
-    absent_B1K = absence(negatives.present, query_BLD.dtype).unsqueeze(1)
-    if bias is not None:
-        bias = bias_of(kind, bias)
-        own_BL, absent_B1K = own_BL + bias, (absent_B1K + bias.unsqueeze(2)).to(query_BLD.dtype)
-    scores_BLK = torch.baddbmm(absent_B1K, query_BLD, negatives.vectors.transpose(1, 2)).float()
-    return LOSSES[kind](own_BL, scores_BLK, negatives.present.sum(1, keepdim=True))
+
+    kind: str
+    calibration: float = 0.0
+    items: int = 2
+
+    @classmethod
+    def of(cls, schema: Schema, config: SampledSection, item: str) -> SampledLoss:
+        """The configuration's, of the feature that the item is."""
+        return cls(config.loss, config.calibration, schema.tables[schema.sparse[item].table].rows)
+
+    def reduce(self, own: torch.Tensor, scores_K: torch.Tensor) -> torch.Tensor:
+        """What some of the negatives add: float32 [...].
+
+        Args:
+            own: float32 [...]. scores_K: float32 [..., K], ABSENT where there is no negative.
+        """
+        if self.kind == "softmax":
+            return scores_K.logsumexp(-1)
+        return softplus(scores_K if self.kind == "bce" else scores_K - own.unsqueeze(-1)).sum(-1)
+
+    def join(self, parts_W: torch.Tensor) -> torch.Tensor:
+        """What all negatives add, of parts of them: [W, ...] → [...]."""
+        return parts_W.logsumexp(0) if self.kind == "softmax" else parts_W.sum(0)
+
+    def finish(self, own: torch.Tensor, added: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """The loss, float32 [...].
+
+        Args:
+            added: what all of them add. count: how many there are.
+        """
+        if self.kind == "softmax":
+            return softplus(added - own)
+        if self.kind == "bpr":
+            return added / count.clamp(min=1)
+        weight = 1.0
+        if self.calibration:
+            weight = 1 - self.calibration * (1 - (count / max(1, self.items - 1)).clamp(max=1))
+        return weight * softplus(-own) + added
+
+    def __call__(self, own: torch.Tensor, scores_K: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        return self.finish(own, self.reduce(own, scores_K), count)
+
+    def bias_of(self, bias: torch.Tensor) -> torch.Tensor:
+        """What a bias adds to all scores. In differences of scores it cancels: 0 there, with a gradient of
+        exactly 0 where rounding would leave some other number, of which Adam makes a step."""
+        return bias if self.kind == "bce" else 0 * bias
+
+    def of_vectors(
+        self,
+        query_BLD: torch.Tensor,
+        item_BLD: torch.Tensor,
+        negatives: Sequence,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """That of each of L queries of a row, with one item each, and negatives that they share: float32
+        [B, L].
+
+        Args:
+            query_BLD, item_BLD: float [B, L, D]; a score is their dot product.
+            negatives: vectors [B, K, D].
+            bias: [B, 1] or [1, 1], added to all scores of a row; see `bias_of`.
+        """
+        own_BL = (query_BLD * item_BLD).sum(2).float()
+        absent_B1K = absence(negatives.present, query_BLD.dtype).unsqueeze(1)
+        if bias is not None:
+            bias = self.bias_of(bias)
+            own_BL, absent_B1K = own_BL + bias, (absent_B1K + bias.unsqueeze(2)).to(query_BLD.dtype)
+        scores_BLK = torch.baddbmm(absent_B1K, query_BLD, negatives.vectors.transpose(1, 2)).float()
+        return self(own_BL, scores_BLK, negatives.present.sum(1, keepdim=True))
 
 
 def absence(present: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What is added to the scores of negatives: 0, or ABSENT where there is none."""
     return torch.zeros(present.shape, dtype=dtype, device=present.device).masked_fill_(~present, ABSENT)
-
-
-def bias_of(kind: str, bias: torch.Tensor) -> torch.Tensor:
-    """What a bias adds to all scores of a loss. In differences of scores it cancels: 0 there, with a gradient
-    of exactly 0 where rounding would leave some other number, of which Adam makes a step."""
-    return bias if kind == "bce" else 0 * bias
-
-
-def _bce(own: torch.Tensor, scores_K: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return softplus(-own) + softplus(scores_K).sum(-1)
-
-
-def _softmax(own: torch.Tensor, scores_K: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return softplus(scores_K.logsumexp(-1) - own)
-
-
-def _bpr(own: torch.Tensor, scores_K: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    return softplus(scores_K - own.unsqueeze(-1)).sum(-1) / count.clamp(min=1)
-
-
-# Each takes own [...], the score of a row's own item; scores [..., K] of its negatives, ABSENT where there is
-# none; and how many there are. float32 [...]:
-#   bce      −ln σ(s) − Σₖ ln(1 − σ(sₖ)): one example of label 1, K of label 0 (He et al. 2017)
-#   softmax  −ln(eˢ ÷ (eˢ + Σₖ eˢᵏ)), 0 without negatives
-#   bpr      the mean over k of −ln σ(s − sₖ), 0 without negatives (Rendle et al. 2009, arXiv:1205.2618)
-LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "bce": _bce,
-    "softmax": _softmax,
-    "bpr": _bpr,
-}
 
 
 class Queries(nn.Module):

@@ -1,0 +1,152 @@
+"""Negatives that all rows of the global batch share.
+
+Each rank has looked up those of its own rows. Where they are fewer than the queries, they go to all ranks.
+Else queries do: each rank holds all of them against its own negatives, and what these add to the losses goes
+back to the queries' ranks. So no rank has all items of a table that no rank has room for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from raytrec.common.collectives import Peers
+from raytrec.models.inputs import Sequence
+from raytrec.models.parts.sampled import ABSENT, SampledLoss
+
+# Scores that are there at once, of some of the queries. Of more than these, backward computes each again.
+AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 27}
+
+
+class Items(NamedTuple):
+    """Some items.
+
+    Attributes:
+        vectors: float [N, D]. ids: int64 [N]; -1: there is none.
+    """
+
+    vectors: torch.Tensor
+    ids: torch.Tensor
+
+    @classmethod
+    def of(cls, read: Sequence, ids: torch.Tensor) -> Items:
+        """Those of a feature that is read id by id, [B · L]."""
+        return cls(read.vectors.flatten(0, 1), ids.flatten())
+
+
+class SharedNegatives(nn.Module):
+    """The loss of queries, each with an item of its own, against the negatives of the global batch.
+
+    A negative that is the query's own item does not count. So where negatives are all items, softmax is the
+    cross-entropy of the softmax over all of them.
+
+    Args:
+        loss: what is learned.
+
+    Attributes:
+        peers: the ranks that have the global batch; at first this process alone (see `join_ranks`).
+    """
+
+    def __init__(self, loss: SampledLoss):
+        super().__init__()
+        self.loss, self.peers = loss, Peers(alone=True)
+
+    @torch.compiler.disable
+    def forward(
+        self,
+        query_ND: torch.Tensor,
+        own: Items,
+        negatives: Items,
+        most: int,
+        bias_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Float32 [N]; a collective.
+
+        Args:
+            query_ND: float [N, D]; a score is the dot product with an item.
+            own: each query's item, [N, D].
+            negatives: of this rank's rows, [K, D], as many on every rank.
+            most: that N cannot exceed on any rank; the same on all of them.
+            bias_N: added to all scores of a query; see SampledLoss.bias_of.
+        """
+        own_N = (query_ND * own.vectors).sum(1).float()
+        bias_N = torch.zeros_like(own_N) if bias_N is None else self.loss.bias_of(bias_N)
+        asked_NE = torch.cat([query_ND.float(), (own_N + bias_N).unsqueeze(1), bias_N.unsqueeze(1)], 1)
+        if self.peers.world == 1:
+            added_N, count_N = self._held_against(asked_NE, own.ids, negatives).unbind(1)
+        elif self.peers.world * len(negatives.ids) <= most:
+            vectors = _Gather.apply(negatives.vectors, self.peers)
+            everyone = Items(vectors, self.peers.stack(negatives.ids).flatten())
+            added_N, count_N = self._held_against(asked_NE, own.ids, everyone).unbind(1)
+        else:
+            added_N, count_N = self._elsewhere(asked_NE, own.ids, negatives)
+        return self.loss.finish(own_N + bias_N, added_N, count_N)
+
+    def _elsewhere(
+        self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: Items
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the negatives of all ranks add to the losses of this rank's queries, and how many they are:
+        float32 [N] each. The host learns how many queries others have."""
+        count = len(ids_N)
+        longest = int(self.peers.max(torch.tensor([count], device=ids_N.device)))
+        padding = longest - count
+        asked_ME = nn.functional.pad(asked_NE, (0, 0, 0, padding))
+        ids_M = nn.functional.pad(ids_N, (0, padding), value=-1)
+        of_all = _Gather.apply(asked_ME, self.peers), self.peers.stack(ids_M).flatten()
+        here = self._held_against(*of_all, negatives)
+        parts_WN2 = _Transpose.apply(here.view(self.peers.world, longest, 2), self.peers)[:, :count]
+        return self.loss.join(parts_WN2[..., 0]), parts_WN2[..., 1].sum(0)
+
+    def _held_against(self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: Items) -> torch.Tensor:
+        """What negatives add to the loss of each query, and how many they are: float32 [N, 2]."""
+        cells, most = len(ids_N) * len(negatives.ids), AT_ONCE[asked_NE.device.type]
+        if cells <= most:
+            return self._block(asked_NE, ids_N, *negatives)
+        size = max(1, most // len(negatives.ids))
+        blocks = zip(asked_NE.split(size), ids_N.split(size), strict=True)
+        return torch.cat([checkpoint(self._block, *b, *negatives, use_reentrant=False) for b in blocks])
+
+    def _block(
+        self, asked_nE: torch.Tensor, ids_n: torch.Tensor, vectors_KD: torch.Tensor, ids_K: torch.Tensor
+    ) -> torch.Tensor:
+        query_nD, own_n, bias_n = asked_nE[:, :-2], asked_nE[:, -2], asked_nE[:, -1:]
+        absent_nK = (ids_K < 0) | (ids_K == ids_n.unsqueeze(1))
+        scores_nK = (query_nD.to(vectors_KD.dtype) @ vectors_KD.T).float() + bias_n
+        added_n = self.loss.reduce(own_n, scores_nK.masked_fill(absent_nK, ABSENT))
+        return torch.stack([added_n, (~absent_nK).sum(1).float()], 1)
+
+
+def join_ranks(model: nn.Module, peers: Peers) -> None:
+    """Has a model's rows share their negatives with those of other ranks."""
+    for module in model.modules():
+        if isinstance(module, SharedNegatives):
+            module.peers = peers
+
+
+class _Gather(torch.autograd.Function):
+    """[N, ...] of one shape on all ranks → [ranks · N, ...]; gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, peers: Peers) -> torch.Tensor:
+        ctx.peers = peers
+        return peers.stack(values).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.peers.sum_own(grad.unflatten(0, (ctx.peers.world, -1))), None
+
+
+class _Transpose(torch.autograd.Function):
+    """[ranks, ...], a part for each rank → [ranks, ...], each rank's part for this one."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, peers: Peers) -> torch.Tensor:
+        ctx.peers = peers
+        return peers.transpose(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.peers.transpose(grad.contiguous()), None

@@ -1,0 +1,155 @@
+"""Negatives that all rows of a global batch share, against a loop over queries and negatives; and on ranks
+against one process."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from made import LENGTH, LENGTHS, ROWS, inputs, loss, schema
+from made import make as make_model
+from ranks import on_ranks
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.models import SECTIONS
+from raytrec.models.inputs import IDS, Sequence
+from raytrec.models.parts import shared
+from raytrec.models.parts.sampled import SampledLoss
+
+OF = schema("user", "item", "history", "negatives", dense=())
+DRAWN = {"negatives": "negatives", "max_negatives": 3, "share_negatives": True}
+MODELS = {
+    "mf": {},
+    "two_tower": {"towers": {"query": ["user"], "item": ["item"]}, "tower_mlp": [6, 4]},
+    "sasrec": {"max_length": LENGTH, "dropout": 0.0, "positions": "order", "temperature": 0.5},
+    "hstu": {"max_length": LENGTH, "dropout": 0.0, "positions": "order"},
+}
+KINDS = ["softmax", "bce", "bpr"]
+
+
+def make(name, kind, **keys):
+    of = OF
+    if name == "two_tower":
+        of = schema("user", "item", "negatives", dense=())
+    return make_model(name, of, loss=kind, **DRAWN | MODELS[name] | keys)
+
+
+def with_ids():
+    """Inputs with ids, of which few are different; what has one id has one vector."""
+    dense, found = inputs(OF)
+    table, g = torch.randn(5, 8), torch.Generator().manual_seed(1)
+    ids = {"item": torch.randint(0, 5, (ROWS, 1), generator=g)}
+    found["item"] = table[ids["item"].squeeze(1)].requires_grad_()
+    for name in ("history", "negatives"):
+        drawn = torch.randint(0, 5, found[name].present.shape, generator=g)
+        ids[name] = torch.where(found[name].present, drawn, -1)
+        vectors = table[drawn] * found[name].present.unsqueeze(2)
+        found[name] = Sequence(vectors.requires_grad_(), found[name].present)
+    return dense, found | {IDS: ids}
+
+
+def queries_of(name, model, dense, found, i):
+    """(query, bias of its scores, its item's vector, its item's id), for each that a row has."""
+    item, own = found["item"], found[IDS]["item"][i, 0]
+    if name in ("sasrec", "hstu"):
+        history, ids = found["history"], found[IDS]["history"]
+        for back in range(LENGTHS[i]):  # what is more recent than it is left out
+            cut = Sequence(history.vectors[i : i + 1, back:], history.present[i : i + 1, back:])
+            query = model.query(dense[:1], {"history": cut})[0]
+            vector = history.vectors[i, back - 1] if back else item[i]
+            yield query / model.config.temperature, 0.0, vector, ids[i, back - 1] if back else own
+        return
+    query = model.query(dense, found)[i]
+    bias = model.bias if name == "two_tower" else found["user"][i, -1] + model.bias[0]
+    yield query * (model.scale if name == "two_tower" else 1), bias, item[i], own
+
+
+@pytest.mark.parametrize("name,kind", [(n, k) for n in MODELS for k in KINDS])
+def test_every_query_against_every_negative(name, kind):
+    model, (dense, found) = make(name, kind), with_ids()
+    drawn = found["negatives"].vectors[found["negatives"].present]
+    ids = found[IDS]["negatives"][found["negatives"].present]
+    given = model(dense, found)[:, 1]
+    for i in range(ROWS):
+        total = torch.zeros(())
+        for query, bias, vector, own in queries_of(name, model, dense, found, i):
+            items = model.item(dense, {"item": torch.stack([vector, *drawn[ids != own]])})
+            score, *others = items @ query + bias
+            total = total + loss(kind, score, others)
+        expected = total / LENGTH if name in ("sasrec", "hstu") else total
+        torch.testing.assert_close(given[i], expected, msg=f"row {i}: {given[i]} instead of {expected}")
+    wanted = [*model.parameters(), found["negatives"].vectors, found["item"]]
+    whole = torch.autograd.grad(given.sum(), wanted, allow_unused=True)
+    with patch.dict(shared.AT_ONCE, cpu=20):  # two queries, or one, at a time
+        parts = torch.autograd.grad(model(dense, found)[:, 1].sum(), wanted, allow_unused=True)
+    torch.testing.assert_close(parts, whole)
+    assert whole[-2][~found["negatives"].present].count_nonzero() == 0
+
+
+def test_softmax_over_all_items_is_their_cross_entropy():
+    model, (dense, found) = make("mf", "softmax"), with_ids()
+    table = torch.randn(9, 8)
+    ids = torch.tensor([[0, 1, 2], [3, 4, -1], [-1, -1, -1], [5, 6, -1], [7, -1, -1], [8, -1, -1]])
+    found["negatives"] = Sequence(table[ids] * (ids >= 0).unsqueeze(2), ids >= 0)
+    found[IDS] = {"negatives": ids, "item": torch.tensor([[4], [0], [8], [8], [2], [7]])}
+    found["item"] = table[found[IDS]["item"].squeeze(1)]
+    logits = model.query(dense, found) @ table.T
+    expected = torch.nn.functional.cross_entropy(logits, found[IDS]["item"].squeeze(1), reduction="none")
+    torch.testing.assert_close(model(dense, found)[:, 1], expected)
+
+
+def test_calibration():
+    """β of gBCE as in the paper: α · (t · (1 − 1 ÷ α) + 1 ÷ α), with α = K ÷ (items − 1)."""
+    own, others = torch.tensor(0.7), [torch.tensor(x) for x in (-1.0, 0.3, 0.1, 2.0)]
+    for t, items in (0.75, 21), (1.0, 9), (0.5, 5), (0.0, 100):
+        alpha = 4 / (items - 1)
+        weight = alpha * (t * (1 - 1 / alpha) + 1 / alpha)
+        found = SampledLoss("bce", t, items)(own, torch.stack(others), torch.tensor(4))
+        torch.testing.assert_close(found, loss("bce", own, others, weight))
+    model = make("sasrec", "bce", calibration=0.5)
+    assert (model.loss.calibration, model.loss.items) == (0.5, OF.tables["item"].rows)
+
+
+def parts(rank, world, kind, most, counts):
+    """This rank's losses, and gradients of the sum over ranks: of its queries, items and negatives."""
+    from raytrec.common.collectives import Peers
+
+    torch.manual_seed(0)
+    query, items = torch.randn(sum(counts), 3), torch.randn(sum(counts), 3)
+    drawn, ids = torch.randn(6, 3), torch.tensor([0, 1, 2, -1, 1, 3])
+    bias, own_ids = torch.randn(sum(counts)), torch.arange(sum(counts)) % 4
+    mine = slice(sum(counts[:rank]), sum(counts[: rank + 1])) if world > 1 else slice(None)
+    taken = slice(rank * 6 // world, (rank + 1) * 6 // world)
+    leaves = [x.clone().requires_grad_() for x in (query[mine], items[mine], drawn[taken], bias[mine])]
+    made = shared.SharedNegatives(SampledLoss(kind, 0.5, 9))
+    shared.join_ranks(made, Peers(alone=world == 1))
+    own = shared.Items(leaves[1], own_ids[mine])
+    losses = made(leaves[0], own, shared.Items(leaves[2], ids[taken]), most, leaves[3])
+    grads = torch.autograd.grad((losses * (1 + own_ids[mine])).sum(), leaves)
+    return [losses.detach(), *grads]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("most", [6, 5], ids=["negatives travel", "queries travel"])
+@pytest.mark.parametrize("counts", [(4, 1), (2, 0, 3)], ids=str)
+def test_ranks_have_the_losses_and_gradients_of_one_process(kind, most, counts):
+    whole = parts(0, 1, kind, 9, counts)
+    of_ranks = on_ranks(len(counts), parts, kind, most, counts)
+    for place, expected in enumerate(whole):
+        together = torch.cat([found[place] for found in of_ranks])
+        torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name,keys,where",
+    [
+        ("mf", {"share_negatives": True}, "model.share_negatives"),
+        ("two_tower", {"share_negatives": True} | MODELS["two_tower"], "model.share_negatives"),
+        ("sasrec", {"negatives": "negatives", "calibration": 0.5}, "model.calibration"),
+        ("ncf", {"negatives": "negatives", "share_negatives": True}, "model.share_negatives"),
+    ],
+)
+def test_refused(name, keys, where):
+    of = schema("user", "item", dense=()) if name == "two_tower" else OF
+    with pytest.raises(ConfigError) as caught:
+        SECTIONS[name].model_validate({"name": name} | keys).check(of)
+    assert where in str(caught.value)
