@@ -217,14 +217,16 @@ class Sample(Section):
     """Ids are drawn for each row, all with the same chance, without those that its other columns hold.
 
     Each row draws by itself, other ids in each epoch; in evaluations and predictions always the same.
+    With count: all nothing is drawn: all ids are shared out among the rows of each global batch that is
+    trained.
     """
 
     do: Literal["sample"]
     """sample"""
     column: str = Field(min_length=1)
     """The column to write: a list of ids in each row."""
-    count: Few
-    """How many ids; one may come twice."""
+    count: Few | Literal["all"]
+    """How many ids; one may come twice. all: every id, once in a global batch (model.share_negatives)."""
     rows: PositiveInt | None = None
     """Ids are drawn from [0, rows); default: the rows of the table that they look up."""
     vocabulary: str | None = None
@@ -240,6 +242,8 @@ class Sample(Section):
     def _one_source(self) -> Sample:
         if self.rows and self.vocabulary:
             raise ValueError("sample takes rows or vocabulary, not both")
+        if self.count == "all" and (self.vocabulary or self.exclude):
+            raise ValueError("count: all takes neither vocabulary nor exclude: it is all ids of the table")
         return self
 
     @property

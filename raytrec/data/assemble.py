@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 import torch
 
+from raytrec.common.errors import DataError
 from raytrec.config.features import Features, resolve_features
 from raytrec.data.form import RESERVED_PREFIX, Form
 
@@ -134,9 +135,18 @@ class Assembler:
             form's schema has not of it is empty, or 0. Default: those of a model that reads no sequence id by
             id.
         pin_memory: put them together in page-locked memory, from which a GPU copies asynchronously.
+        part: (rank, ranks) whose part of global batches they are, which together have every id of some
+            features (Form.every_id); default: they have none.
     """
 
-    def __init__(self, form: Form, features: Features | None = None, pin_memory: bool = False):
+    def __init__(
+        self,
+        form: Form,
+        features: Features | None = None,
+        pin_memory: bool = False,
+        part: tuple[int, int] | None = None,
+    ):
+        self._part = part
         features = features or resolve_features(form.schema)
         schema, self._pin_memory = features.schema, pin_memory
         self._form, self._weighted, self._sequences = form, schema.has_weights, features.sequences
@@ -170,7 +180,7 @@ class Assembler:
         }
         return Assembled(
             matrices["dense"],
-            self._bags(pieces, lists, rows, padded_rows, side_features),
+            self._with_every_id(self._bags(pieces, lists, rows, padded_rows, side_features)),
             matrices["labels"],
             weights,
             self._changed(lists),
@@ -293,6 +303,42 @@ class Assembler:
             lengths.sum(1, dtype=np.int32).tolist(),
             padded_rows,
         )
+
+    def _with_every_id(self, bags: Bags) -> Bags:
+        """Bags of features that have every id once in a global batch, in place of none.
+
+        Raises:
+            DataError: a row has more than the model reads.
+        """
+        if self._part is None or not self._form.every_id:
+            return bags
+        (rank, world), rows = self._part, bags.rows
+        ids, lengths, counts = (
+            list(bags.ids.split(bags.counts)),
+            bags.lengths.view(-1, rows),
+            list(bags.counts),
+        )
+        for name, count in self._form.every_id.items():
+            bounds = np.arange(rank * rows, (rank + 1) * rows + 1) * count // (world * rows)
+            key, of_rows = self._keys.index(name), np.diff(bounds)
+            if of_rows.max() > (most := self._sequences.get(name, 1)):
+                raise DataError(
+                    f"{count:,} ids shared out among the {world * rows:,} rows of a global batch are "
+                    f"{of_rows.max()} a row, and the model reads {most} of {name}",
+                    where=f"model.max_negatives, data.transforms, do: sample, column: {name}",
+                    expected=f"at least {of_rows.max()}",
+                    do=f"set model.max_negatives={of_rows.max()}, or a larger data.global_batch_size",
+                )
+            ids[key], counts[key] = torch.arange(bounds[0], bounds[-1]), int(bounds[-1] - bounds[0])
+            lengths[key] = torch.from_numpy(of_rows)
+        whole, values = self._memory(sum(counts), torch.int64)
+        np.concatenate([part.numpy() for part in ids], out=values)
+        weights = None if bags.weights is None else self._memory(sum(counts), torch.float32)[0].fill_(1)
+        if weights is not None:
+            of_keys = zip(bags.weights.split(bags.counts), weights.split(counts), strict=True)
+            for before, after in of_keys:
+                after[: len(before)] = before
+        return replace(bags, ids=whole, weights=weights, counts=counts)
 
     def _joined(self, parts: list[np.ndarray], dtype: torch.dtype, width: int | None = None) -> torch.Tensor:
         """Parts one after the other, [n] each, or [n, width]."""

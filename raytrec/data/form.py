@@ -118,9 +118,18 @@ class Form:
         return NO_MANAGED_ID if self.schema.managed else -1
 
     @cached_property
+    def every_id(self) -> dict[str, int]:
+        """Features of which each global batch has every id once → how many there are."""
+        samples = (transform for transform in self.plan.transforms if isinstance(transform, Sample))
+        rows = {sample.column: sample.rows for sample in samples if sample.count == "all"}
+        columns = {name: self.schema.column_of(name) for name in self.schema.sparse}
+        return {name: rows[column] for name, column in columns.items() if column in rows}
+
+    @cached_property
     def row_bytes(self) -> int:
         """About how many bytes a row takes, if bags have 8 ids, and those that are drawn."""
-        drawn = sum(transform.count for transform in self.plan.transforms if isinstance(transform, Sample))
+        samples = [transform for transform in self.plan.transforms if isinstance(transform, Sample)]
+        drawn = sum(sample.count for sample in samples if sample.count != "all")
         numbers = (
             len(self.schema.labels) + len(self.schema.dense) + len(self.plan.tasks) * self.plan.weighs_tasks
         )

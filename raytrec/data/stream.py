@@ -47,6 +47,7 @@ class Stream:
         buffer_bytes: what Ray's object store may hold of rows that have been read and not yet taken over.
         pin_memory: batches in page-locked memory, from which a GPU copies while it computes.
         features: of the run; see Collator.
+        train: whether batches are trained, which is where features have every id (Form.every_id).
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class Stream:
         buffer_bytes: int = 1 << 29,
         pin_memory: bool = False,
         features: Features | None = None,
+        train: bool = False,
     ):
+        self._part = (rank, world) if train else None
         self.dataset, self.order, self._features = dataset, order, features
         self._rank, self._world = rank, world
         self._readers, self._read_on, self._prefetch = readers, read_on, prefetch
@@ -114,7 +117,8 @@ class Stream:
         rows = self.dataset.rows
         items = self.order.items(self.dataset, epoch, self._rank, self._world, start_step)
         supply = Supply(items, self._tables(items))
-        collate = Collator(self.dataset.form, self._features, self._pin_memory)
+        collate = Collator(self.dataset.form, self._features, self._pin_memory, self._part)
+        fill = self._part is not None and bool(self.dataset.form.every_id)
         for step in range(start_step, self.order.steps(rows)):
             pieces = [
                 piece
@@ -123,10 +127,9 @@ class Stream:
             ]
             if not supply.due:
                 reading.all_read.set()
-            padded, whole = (
-                self.order.padded_rows(rows, step, self._world),
-                self.order.global_rows(rows, step),
-            )
+            # The last batch has few rows: every id is shared out among as many as before.
+            padded = self.order.padded_rows(rows, 0 if fill else step, self._world)
+            whole = self.order.global_rows(rows, step)
             yield collate(pieces, padded, whole, epoch * self.order.steps(rows) + step)
 
     def _tables(self, items: list[Item]) -> Iterator[pa.Table]:

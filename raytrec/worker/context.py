@@ -116,6 +116,7 @@ class WorkerContext:
             buffer_bytes=int(data.buffer_gib * 2**30),
             pin_memory=self.device.type == "cuda",
             features=resolve_features(self.task.schema, self.task.config.model),
+            train=name == "train",
         )
 
     @property

@@ -6,10 +6,12 @@ import parquet
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from reading import DirectStream
 from reading import parse_transforms as parse
 
 from raytrec.common.errors import ConfigError, DataError
+from raytrec.config.features import Features
 from raytrec.config.transform_columns import columns_before, needed_transforms, with_rows
 from raytrec.data import transform
 from raytrec.data.fragments import scan
@@ -158,6 +160,34 @@ def test_evaluations_and_predictions_draw_alike(data):
     reserved = CarriedColumns(("negatives", "row"), (spec(),)).read(part)
     assert reserved["row"].to_pylist() == list(range(190, 195))
     assert reserved["negatives"].to_pylist() == [found[0][row] for row in range(190, 195)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_id_in_each_global_batch(tmp_path, world):
+    every = (spec(rows=None, count="all", exclude=[]),)
+    folder = parquet.write(tmp_path / "d", 1003, 0, 90)
+    made = scan(str(folder), ReadPlan(SCHEMA, transforms=with_rows(every, SCHEMA)))
+    features = Features(SCHEMA, {"negatives": 2})
+    order = Order(128, 6, "window", 2, seed=3)
+    place = {"world": world, "features": features}
+    steps = zip(
+        *(DirectStream(made, order, rank=r, train=True, **place).batches() for r in range(world)), strict=True
+    )
+    for parts in steps:  # the last has 107 rows
+        ids = [batch.sparse["negatives"].values() for batch in parts]
+        assert torch.cat(ids).sort().values.tolist() == list(range(200))
+        assert len({batch.sparse.stride() for batch in parts}) == 1
+        for batch in parts:
+            assert batch.sparse["negatives"].lengths().max() <= 2
+            assert batch.sparse["row"].values().numel() == int(batch.weights.sum())
+    evaluated = DirectStream(made, Order.evaluation(128, 6), rank=0, **place).batches()
+    assert not any(batch.sparse["negatives"].values().numel() for batch in evaluated)
+    few = {"world": world, "features": Features(SCHEMA, {"negatives": 1})}
+    with pytest.raises(DataError, match="a row, and the model reads 1 of negatives") as caught:
+        next(iter(DirectStream(made, order, rank=0, train=True, **few).batches()))
+    assert "model.max_negatives=2" in str(caught.value)
+    with pytest.raises(ValueError, match="neither vocabulary nor exclude"):
+        spec(count="all")
 
 
 @pytest.mark.usefixtures("ray_cluster")
