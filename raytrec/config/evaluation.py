@@ -13,17 +13,19 @@ Column = Annotated[str, Field(min_length=1)]
 
 
 class RetrievalSection(Section):
-    """Every evaluated row's item, ranked among all items; for models that give vectors of query and item."""
+    """Every evaluated row's item, or items, ranked among all; for models that give vectors of query and
+    item."""
 
     items: str
     """Folder or file of Parquet with one row for each item: its key and the features of the item's tower."""
     item: Column = "item"
-    """The column that is an item's key, in items and evaluated rows."""
+    """The column that is an item's key, in items and evaluated rows. A list in these: each of its items is
+    right, and recall, NDCG, … are of the row's list."""
     seen: list[Column] = Field(default_factory=list, max_length=20)
     """List columns of the evaluated rows, such as history: items that are left out of a row's ranking, but
-    for its own."""
+    for those that are right."""
     at: list[Few] = Field([10], min_length=1, max_length=20)
-    """Places k that hit rate and NDCG are of."""
+    """Places k that hit rate, recall, NDCG and MAP are of."""
 
 
 class EvalSection(Section):

@@ -84,6 +84,7 @@ def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
             kind = plain(arrow.field(column).type)
             if column in form.plan.reserved.lists:
                 _check_list(kind, column, uri)
+            if column in (*form.plan.reserved.lists, *form.plan.reserved.or_lists):
                 kind = value_type(kind)
             _check_reserved(kind, column, column in form.plan.reserved.keys, uri)
             if column in form.plan.reserved.groups:

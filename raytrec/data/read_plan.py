@@ -75,7 +75,7 @@ class Reserved:
         columns: with their own types: Batch.reserved.
         keys: that rows are grouped by (groups, items, slices): Batch.keys, in this order.
         groups: those of them whose rows are compared with each other, or counted: no floats.
-        lists: those whose values are lists, of what groups can be.
+        lists: those whose values are lists, of what groups can be. or_lists: those whose values may be.
         named_by: column → what names it, for messages; default: data.reserve_columns.
     """
 
@@ -83,6 +83,7 @@ class Reserved:
     keys: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
+    or_lists: tuple[str, ...] = ()
     named_by: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property

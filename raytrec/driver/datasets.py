@@ -12,10 +12,11 @@ from raytrec.checkpoint.index import INDEX, read_index
 from raytrec.checkpoint.table_starts import schema_of
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.evaluation import TowerName
+from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.transform_columns import columns_before, needed_transforms
-from raytrec.data.arrow import is_text, one_array
+from raytrec.data.arrow import is_text, one_array, value_type
 from raytrec.data.columns import Place
 from raytrec.data.decode import SKIPPED, Faults, decode
 from raytrec.data.fragments import Dataset, RowGroup, list_files, scan
@@ -98,8 +99,7 @@ def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Datase
     for dataset in evaluated.values():
         types = dataset.form.types
         for column in (section.item, *section.seen):
-            other = types.get(column)
-            other = other.value_type if column in dataset.form.plan.reserved.lists else other
+            other = types.get(column) and value_type(types[column])
             if other is not None and is_text(other) != is_text(kind) and not pa.types.is_null(other):
                 raise DataError(
                     f"'{column}' holds {other}, and items are named by {kind}",
@@ -155,6 +155,23 @@ def _place(items: Dataset, column: str, row: int) -> str:
     return Place(group.path, group.index, 0).of(column, row)
 
 
+def check_held_down(config: RunConfig, schema: Schema, datasets: Mapping[str, Dataset]) -> None:
+    """Looks whether model.lookup_l2 finds each vector that is looked up, not sums of several.
+
+    Raises:
+        ConfigError: a feature's bags are summed.
+    """
+    by_id = resolve_features(schema, config.model).sequences
+    for feature in config.model.held_down(schema):
+        if feature not in by_id and any(feature in dataset.form.lists for dataset in datasets.values()):
+            raise ConfigError(
+                f"{feature} has lists of ids, whose vectors are summed before the model gets them",
+                where="model.lookup_l2",
+                expected="tables of features with one id a row, or of sequences that are read id by id",
+                do="name the other tables: model.lookup_l2={TABLE: …}, or take weight_decay for this one",
+            )
+
+
 def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     data = config.data
     list_files(data.train, "data.train")  # before the schema, which is searched for next to it
@@ -165,6 +182,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
         for name in ("train", "valid", "test")
         if (places := getattr(data, name))
     }
+    check_held_down(config, schema, datasets)
     datasets |= open_items(config, schema, datasets)
     for dataset in datasets.values():
         check_accused(dataset)

@@ -129,12 +129,14 @@ class GroupMetric(Metric):
         raise NotImplementedError
 
     @classmethod
-    def of_ranks(cls, ranks_N: torch.Tensor) -> torch.Tensor:
-        """Its values for N groups with one positive row each, whose label is 1: float64 [N]. Metrics that
-        have it are also those of full rankings (selection.ranking_metrics).
+    def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
+        """Its values for groups whose labels are 0 and 1: float64 [G]. Metrics that have it are also those
+        of full rankings (selection.ranking_metrics).
 
         Args:
-            ranks_N: of those rows, int64, from 1.
+            ranks_GR: of each group's positive rows, int64, from 1, rising; behind them some that are larger
+                than any place k.
+            positives_G: how many there are, int64, at least 1.
         """
         raise NotImplementedError
 

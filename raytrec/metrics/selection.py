@@ -192,7 +192,7 @@ class Selection:
 
 
 def ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:
-    """The metrics of full rankings: those of groups with one positive row.
+    """The metrics of full rankings: those that the ranks of a group's positive rows decide.
 
     Args:
         places: k of those of the first k places.

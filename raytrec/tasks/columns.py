@@ -32,16 +32,17 @@ def read_plan(
     """
     ranked = (retrieval.item, *retrieval.seen) if retrieval else ()
     named_by = {retrieval.item: "eval.retrieval.item"} if retrieval else {}
-    seen = tuple(retrieval.seen) if retrieval else ()
+    seen, keys = tuple(retrieval.seen) if retrieval else (), key_columns(tasks, slices)
     return ReadPlan(
         schema,
         tuple(transforms),
         task_rows(tasks),
         Reserved(
             columns=tuple(dict.fromkeys([*slices, *ranked])),
-            keys=key_columns(tasks, slices),
+            keys=keys,
             groups=tuple(dict.fromkeys([*key_columns(tasks), *ranked])),
             lists=seen,
+            or_lists=(retrieval.item,) if retrieval and retrieval.item not in keys else (),
             named_by=named_by | dict.fromkeys(seen, "eval.retrieval.seen"),
         ),
         label_ranges(tasks, schema),

@@ -74,7 +74,7 @@ class Head(nn.Module):
             nothing = vectors.new_zeros(())
             return nothing, Outputs({}, batch.weights, nothing, vectors=vectors)
         logits = self._of_model(pooled, batch)
-        losses = self._objective.losses(logits, batch)
+        losses = self._objective.losses(logits, batch, pooled if self.training else None)
         loss = total(losses)
         outputs = self._objective.outputs(loss, logits, batch, losses if self.training else None)
         if self._query_vectors and not self.training:

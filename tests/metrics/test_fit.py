@@ -136,7 +136,7 @@ def names_in(tree):
                 yield last, node.lineno
         if isinstance(node, ast.arg | ast.keyword) and node.arg in METRICS.parts:
             yield node.arg, getattr(node, "lineno", 0)
-        if isinstance(node, ast.Attribute) and node.attr in METRICS.parts:
+        if isinstance(node, ast.Attribute) and node.attr in METRICS.parts and node.attr != "map":  # of pools
             yield node.attr, node.lineno
 
 

@@ -10,7 +10,8 @@ from ranks import on_ranks
 from sklearn import metrics as sk
 
 ROWS, GROUPS = 500, 40
-GROUP_METRICS = ["gauc", "recall@1", "recall@5", "ndcg@5", "ndcg@100", "hit_rate@3", "mrr", "coverage@2"]
+GROUP_METRICS = ["gauc", "recall@1", "recall@5", "ndcg@5", "ndcg@100", "hit_rate@3", "mrr", "map@3", "map@50"]
+GROUP_METRICS += ["coverage@2"]
 RANKED, SUMMED = ["auc", "pr_auc", "calibration"], ["logloss", "ece", "rmse", "mse", "mae", "accuracy", "ne"]
 
 
@@ -97,6 +98,9 @@ OF_GROUP = {
     "recall": lambda y, p, w, k: y[:k].sum() / y.sum() if y.any() else None,
     "hit_rate": lambda y, p, w, k: float(y[:k].any()) if y.any() else None,
     "mrr": lambda y, p, w, k: 1 / (1 + int((y > 0.5).argmax())) if y.any() else None,
+    "map": lambda y, p, w, k: (
+        sum(y[: i + 1].mean() for i in np.flatnonzero(y[:k])) / min(k, y.sum()) if y.any() else None
+    ),
     "ndcg": lambda y, p, w, k: dcg(y[:k]) / dcg(sorted(y, reverse=True)[:k]) if y.any() else None,
 }
 

@@ -120,7 +120,13 @@ class Reference(nn.Module):
 
     def loss(self, logits: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
         """The loss of a global batch."""
-        return loss_of(self.objective.tasks, logits, batch, own_loss=self.objective.own_loss)
+        loss = loss_of(self.objective.tasks, logits, batch, own_loss=self.objective.own_loss)
+        for feature, factor in self.objective.held_down.items():
+            ids, bag, _ = batch.bags[feature]
+            kept = age(bag) < self.sequences.get(feature, len(ids) + 1)
+            rows = self.tables[self.schema.sparse[feature].table][ids[kept]]
+            loss = loss + factor / 2 * rows.float().square().sum() / len(batch)
+        return loss
 
 
 class TableReference(torch.optim.Optimizer):

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from raytrec.common.errors import ConfigError, hint
 from raytrec.common.registry import Registry
-from raytrec.config.base import Few, Number, Section
+from raytrec.config.base import Few, NonNegativeFloat, Number, Section
 from raytrec.config.schema import Schema
 
 Size = Annotated[int, Field(strict=True, gt=0, le=2**20)]
@@ -38,6 +38,9 @@ class ModelSection(Section):
     own_loss_of_last: ClassVar[bool] = False
     name: str
     """The model."""
+    lookup_l2: NonNegativeFloat | dict[str, NonNegativeFloat] = 0.0
+    """Half of it × the squared length of every vector that a row looks up is added to the row's loss; of all
+    tables, or table: it. What is looked up more often is held down more, unlike by weight_decay."""
 
     @property
     def own_loss(self) -> bool:
@@ -53,6 +56,35 @@ class ModelSection(Section):
         if isinstance(length, dict):
             return {feature: length[feature] for feature in found if feature in length}
         return dict.fromkeys(found, length) if length else {}
+
+    def held_down(self, schema: Schema) -> dict[str, float]:
+        """Feature → the factor of its vectors' squared length, where lookup_l2 has one above 0.
+
+        Raises:
+            ConfigError: no such table; a feature with weights, which are no part of what is looked up.
+        """
+        named = (
+            self.lookup_l2
+            if isinstance(self.lookup_l2, dict)
+            else dict.fromkeys(schema.tables, self.lookup_l2)
+        )
+        for table in named:
+            if table not in schema.tables:
+                raise ConfigError(
+                    f"'{table}' is not a table" + hint(table, list(schema.tables)),
+                    where=f"model.lookup_l2.{table}",
+                    expected=f"one of {', '.join(schema.tables)}",
+                )
+        found = {f: named[spec.table] for f, spec in schema.sparse.items() if named.get(spec.table)}
+        for feature in found:
+            if schema.sparse[feature].weights:
+                raise ConfigError(
+                    f"the ids of {feature} have weights, by which their vectors are multiplied",
+                    where="model.lookup_l2",
+                    expected="tables whose features have none",
+                    do="name the other tables: model.lookup_l2={TABLE: …}, or take weight_decay for this one",
+                )
+        return found
 
     def reads_ids(self, schema: Schema) -> list[str]:
         """Features whose ids the model is given, too, next to what they look up (models/inputs.py)."""

@@ -1,4 +1,4 @@
-"""Recall, hit rate, MRR, NDCG, coverage, GAUC."""
+"""Recall, hit rate, MRR, MAP, NDCG, coverage, GAUC."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ class Recall(GroupMetric):
         found = groups.add(groups.relevant & (groups.ranks <= cls.k))
         return found / groups.positives, groups.positives > 0
 
+    @classmethod
+    def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
+        return (ranks_GR <= cls.k).sum(1) / positives_G
+
 
 @metric("hit_rate", title="hit rate at {k}", label="hit rate@{k}", better="higher", at_k=True)
 class HitRate(GroupMetric):
@@ -40,8 +44,8 @@ class HitRate(GroupMetric):
         return (found > 0).double(), groups.positives > 0
 
     @classmethod
-    def of_ranks(cls, ranks_N: torch.Tensor) -> torch.Tensor:
-        return (ranks_N <= cls.k).double()
+    def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
+        return (ranks_GR <= cls.k).any(1).double()
 
 
 @metric("mrr", title="MRR (mean reciprocal rank)", label="MRR", better="higher")
@@ -60,8 +64,31 @@ class MRR(GroupMetric):
         return 1 / first.double(), groups.positives > 0
 
     @classmethod
-    def of_ranks(cls, ranks_N: torch.Tensor) -> torch.Tensor:
-        return 1 / ranks_N.double()
+    def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
+        return 1 / ranks_GR[:, 0].double()
+
+
+@metric("map", title="MAP (mean average precision) at {k}", label="MAP@{k}", better="higher", at_k=True)
+class MAP(GroupMetric):
+    """The mean over groups of Σ precision at the rank of each positive row among the first k ÷ the most rows
+    that could be there, min(k, positive rows). Precision at a rank is the share of positive rows up to it.
+
+    Among equal predictions, negative rows come first. Groups without a positive row are left out and counted.
+    Source: Manning et al., Introduction to Information Retrieval, 8.4, of the first k as RecBole has it.
+    """
+
+    @classmethod
+    def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+        reached = groups.relevant.double().cumsum(0)
+        before = (groups.positives.cumsum(0) - groups.positives)[groups.of]
+        precision = (reached - before) / groups.ranks * (groups.relevant & (groups.ranks <= cls.k))
+        return groups.add(precision) / groups.positives.clamp(max=cls.k), groups.positives > 0
+
+    @classmethod
+    def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
+        reached = torch.ones_like(ranks_GR).cumsum(1)
+        precision_GR = reached / ranks_GR.double() * (ranks_GR <= cls.k)
+        return precision_GR.sum(1) / positives_G.clamp(max=cls.k)
 
 
 @metric("ndcg", title="NDCG at {k}", label="NDCG@{k}", better="higher", at_k=True)
@@ -82,8 +109,12 @@ class NDCG(GroupMetric):
         return reached / possible, possible > 0
 
     @classmethod
-    def of_ranks(cls, ranks_N: torch.Tensor) -> torch.Tensor:
-        return (ranks_N + 1.0).double().log2().reciprocal() * (ranks_N <= cls.k)
+    def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
+        reached = ((ranks_GR + 1.0).double().log2().reciprocal() * (ranks_GR <= cls.k)).sum(1)
+        places = ranks_GR.new_ones(cls.k).cumsum(0)
+        return (
+            reached / (places + 1.0).double().log2().reciprocal().cumsum(0)[positives_G.clamp(max=cls.k) - 1]
+        )
 
 
 @metric("coverage", title="coverage at {k}", label="coverage@{k}", better="higher", at_k=True)

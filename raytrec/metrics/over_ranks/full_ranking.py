@@ -1,4 +1,4 @@
-"""The rank of a row's item among all items (eval.retrieval).
+"""The ranks of a row's right items among all items (eval.retrieval): of one, or of a list of them.
 
 The items' vectors are computed once an evaluation and stay on the rank that computed them. A batch's queries
 go to all ranks; each compares them with its own items, block by block, and the counts are added up. So no
@@ -11,15 +11,16 @@ have equal scores, in whichever block they are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from raytrec.common.collectives import Peers
-from raytrec.data.arrow import one_array, unnest
+from raytrec.data.arrow import is_list, one_array, unnest
 from raytrec.data.batch import Batch
 from raytrec.data.hashing import group_keys
 from raytrec.metrics.over_ranks.evaluation import place_for
@@ -29,6 +30,7 @@ from raytrec.metrics.selection import RANKED_ITEMS, RANKED_ROWS, RETRIEVAL, UNKN
 CELLS = 1 << 22  # queries × items of a block: 56 MiB while it is counted
 MOST_CELLS = 1 << 28  # the same on a GPU, if it has so much memory
 BYTES = 128  # of a GPU's free memory for each of them: four times what it takes
+ABSENT = 1 << 62  # the rank of a right item that is not among all items
 UNSURE = 8  # where more than this part of a block is not decided in float32, all of it is in float64
 
 
@@ -50,7 +52,7 @@ class FullRanking:
         self._coming: deque[Queries] = deque()
         self._items: Items | None = None
         self._sums = torch.zeros(len(selection.of_ranking), dtype=torch.float64, device=device)
-        self._rows, self._known = 0, torch.zeros((), dtype=torch.int64, device=device)
+        self._rows, self._unknown = 0, torch.zeros((), dtype=torch.int64, device=device)
 
     def take_items(self, step: Any, items: Any) -> None:
         """Computes the vectors of all items; a collective.
@@ -85,45 +87,77 @@ class FullRanking:
         counted = there & (weights > 0) & (batch.labels[:, self._task.column] > RELEVANT)
         asked = counted[there].numpy()
         reserved = batch.reserved.filter(asked)
-        items = group_keys(one_array(reserved[self._settings.item]))
-        of, seen = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for column in self._settings.seen:
-            offsets, values = unnest(one_array(reserved[column]))
-            of.append(np.repeat(np.arange(len(items)), np.diff(offsets)))
-            seen.append(group_keys(values))
-        order = np.argsort(np.concatenate(of), kind="stable")
-        lengths = np.bincount(np.concatenate(of), minlength=len(items))
-        found = (torch.from_numpy(part) for part in (items, lengths, np.concatenate(seen)[order]))
-        return Queries(counted.nonzero().squeeze(1), *found)
+        right, items = keys_of_rows([reserved[self._settings.item]])
+        order = np.lexsort((items, np.repeat(np.arange(len(right)), right)))  # each item once
+        of, items = np.repeat(np.arange(len(right)), right)[order], items[order]
+        first = np.append(True, (of[1:] != of[:-1]) | (items[1:] != items[:-1]))[: len(items)]
+        right, items = np.bincount(of[first], minlength=len(right)), items[first]
+        lengths, seen = keys_of_rows([reserved[column] for column in self._settings.seen], len(right))
+        kept = np.repeat(right > 0, lengths)
+        numbers = right[right > 0], items, lengths[right > 0], seen[kept]
+        rows = counted.nonzero().squeeze(1)[torch.from_numpy(right > 0)]
+        return Queries(rows, *map(torch.from_numpy, numbers))
 
     def add(self, vectors_BD: torch.Tensor) -> None:
         """Ranks the items of the next batch's rows, given the vectors of all of its rows; a collective."""
         asked = self._coming.popleft()
         mine = vectors_BD[asked.rows.to(vectors_BD.device)]
-        rows, seen = self._peers.stack(torch.tensor([len(asked.items), len(asked.seen)])).T.tolist()
+        counts = torch.tensor([len(asked.rows), len(asked.items), len(asked.seen)])
+        rows, items, seen = self._peers.stack(counts).T.tolist()
         if not sum(rows):
             return
         together = self._peers.concatenate
-        items, lengths = together(torch.stack([asked.items, asked.lengths], 1), rows).unbind(1)
-        of = torch.arange(len(items)).repeat_interleave(lengths)
-        ranks_Q, known_Q = self._ranks(together(mine, rows), items, of, together(asked.seen, seen))
-        for place, metric in enumerate(self._selection.of_ranking):
-            self._sums[place] += (metric.of_ranks(ranks_Q) * known_Q).sum()
-        self._rows += len(items)
-        self._known += known_Q.sum()
+        right, lengths = together(torch.stack([asked.right, asked.lengths], 1), rows).unbind(1)
+        order = right.argsort(descending=True, stable=True)  # those with most right items come first
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        ranks_QR = self._ranks(
+            together(mine, rows)[order.to(mine.device)],
+            right[order],
+            (place.repeat_interleave(right), together(asked.items, items)),
+            (place.repeat_interleave(lengths), together(asked.seen, seen)),
+        )
+        right_Q = right[order].to(ranks_QR.device)
+        for number, metric in enumerate(self._selection.of_ranking):
+            self._sums[number] += metric.of_ranks(ranks_QR, right_Q).sum()
+        self._rows += len(right)
+        self._unknown += right_Q.sum() - (ranks_QR < ABSENT).sum()
 
-    def _ranks(self, queries_QD: torch.Tensor, *asked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ranks int64 [Q], from 1; which of the items there are bool [Q]); a collective."""
-        keys_Q, of_S, seen_S = (part.to(self._items.keys.device) for part in asked)
-        own_Q, place_S = self._items.find(keys_Q), self._items.find(seen_S)
-        scores_Q = self._items.scores(queries_QD, own_Q)
-        here_Q = (own_Q >= 0).to(scores_Q.device)
-        scores_Q, known_Q = self._peers.sum(torch.stack([scores_Q.double(), here_Q.double()]))
-        scores_Q, known_Q = scores_Q.float(), known_Q > 0
-        number = torch.arange(len(keys_Q), device=own_Q.device)
-        left_out = torch.stack([torch.cat([of_S, number]), torch.cat([place_S, own_Q])])
-        above_Q = self._items.count_above(queries_QD, scores_Q, left_out, self._cells)
-        return 1 + self._peers.sum(above_Q), known_Q
+    def _ranks(
+        self,
+        queries_QD: torch.Tensor,
+        right_Q: torch.Tensor,
+        right: tuple[torch.Tensor, torch.Tensor],
+        seen: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """The ranks of each query's right items: int64 [Q, R], from 1, rising; ABSENT where there is none. A
+        collective.
+
+        Args:
+            right_Q: how many right items each query has, falling; at least 1.
+            right, seen: queries int64 [P] and keys [P] of right items, and of those that are left out.
+        """
+        device, (of_P, keys_P), (of_S, seen_S) = self._items.keys.device, right, seen
+        own_P, place_S = self._items.find(keys_P.to(device)), self._items.find(seen_S.to(device))
+        of_P, of_S = of_P.to(device), of_S.to(device)
+        scores_P = self._items.scores(queries_QD[of_P.to(queries_QD.device)], own_P)
+        here_P = (own_P >= 0).to(scores_P.device)
+        scores_P, known_P = self._peers.sum(torch.stack([scores_P.double(), here_P.double()]))
+        active = [int(n) for n in (right_Q.unsqueeze(1) > torch.arange(int(right_Q.max()))).sum(0)]
+        scores_QR = scores_P.new_full((len(queries_QD), len(active)), -torch.inf, dtype=torch.float32)
+        number_P = torch.arange(len(of_P)) - (right_Q.cumsum(0) - right_Q)[right[0]]
+        where = right[0].to(scores_QR.device), number_P.to(scores_QR.device)
+        scores_QR[where] = scores_P.float().masked_fill(known_P == 0, -torch.inf)
+        known_QR = torch.zeros_like(scores_QR, dtype=torch.bool)
+        known_QR[where] = known_P > 0
+        scores_QR, order_QR = scores_QR.sort(dim=1, descending=True)
+        known_QR = known_QR.gather(1, order_QR)
+        left_out = torch.stack([torch.cat([of_S, of_P]), torch.cat([place_S, own_P])])
+        above_QR = self._peers.sum(
+            self._items.count_above(queries_QD, scores_QR, active, left_out, self._cells)
+        )
+        before_R = torch.arange(len(active), device=above_QR.device)
+        return (1 + above_QR + before_R).masked_fill(~known_QR, ABSENT)
 
     def figures(self) -> dict[str, float | None]:
         """Its figures, by their keys; None where no row counted. The same on all ranks."""
@@ -134,7 +168,7 @@ class FullRanking:
         counts = {
             RANKED_ROWS: self._rows,
             RANKED_ITEMS: int(self._peers.sum(torch.tensor([len(self._items.keys)]))),
-            UNKNOWN_ITEMS: self._rows - int(self._known),
+            UNKNOWN_ITEMS: int(self._unknown),
         }
         return found | counts
 
@@ -144,11 +178,13 @@ class Queries:
     """The rows of a batch that ask, on the host.
 
     Attributes:
-        rows: their places in the batch, int64 [Q]. items: keys of their items, int64 [Q].
+        rows: their places in the batch, int64 [Q].
+        right: how many right items each has, int64 [Q]. items: their keys, query after query, int64 [P].
         lengths: how many items each has seen, int64 [Q]. seen: their keys, query after query, int64 [S].
     """
 
     rows: torch.Tensor
+    right: torch.Tensor
     items: torch.Tensor
     lengths: torch.Tensor
     seen: torch.Tensor
@@ -187,11 +223,17 @@ class Items:
         return (queries_QD.double() * items).sum(1).float().where(here, 0)
 
     def count_above(
-        self, queries_QD: torch.Tensor, scores_Q: torch.Tensor, left_out: torch.Tensor, cells: int
+        self,
+        queries_QD: torch.Tensor,
+        scores_QR: torch.Tensor,
+        active: Sequence[int],
+        left_out: torch.Tensor,
+        cells: int,
     ) -> torch.Tensor:
-        """How many items have a score that is not below the given one, int64 [Q]; NaN is below nothing.
+        """How many items have a score that is not below each given one, int64 [Q, R]; NaN is below nothing.
 
         Args:
+            active: of each of the R, how many queries have it, the first ones; 0 for the others.
             left_out: [2, P], queries and places of items that do not count for them; -1: of none.
             cells: queries × items that are held at a time.
         """
@@ -199,15 +241,17 @@ class Items:
         left_out = left_out[:, left_out[1].argsort()]
         starts = torch.arange(0, len(self.keys) + block, block, device=left_out.device)
         bounds = torch.searchsorted(left_out[1].contiguous(), starts).tolist()
-        above_Q = torch.zeros(len(queries_QD), dtype=torch.int64, device=device)
+        above_QR = torch.zeros(scores_QR.shape, dtype=torch.int64, device=device)
         compare = not_below_fast if device.type == "cuda" else not_below
         for number, start in enumerate(range(0, len(self.keys), block)):
             items = self.vectors[start : start + block].to(device)
-            above = compare(queries_QD, items, scores_Q)
             of, places = left_out[:, bounds[number] : bounds[number + 1]].to(device)
-            above[of, places - start] = False
-            above_Q += above.sum(1)
-        return above_Q
+            counted = torch.ones(len(queries_QD), len(items), dtype=torch.bool, device=device)
+            counted[of, places - start] = False
+            above = compare(queries_QD, items, scores_QR, active)
+            for place, of_place in enumerate(above):
+                above_QR[: active[place], place] += (of_place & counted[: active[place]]).sum(1)
+        return above_QR
 
 
 def cells_for(device: torch.device) -> int:
@@ -217,12 +261,18 @@ def cells_for(device: torch.device) -> int:
     return min(MOST_CELLS, max(CELLS, torch.cuda.mem_get_info(device)[0] // BYTES))
 
 
-def not_below(queries_QD: torch.Tensor, items_ND: torch.Tensor, scores_Q: torch.Tensor) -> torch.Tensor:
-    """Where an item's score is not below the given one, bool [Q, N]."""
-    return ~((queries_QD.double() @ items_ND.double().T).float() < scores_Q.unsqueeze(1))
+def not_below(
+    queries_QD: torch.Tensor, items_ND: torch.Tensor, scores_QR: torch.Tensor, active: Sequence[int]
+) -> Iterator[torch.Tensor]:
+    """Of each of the R, where an item's score is not below the given one: bool [active, N]."""
+    products_QN = (queries_QD.double() @ items_ND.double().T).float()
+    for scores_Q, count in zip(scores_QR.unbind(1), active, strict=True):
+        yield ~(products_QN[:count] < scores_Q[:count].unsqueeze(1))
 
 
-def not_below_fast(queries_QD: torch.Tensor, items_ND: torch.Tensor, scores_Q: torch.Tensor) -> torch.Tensor:
+def not_below_fast(
+    queries_QD: torch.Tensor, items_ND: torch.Tensor, scores_QR: torch.Tensor, active: Sequence[int]
+) -> Iterator[torch.Tensor]:
     """The same, by products in float32, and in float64 only where these do not decide: most GPUs have a 32nd
     or a 64th of the speed in float64.
 
@@ -230,21 +280,58 @@ def not_below_fast(queries_QD: torch.Tensor, items_ND: torch.Tensor, scores_Q: t
     added (Higham 2002, 3.1), and the rounding of a score by 2⁻²⁴ of it. The limits here are twice as wide.
     """
     if torch.get_float32_matmul_precision() != "highest":
-        return not_below(queries_QD, items_ND, scores_Q)
-    given, unit = scores_Q.unsqueeze(1), 2.0**-23
+        yield from not_below(queries_QD, items_ND, scores_QR, active)
+        return
+    unit = 2.0**-23
     lengths = torch.outer(*(part.double().norm(dim=1).float() for part in (queries_QD, items_ND)))
-    limits = lengths.mul_((queries_QD.shape[1] + 2) * unit).add_(given.abs() * unit + 1e-30)
-    beyond = (queries_QD @ items_ND.T).sub_(given)
-    above = beyond > limits
-    unsure = ~(above | (beyond < -limits))  # NaN, too
+    lengths.mul_((queries_QD.shape[1] + 2) * unit)
+    products_QN = queries_QD @ items_ND.T
+    for place, count in enumerate(active):
+        given = scores_QR[:count, place].unsqueeze(1)
+        limits, beyond = lengths[:count] + (given.abs() * unit + 1e-30), products_QN[:count] - given
+        above = beyond > limits
+        unsure = ~(above | (beyond < -limits))  # NaN, too
+        yield _decided(queries_QD[:count], items_ND, given.squeeze(1), above, unsure)
+
+
+def _decided(
+    queries_QD: torch.Tensor,
+    items_ND: torch.Tensor,
+    scores_Q: torch.Tensor,
+    above: torch.Tensor,
+    unsure: torch.Tensor,
+) -> torch.Tensor:
+    """What is above, where it is unsure by products in float64."""
     of, places = unsure.nonzero(as_tuple=True)
     if len(of) * UNSURE > unsure.numel():
-        return not_below(queries_QD, items_ND, scores_Q)
+        return next(not_below(queries_QD, items_ND, scores_Q.unsqueeze(1), [len(scores_Q)]))
     for part in torch.arange(len(of), device=of.device).split(max(1, CELLS // queries_QD.shape[1])):
         of_part, place = of[part], places[part]
         exactly = (queries_QD[of_part].double() * items_ND[place].double()).sum(1).float()
         above[of_part, place] = ~(exactly < scores_Q[of_part])
     return above
+
+
+def keys_of_rows(columns: Sequence[pa.ChunkedArray], rows: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """How many keys each row has in columns of keys or of lists of them, int64 [rows]; and these, row after
+    row, int64.
+
+    Args:
+        rows: how many there are, where there may be no column.
+    """
+    of, keys = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for column in map(one_array, columns):
+        rows = len(column)
+        if not is_list(column.type):
+            of.append(np.arange(rows))
+            keys.append(group_keys(column))
+            continue
+        offsets, values = unnest(column)
+        of.append(np.repeat(np.arange(rows), np.diff(offsets)))
+        keys.append(group_keys(values))
+    whole = np.concatenate(of)
+    order = np.argsort(whole, kind="stable")
+    return np.bincount(whole, minlength=rows), np.concatenate(keys)[order]
 
 
 def ranking_of(selection: Selection, device: torch.device, step: Any, items: Any) -> FullRanking | None:

@@ -1,0 +1,109 @@
+"""model.lookup_l2 on ranks, under several kinds of sharding, against matrix factorisation in plain torch."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from small import a_schema, build, config, objective, train, weights_of
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.models import SECTIONS, check_model
+from raytrec.driver.datasets import check_held_down
+
+ROWS, STEPS, RATE = 12, 4, 0.5
+SCHEMA = a_schema(
+    dense=[],
+    sparse={
+        "user": {"table": "user"},
+        "item": {"table": "item"},
+        "drawn": {"table": "item", "pooling": "sequence"},
+    },
+    tables={"user": {"rows": 7, "dim": 8}, "item": {"rows": 11, "dim": 8}},
+)
+FACTORS = {"user": 0.3, "item": 0.8}
+MODEL = {"name": "mf", "negatives": "drawn", "max_negatives": 2, "loss": "bce", "lookup_l2": FACTORS}
+
+
+def ids(step):
+    """Of one step: users and items, most of them several times; of each row 0 to 2 drawn items."""
+    draw = torch.Generator().manual_seed(step)
+    user, item = (torch.randint(0, rows, (ROWS,), generator=draw) for rows in (4, 5))
+    return user, item, torch.randint(0, 11, (ROWS, 2), generator=draw), torch.arange(ROWS) % 3
+
+
+def on_rank(rank, world, plan):
+    from raytrec.checks.parity.batches import GlobalBatch, cuts, local_batch
+    from raytrec.config.features import resolve_features
+
+    tasks = [{"label": "y", "loss": "from_model", "metrics": []}]
+    settings = config(world, {"sharding_type": plan}, "sgd", RATE, tasks=tasks, model=MODEL)
+    step, rows = build(settings, SCHEMA), torch.arange(ROWS)
+    before, local = weights_of(step), []
+    for number in range(STEPS):
+        user, item, drawn, counts = ids(number)
+        there = torch.arange(2) < counts.unsqueeze(1)
+        bags = {
+            "user": (user, rows, torch.ones(ROWS)),
+            "item": (item, rows, torch.ones(ROWS)),
+            "drawn": (drawn[there], rows.repeat_interleave(counts), torch.ones(int(counts.sum()))),
+        }
+        whole = GlobalBatch(torch.zeros(ROWS, 0), torch.ones(ROWS, 1), bags)
+        bounds = cuts(ROWS, world, "empty")
+        local.append(local_batch(whole, SCHEMA, bounds, rank, resolve_features(SCHEMA, settings.model)))
+    losses = [float(outputs.loss) for outputs in train(step, local)]
+    evaluated = [float(outputs.loss) for outputs in step.evaluate(iter(local[:1]))]
+    return before, weights_of(step), losses, evaluated
+
+
+@pytest.mark.parametrize(
+    "world,plan", [(1, "table_wise"), (2, "row_wise"), (3, "column_wise"), (2, "data_parallel")]
+)
+def test_it_is_what_plain_torch_computes(world, plan):
+    found = on_ranks(world, on_rank, plan)
+    before, after, *_ = found[0]
+    tables = {name: torch.nn.Parameter(before[name].clone()) for name in FACTORS}
+    bias = torch.nn.Parameter(before["bias"].clone())
+    for number in range(STEPS):
+        user, item, drawn, counts = ids(number)
+        losses = []
+        for i in range(ROWS):
+            u, v = tables["user"][user[i]], tables["item"][item[i]]
+            others = tables["item"][drawn[i, : int(counts[i])]]
+            score = u[:-1] @ v[:-1] + u[-1] + v[-1] + bias[0]
+            wrong = others[:, :-1] @ u[:-1] + others[:, -1] + u[-1] + bias[0]
+            loss = -torch.sigmoid(score).log() - (1 - torch.sigmoid(wrong)).log().sum()
+            lengths = FACTORS["user"] * u @ u + FACTORS["item"] * (v @ v + others.square().sum())
+            losses.append(loss + lengths / 2)
+        loss = torch.stack(losses).mean()
+        assert sum(each[2][number] for each in found) / world == pytest.approx(loss.item(), rel=1e-5)
+        loss.backward()
+        with torch.no_grad():
+            for parameter, rate in ((tables["user"], RATE), (tables["item"], RATE), (bias, 0.1)):
+                parameter -= rate * parameter.grad
+                parameter.grad = None
+    for name, table in tables.items():
+        torch.testing.assert_close(after[name], table.detach(), rtol=0, atol=2e-6)
+    assert all(each[3] == [0.0] for each in found)
+
+
+def test_of_all_tables_or_of_some():
+    section = SECTIONS["mf"].model_validate({"name": "mf", "lookup_l2": 0.5})
+    assert section.held_down(SCHEMA) == {"user": 0.5, "item": 0.5, "drawn": 0.5}
+    section = SECTIONS["mf"].model_validate({"name": "mf", "lookup_l2": {"item": 2, "user": 0}})
+    assert section.held_down(SCHEMA) == {"item": 2.0, "drawn": 2.0}
+    assert SECTIONS["mf"].model_validate({"name": "mf"}).held_down(SCHEMA) == {}
+    assert objective([{}]).held_down == {}
+
+
+def test_refused():
+    weighted, lists = {"name": "dlrm", "lookup_l2": 0.1}, {"name": "dlrm", "lookup_l2": {"user": 0.1}}
+    for values, message in (
+        (weighted, "the ids of tags have weights"),
+        ({"name": "dlrm", "lookup_l2": {"users": 0.1}}, "did you mean 'user'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_model(a_schema(), SECTIONS["dlrm"].model_validate(values))
+    settings = config(1, {}, model=lists)
+    form = type("Form", (), {"lists": frozenset(["friends"])})
+    datasets = {"train": type("Dataset", (), {"form": form})}
+    with pytest.raises(ConfigError, match="friends has lists of ids"):
+        check_held_down(settings, a_schema(), datasets)
