@@ -4,6 +4,8 @@ A `schema.yaml` next to the data:
 
     labels: [label]                    # numbers; in [0, 1] where probabilities are learned
     dense: [price, age]                # numbers
+    scale:                             # what they are read as
+      price: {mean: 2.1, std: 0.8, log: true}
     sparse:                            # feature: how it is looked up
       user_id: {table: user}
       genres:  {table: genre, pooling: mean}
@@ -17,8 +19,8 @@ A `schema.yaml` next to the data:
       tag:   {rows: 5000, dim: 16, out_of_range: hash}
       film:  {rows: 100000, dim: 16, ids: managed}
 
-`raytrec inspect` adds `statistics` of the sparse features, by which plans count lookups; nothing that is
-trained depends on them.
+`raytrec inspect` adds `scale`, by which dense columns are brought to one size, and `statistics` of the sparse
+features, by which plans count lookups; nothing that is trained depends on these.
 
 No torch here: the driver reads schemas on machines without it.
 """
@@ -35,7 +37,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from raytrec.common.errors import SchemaError, did_you_mean, some, some_of
 from raytrec.common.reading import NotReadable, yaml_values
-from raytrec.config.base import PositiveInt
+from raytrec.config.base import Number, PositiveFloat, PositiveInt
 from raytrec.config.managed import Ids, ManagedIds
 from raytrec.config.stored import with_current_keys
 
@@ -110,6 +112,20 @@ class Sparse(BaseModel):
     become seconds since 1970."""
 
 
+class Scale(BaseModel):
+    """What a number x of a dense column is read as: (x − mean) ÷ std."""
+
+    model_config = ConfigDict(extra="forbid")
+    mean: Number = 0.0
+    """What becomes 0."""
+    std: PositiveFloat = 1.0
+    """What becomes 1, from the mean."""
+    log: bool = False
+    """sign(x) · ln(1 + |x|) takes the place of x; mean and std are of it."""
+    nulls: Literal["error", "mean"] = "error"
+    """mean: nulls and NaN are read as the mean."""
+
+
 class Statistics(BaseModel):
     """What the ids of a sparse feature are like; a bag without ids counts."""
 
@@ -134,6 +150,8 @@ class Schema(BaseModel):
     """Columns to predict; numbers that their task's loss takes (bce: 0 to 1)."""
     dense: list[str] = Field(default_factory=list)
     """Columns of numbers."""
+    scale: dict[str, Scale] = Field(default_factory=dict)
+    """Dense column → what its numbers are read as; default: they are read as they are."""
     sparse: dict[str, Sparse] = Field(min_length=1)
     """Feature name → how it is looked up."""
     tables: dict[str, Table] = Field(min_length=1)
@@ -156,6 +174,8 @@ class Schema(BaseModel):
                 )
         if unknown := sorted(set(self.statistics) - set(self.sparse)):
             raise ValueError(f"statistics: there is no sparse feature {', '.join(unknown)}")
+        if unknown := sorted(set(self.scale) - set(self.dense)):
+            raise ValueError(f"scale: there is no dense column {', '.join(unknown)}")
         for name in self.tables:
             if name != table_name(name) or not name:
                 raise ValueError(
@@ -199,11 +219,13 @@ class Schema(BaseModel):
     def part(self, names: Collection[str]) -> Schema:
         """The same with no other dense columns and sparse features than these; all labels and tables stay."""
         dense = [name for name in self.dense if name in names]
-        sparse, known = (
-            {name: of for name, of in parts.items() if name in names}
-            for parts in (self.sparse, self.statistics)
-        )
-        return self.model_copy(update={"dense": dense, "sparse": sparse, "statistics": known})
+        parts: dict[str, Mapping] = {
+            "sparse": self.sparse,
+            "scale": self.scale,
+            "statistics": self.statistics,
+        }
+        kept = {key: {name: of for name, of in part.items() if name in names} for key, part in parts.items()}
+        return self.model_copy(update={"dense": dense} | kept)
 
     @property
     def managed(self) -> list[str]:
@@ -284,8 +306,8 @@ class Schema(BaseModel):
             known = ((name, comments.get((section, name))) for name in names)
             lines += [f"# {scalar(name)}: {comment}" for name, comment in known if comment]
             lines.append(f"{section}: [{', '.join(map(scalar, names))}]")
-        for section in ("sparse", "tables"):
-            lines.append(f"{section}:")
+        for section in ("scale", "sparse", "tables"):
+            lines += [f"{section}:"] if getattr(self, section) else []
             for name, spec in getattr(self, section).items():
                 values = spec.model_dump(exclude_defaults=True)
                 inner = ", ".join(f"{k}: {_ids(v) if k == 'ids' else scalar(v)}" for k, v in values.items())
@@ -313,7 +335,7 @@ def scalar(value: object) -> str:
 def _explain(error: dict) -> str:
     place = ".".join(str(p) for p in error["loc"])
     if error["type"] == "extra_forbidden":
-        parts: dict[object, type[BaseModel]] = {"sparse": Sparse, "statistics": Statistics}
+        parts: dict[object, type[BaseModel]] = {"sparse": Sparse, "scale": Scale, "statistics": Statistics}
         of_part = parts.get(error["loc"][0], Table)
         known = dict[int, type[BaseModel]]({0: Schema, 2: of_part, 3: ManagedIds}).get(len(error["loc"]) - 1)
         near = did_you_mean(str(error["loc"][-1]), list(known.model_fields)) if known else None

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from raytrec.common.errors import DataError
-from raytrec.config.schema import Sparse, Table, scalar
+from raytrec.config.schema import Scale, Sparse, Table, scalar
 from raytrec.data.arrow import is_list, is_text, one_array, unnest
 from raytrec.data.hashing import hash_integers, hash_text, hash_text_bits
 
@@ -54,6 +54,24 @@ def numbers(column: pa.ChunkedArray, name: str, place: Place, also: str = "") ->
     values = _as_float32(array)
     _finite(values, name, place)
     return values
+
+
+def scaled(column: pa.ChunkedArray, name: str, place: Place, scale: Scale | None) -> np.ndarray:
+    """A dense column as it is read: float32 [n], finite.
+
+    Args:
+        scale: the schema's; None: numbers as they are.
+    """
+    if scale is None:
+        return numbers(column, name, place)
+    if scale.nulls == "mean":
+        values, there = numbers_or_none(column, name, place)
+    else:
+        values, there = numbers(column, name, place), None
+    x = values.astype(np.float64)
+    x = np.sign(x) * np.log1p(np.abs(x)) if scale.log else x
+    x = ((x - scale.mean) / scale.std).astype(np.float32)
+    return x if there is None else np.where(there, x, np.float32(0))
 
 
 def numbers_or_none(column: pa.ChunkedArray, name: str, place: Place) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,7 @@ import pyarrow as pa
 from raytrec.common.errors import DataError
 from raytrec.common.memory import give_back, keep_memory
 from raytrec.config.schema import Sparse, Table
-from raytrec.data.columns import Place, Tally, bags, numbers, side_features, single
+from raytrec.data.columns import Place, Tally, bags, scaled, side_features, single
 from raytrec.data.decode import Faults, decode
 from raytrec.data.form import Form, shuffled
 from raytrec.data.fragments import Dataset
@@ -185,7 +185,7 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
     reserved = {name: reserved_array(table, name, form, place) for name in form.plan.reserved.names}
     return form.table(
         [values for values, _ in labels.values()],
-        [numbers(table[name], name, place) for name in schema.dense],
+        [scaled(table[name], name, place, schema.scale.get(name)) for name in schema.dense],
         [single(table[schema.column_of(name)], *spec(name), form.no_id) for name in form.singles],
         lists,
         table.num_rows,

@@ -130,19 +130,14 @@ def _with_hints(f: Finding) -> Finding:
 
 def _with_finite_numbers(f: Finding) -> Finding:
     s = f.stats
-    large = max(abs(s.lowest), abs(s.highest)) > 1000
     if s.mixed:
         f.needs("cast", to="float32")
     if s.count("nulls") or s.count("nan"):
         what = [f"{s.count(n):,} {t}" for n, t in (("nulls", "nulls"), ("nan", "NaN")) if s.count(n)]
-        f.notes.append(f"{' and '.join(what)}: training refuses them, fill them")
-        f.needs("fill_null", value=0)
+        f.notes.append(f"{' and '.join(what)}: read as the mean (scale)")
     if s.count("infinite"):
         f.notes.append(f"{s.count('infinite'):,} infinite: training refuses them")
         f.needs("clip", low=s.lowest, high=s.highest)
-    if large:
-        f.notes.append("large values: scale them, for example by log(1 + x)")
-        f.needs("log")
     return f
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pandas.util import hash_array
 
-from raytrec.config.schema import Statistics
+from raytrec.config.schema import Scale, Statistics
 from raytrec.data.arrow import is_list, one_array, unnest
 from raytrec.inspection.hot_ids import HotIds
 
@@ -21,6 +21,7 @@ SMALLEST = 65_536  # hashes kept to count distinct values: exact below, ± 0.4 %
 LONGEST_COUNTED = 10_000  # bag lengths from here on are counted as this
 FEW = 64  # distinct values that are counted one by one
 NUMBERS = frozenset({"integer", "float", "bool", "decimal"})
+FAR = 10  # standard deviations from the mean
 FEWEST_ROWS = 100  # of fewer, columns agree by chance
 
 
@@ -43,6 +44,8 @@ class ColumnStats:
             (`pair_with_labels`).
         elsewhere: the same of validation and test data, by folder.
         hot: of integers and text, those that are met most.
+        moments: of numbers, how many, Σ and Σ² of their distance from `first`, and of their logarithms
+            (Scale.log).
     """
 
     name: str
@@ -67,6 +70,8 @@ class ColumnStats:
     pairs: dict[str, dict | None] = field(default_factory=dict)
     elsewhere: dict[str, ColumnStats] = field(default_factory=dict)
     hot: HotIds = field(init=False, default_factory=HotIds)
+    moments: np.ndarray = field(init=False, default_factory=lambda: np.zeros(5))
+    first: float | None = field(init=False, default=None)
     _hashes: np.ndarray = field(init=False, default_factory=lambda: np.empty(0, np.uint64))
     _new: list[np.ndarray] = field(init=False, default_factory=list)  # not yet among them
     _new_count: int = field(init=False, default=0)
@@ -214,6 +219,7 @@ class ColumnStats:
             self.low = min(self.low, values.min().item())
             self.high = max(self.high, values.max().item())
             self.whole &= values.dtype.kind in "iu" or bool((values == np.floor(values)).all())
+            self._add_moments(values.astype(np.float64), counts.to_numpy())
         hashes = hash_array(values)
         if self.base in ("integer", "text"):
             self.hot.add(hashes, counts.to_numpy())
@@ -223,6 +229,31 @@ class ColumnStats:
         self._new_count += len(hashes)
         if self._new_count >= SMALLEST:  # not for each row group: to sort takes longer than to read one
             self._merge()
+
+    def _add_moments(self, values: np.ndarray, counts: np.ndarray) -> None:
+        self.first = float(values[0]) if self.first is None else self.first
+        apart, logs = values - self.first, np.sign(values) * np.log1p(np.abs(values))
+        powers = np.stack([np.ones_like(values), apart, apart**2, logs, logs**2])
+        self.moments += powers @ counts
+
+    def scale(self) -> Scale:
+        """How its numbers are brought to one size: with mean 0 and variance 1; by their logarithms where one
+        is FAR from the others."""
+        count, apart, squares, logs, log_squares = self.moments
+        nulls = "mean" if self.count_missing() else "error"
+        if not count:
+            return Scale(nulls=nulls)
+        mean, std = apart / count, max(0.0, squares / count - (apart / count) ** 2) ** 0.5
+        ends = np.array([self.low, self.high]) - self.first
+        if std and np.abs(ends - mean).max() > FAR * std:
+            mean, std = logs / count, max(0.0, log_squares / count - (logs / count) ** 2) ** 0.5
+            return Scale(mean=_short(mean), std=_short(std) or 1.0, log=True, nulls=nulls)
+        return Scale(mean=_short(self.first + mean), std=_short(std) or 1.0, nulls=nulls)
+
+
+def _short(number: float) -> float:
+    """To six digits, which are easier to read."""
+    return float(f"{number:.6g}")
 
 
 def comparable(array, base: str, mixed: bool):

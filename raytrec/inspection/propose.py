@@ -186,6 +186,7 @@ def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, all_se
     values: dict[str, Any] = {
         "labels": [f.stats.name for f in findings if f.kind == "label"],
         "dense": [f.stats.name for f in findings if f.kind == "dense"],
+        "scale": {f.stats.name: f.stats.scale() for f in findings if f.kind == "dense"},
         "sparse": sparse,
         "tables": {table.name: {"dim": dim, **table.size(all_seen)} for table in tables},
     }

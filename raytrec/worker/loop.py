@@ -10,6 +10,7 @@ from raytrec.data.order import Order
 from raytrec.worker.context import WorkerContext, WorkerTask
 
 CHECK_STEPS = 20
+AUTO_ROWS, MOST_EPOCHS = 1_000_000, 10  # of train.epochs: auto
 
 
 def train_worker(task: WorkerTask) -> None:
@@ -45,7 +46,7 @@ def train_worker(task: WorkerTask) -> None:
     begin_or_resume(context, step, state, progress)
     freeze_gc()
     stopping = EarlyStopping(config.train.early_stopping, progress, context.device)
-    reading = train.epochs(config.train.epochs, progress.step)
+    reading = train.epochs(epochs_of(config, train.dataset.rows), progress.step)
     batches = RecentBatches(context.heartbeat.count_batches(reading), progress.step)
     observers = make_observers(context, step, state, progress, batches, total)
     checkpoints = CheckpointManager(
@@ -164,9 +165,16 @@ def evaluation_order(config: RunConfig) -> Order:
     return Order.evaluation(config.data.global_batch_size, config.data.lanes)
 
 
+def epochs_of(config: RunConfig, rows: int) -> int:
+    """Passes over so many rows: train.epochs."""
+    if config.train.epochs != "auto":
+        return config.train.epochs
+    return min(MOST_EPOCHS, max(1, AUTO_ROWS // rows))
+
+
 def total_steps(config: RunConfig, rows: int) -> int:
     """Steps of the whole run: epochs × steps per epoch, at most train.max_steps."""
-    steps = config.train.epochs * train_order(config).steps(rows)
+    steps = epochs_of(config, rows) * train_order(config).steps(rows)
     return min(steps, config.train.max_steps or steps)
 
 

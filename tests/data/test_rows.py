@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrec.common.errors import DataError
+from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.schema import Schema
 from raytrec.data.columns import _all_below
 from raytrec.data.form import Form
@@ -44,6 +44,26 @@ def read(tmp_path, columns=None, spec=None, types=None, first=0, seed=None, skip
     part = Part(str(path), 0, first, table.num_rows - first)
     form = scan(str(path), ReadPlan(spec or schema())).form
     return parquet.plain_rows(read_item(Item(0, 0, (part,), seed, skip), form), form)
+
+
+def test_dense_columns_are_read_by_their_scale(tmp_path):
+    values = schema().model_dump()
+    scales = {
+        "plain": ({"mean": 2.0, "std": 4.0}, [0.5, 1.5, 2.5], [-0.375, -0.125, 0.125]),
+        "log": ({"log": True, "mean": 1.0, "std": 0.5}, [0.0, np.e - 1, 1 - np.e], [-2.0, 0.0, -4.0]),
+        "nulls": ({"mean": 2.0, "nulls": "mean"}, [None, np.nan, 3.0], [0.0, 0.0, 1.0]),
+    }
+    for scale, given, expected in scales.values():
+        found = read(tmp_path, {"price": given}, Schema.parse(values | {"scale": {"price": scale}}, "test"))
+        assert [row["dense"][0] for row in found] == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(DataError, match="column 'price' has a null"):
+        read(tmp_path, {"price": [None, 1.0, 2.0]}, Schema.parse(values | {"scale": {"price": {}}}, "test"))
+    with pytest.raises(DataError, match="inf"):
+        spec = Schema.parse(values | {"scale": {"price": {"nulls": "mean"}}}, "test")
+        read(tmp_path, {"price": [np.inf, 1.0, 2.0]}, spec)
+    for wrong, message in (({"cost": {}}, "no dense column cost"), ({"price": {"sdt": 1}}, "mean 'std'")):
+        with pytest.raises(SchemaError, match=message):
+            Schema.parse(values | {"scale": wrong}, "test")
 
 
 def bags(rows):

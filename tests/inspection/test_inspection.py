@@ -8,8 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 from any_parquet import accepted, odd_dataset, write
+from reading import batch_of, read
 from typer.testing import CliRunner
 
 from raytrec.cli import app
@@ -94,9 +96,37 @@ def test_text_loads_fits_the_data_and_shows_its_reasons(folder, tmp_path):
     schema = Schema.parse(yaml.safe_load(text), "text")
     assert scan(str(folder), ReadPlan(schema)).rows == ROWS
     assert {t.dim for t in schema.tables.values()} == {8}
-    assert "nulls: training refuses them" in text and "large values: scale them" in text
+    assert "nulls: read as the mean (scale)" in text and schema == inspect(str(folder), dim=8).schema
     assert "# skipped: seen_at (int64): a time" in text
     assert "bags 0 to 4" in text
+
+
+def test_dense_columns_have_a_scale(tmp_path):
+    rng = np.random.default_rng(5)
+    columns = {
+        "level": rng.normal(1e9, 2.0, ROWS),
+        "money": rng.lognormal(3, 3, ROWS) * rng.choice([-1, 1], ROWS),
+        "gap": pa.array(rng.random(ROWS), mask=np.arange(ROWS) % 10 == 0),
+        "hole": np.where(np.arange(ROWS) % 7 == 0, np.nan, 3.0),
+    }
+    (tmp_path / "train").mkdir()
+    table = pa.table({"click": rng.integers(0, 2, ROWS), "slot": rng.integers(0, 7, ROWS), **columns})
+    pq.write_table(table, tmp_path / "train" / "a.parquet", row_group_size=300)
+    found = inspect(str(tmp_path))
+    schema = Schema.parse(yaml.safe_load(found.schema_yaml()), "text")
+    assert schema == found.schema and not found.transforms and list(schema.scale) == list(columns)
+    level, money, gap, hole = schema.scale.values()
+    x = columns["level"]
+    assert (level.log, level.nulls) == (False, "error")
+    assert level.mean == pytest.approx(x.mean(), rel=1e-5) and level.std == pytest.approx(x.std(), rel=1e-3)
+    logs = np.sign(columns["money"]) * np.log1p(abs(columns["money"]))
+    assert money.log and (money.mean, money.std) == pytest.approx((logs.mean(), logs.std()), rel=1e-4)
+    assert gap.nulls == hole.nulls == "mean" and (hole.mean, hole.std) == (3.0, 1.0)
+    rows = scan(str(tmp_path / "train"), ReadPlan(schema))
+    batch = batch_of(*read(tmp_path / "train", ReadPlan(schema)))
+    assert len(rows.groups) > 1 and batch.dense[:, 1:3].abs().max() < 6
+    torch.testing.assert_close(batch.dense.mean(0), torch.zeros(4), rtol=0, atol=1e-2)
+    assert batch.dense[::10, 2].count_nonzero() == 0 == batch.dense[:, 3].count_nonzero()
 
 
 def test_reserved_columns_are_no_features(folder, tmp_path, capsys):

@@ -134,9 +134,10 @@ def names_in(tree):
             last = node.value.replace("/", ".").rpartition(".")[2]
             if last in METRICS.parts:
                 yield last, node.lineno
-        if isinstance(node, ast.arg | ast.keyword) and node.arg in METRICS.parts:
+        # Pools have a method map, and managed ids a map.
+        if isinstance(node, ast.arg | ast.keyword) and node.arg in METRICS.parts.keys() - {"map"}:
             yield node.arg, getattr(node, "lineno", 0)
-        if isinstance(node, ast.Attribute) and node.attr in METRICS.parts and node.attr != "map":  # of pools
+        if isinstance(node, ast.Attribute) and node.attr in METRICS.parts.keys() - {"map"}:
             yield node.attr, node.lineno
 
 

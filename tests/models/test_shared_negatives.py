@@ -97,7 +97,7 @@ def test_softmax_over_all_items_is_their_cross_entropy():
     torch.testing.assert_close(model(dense, found)[:, 1], expected)
 
 
-def test_calibration():
+def test_gbce():
     """β of gBCE as in the paper: α · (t · (1 − 1 ÷ α) + 1 ÷ α), with α = K ÷ (items − 1)."""
     own, others = torch.tensor(0.7), [torch.tensor(x) for x in (-1.0, 0.3, 0.1, 2.0)]
     for t, items in (0.75, 21), (1.0, 9), (0.5, 5), (0.0, 100):
@@ -105,8 +105,8 @@ def test_calibration():
         weight = alpha * (t * (1 - 1 / alpha) + 1 / alpha)
         found = SampledLoss("bce", t, items)(own, torch.stack(others), torch.tensor(4))
         torch.testing.assert_close(found, loss("bce", own, others, weight))
-    model = make("sasrec", "bce", calibration=0.5)
-    assert (model.loss.calibration, model.loss.items) == (0.5, OF.tables["item"].rows)
+    model = make("sasrec", "bce", gbce=0.5)
+    assert (model.loss.gbce, model.loss.items) == (0.5, OF.tables["item"].rows)
 
 
 def parts(rank, world, kind, most, counts):
@@ -144,7 +144,7 @@ def test_ranks_have_the_losses_and_gradients_of_one_process(kind, most, counts):
     [
         ("mf", {"share_negatives": True}, "model.share_negatives"),
         ("two_tower", {"share_negatives": True} | MODELS["two_tower"], "model.share_negatives"),
-        ("sasrec", {"negatives": "negatives", "calibration": 0.5}, "model.calibration"),
+        ("sasrec", {"negatives": "negatives", "gbce": 0.5}, "model.gbce"),
         ("ncf", {"negatives": "negatives", "share_negatives": True}, "model.share_negatives"),
     ],
 )

@@ -93,7 +93,7 @@ SHARED = {
     ),
     "sasrec, shared": (
         with_drawn_items(),
-        NEXT | {"name": "sasrec", "share_negatives": True, "loss": "bce", "calibration": 0.5},
+        NEXT | {"name": "sasrec", "share_negatives": True, "loss": "bce", "gbce": 0.5},
         OWN,
     ),
     "hstu, shared": (

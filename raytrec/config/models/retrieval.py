@@ -27,7 +27,7 @@ class SampledSection(ModelSection):
     share_negatives: bool = False
     """A row's item is held against the negatives of all rows of the global batch, those that are the item
     itself aside."""
-    calibration: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    gbce: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """With loss: bce, how far scores are log-odds of an item among all, from 0 to 1 (gBCE); with few
     negatives of many items they are too high otherwise."""
 
@@ -48,10 +48,8 @@ class SampledSection(ModelSection):
         if self.negatives is not None:
             feature_of(schema, self.negatives, "model.negatives", sequence=True)
             same_table(schema, self.negatives, item, "model.negatives")
-        for key, expected in ("share_negatives", "negatives"), ("calibration", "loss: bce"):
-            if getattr(self, key) and (
-                self.negatives is None or (key == "calibration" and self.loss != "bce")
-            ):
+        for key, expected in ("share_negatives", "negatives"), ("gbce", "loss: bce"):
+            if getattr(self, key) and (self.negatives is None or (key == "gbce" and self.loss != "bce")):
                 raise ConfigError(
                     f"model.{key} is set, and there is no {expected} that it could be of",
                     where=f"model.{key}",

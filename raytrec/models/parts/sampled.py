@@ -26,17 +26,17 @@ class SampledLoss:
         bpr      the mean over k of −ln σ(s − sₖ), 0 without negatives (Rendle et al. 2009, arXiv:1205.2618)
 
     Attributes:
-        kind: one of these. calibration: t, from 0 to 1. items: that there are.
+        kind: one of these. gbce: t, from 0 to 1. items: that there are.
     """
 
     kind: str
-    calibration: float = 0.0
+    gbce: float = 0.0
     items: int = 2
 
     @classmethod
     def of(cls, schema: Schema, config: SampledSection, item: str) -> SampledLoss:
         """The configuration's, of the feature that the item is."""
-        return cls(config.loss, config.calibration, schema.tables[schema.sparse[item].table].rows)
+        return cls(config.loss, config.gbce, schema.tables[schema.sparse[item].table].rows)
 
     def reduce(self, own: torch.Tensor, scores_K: torch.Tensor) -> torch.Tensor:
         """What some of the negatives add: float32 [...].
@@ -63,8 +63,8 @@ class SampledLoss:
         if self.kind == "bpr":
             return added / count.clamp(min=1)
         weight = 1.0
-        if self.calibration:
-            weight = 1 - self.calibration * (1 - (count / max(1, self.items - 1)).clamp(max=1))
+        if self.gbce:
+            weight = 1 - self.gbce * (1 - (count / max(1, self.items - 1)).clamp(max=1))
         return weight * softplus(-own) + added
 
     def __call__(self, own: torch.Tensor, scores_K: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
