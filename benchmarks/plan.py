@@ -247,7 +247,8 @@ def words(found: dict[str, float]) -> str:
     memory, time = found["memory_error_max"], found["time_error_median"]
     picked, places = found["best_picked"], found["rank_correlation"]
     parts = (
-        f"{found['ways']} rows of {found['plans']} plans: memory within {memory:.1%} ({found['memory_within_5']} within 5 %)",
+        f"{found['ways']} rows of {found['plans']} plans: memory within {memory:.1%} "
+        f"({found['memory_within_5']} within 5 %)",
         f"time off by {time:.1%} (median)",
         f"rank correlation {places:.2f}",
         f"the best plan or one within 5 % of it picked in {picked:.0%}",
