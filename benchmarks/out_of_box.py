@@ -41,7 +41,8 @@ HERE = Path(__file__).parent
 RESULTS, JOB = HERE / "results" / "out_of_box.json", HERE.parent / "jobs" / "own.yaml"
 ADULT = [
     "age", "workclass", "fnlwgt", "education", "education_num", "marital_status", "occupation",
-    "relationship", "race", "sex", "capital_gain", "capital_loss", "hours_per_week", "native_country", "income",
+    "relationship", "race", "sex", "capital_gain", "capital_loss", "hours_per_week", "native_country",
+    "income",
 ]  # fmt: skip
 QUIET = ["tracking.enabled=false", "tracking.report=false", "tracking.every_steps=null"]
 Split = tuple[pd.DataFrame, pd.DataFrame]
@@ -90,8 +91,8 @@ def numbers(rows: int = 60_000) -> Split:
 
 
 def clicks(rows: int) -> Split:
-    """In the form of Criteo: ids by a power law in tables of 5 to 3,000, numbers with long tails. Log-odds are
-    a sum of what each brings, as logistic regression takes it.
+    """In the form of Criteo: ids by a power law in tables of 5 to 3,000, numbers with long tails. Log-odds
+    are a sum of what each brings, as logistic regression takes it.
     """
     draw, tables = np.random.default_rng(1), (5, 9, 17, 50, 500, 3000)
     ids = [draw.zipf(1.6, rows) % count for count in tables]
