@@ -14,7 +14,7 @@ from raytrec.config.schema import Schema
 from raytrec.models.inputs import IDS, Sequence, dim_of
 from raytrec.models.parts.packed import Packed, pack_ids
 from raytrec.models.parts.sampled import Queries, SampledLoss, result
-from raytrec.models.parts.shared import Items, SharedNegatives
+from raytrec.models.parts.shared import Candidates, SharedNegatives
 
 BUCKETS = 128  # of times between items; the last takes all that are longer
 FACTOR = log(1.35)  # a bucket's times are 1.35 × as long as those of the one before
@@ -119,8 +119,8 @@ class NextItem(nn.Module, ABC):
         next_BLD = torch.cat([inputs[self.config.item].unsqueeze(1), history.vectors[:, :-1]], dim=1)
         next_BL = torch.cat([ids[self.config.item], ids[self.config.history][:, :-1]], dim=1)
         query_ND = self._unit(self.queries.of_own_loss(states_ND)) / self.config.temperature
-        drawn = Items.of(inputs[self.config.negatives], ids[self.config.negatives])
-        own = Items(self._unit(packed.pack(next_BLD)), packed.pack(next_BL.unsqueeze(2)).squeeze(1))
+        drawn = Candidates.of(inputs[self.config.negatives], ids[self.config.negatives])
+        own = Candidates(self._unit(packed.pack(next_BLD)), packed.pack(next_BL.unsqueeze(2)).squeeze(1))
         losses_N = self.shared(
             query_ND, own, drawn._replace(vectors=self._unit(drawn.vectors)), history.present.numel()
         )

@@ -10,7 +10,7 @@ from raytrec.config.schema import Schema
 from raytrec.models.inputs import IDS, Sequence, mlp
 from raytrec.models.parts.fields import SideBySide
 from raytrec.models.parts.sampled import SampledLoss
-from raytrec.models.parts.shared import Items, SharedNegatives
+from raytrec.models.parts.shared import Candidates, SharedNegatives
 
 
 class TwoTower(nn.Module):
@@ -108,8 +108,8 @@ class TwoTower(nn.Module):
         bias = None if self.bias is None else self.bias.view(1, -1)[:, -1:]
         if self.shared is not None:
             ids, rows = pooled[IDS], len(item_BD)
-            items = Items(item_BD, ids[feature].squeeze(1))
-            others = Items(of_all, ids[self.config.negatives].flatten())
+            items = Candidates(item_BD, ids[feature].squeeze(1))
+            others = Candidates(of_all, ids[self.config.negatives].flatten())
             return self.shared(
                 query_BQD[:, own], items, others, rows, None if bias is None else bias.expand(1, rows)[0]
             )

@@ -79,7 +79,7 @@ def test_every_query_against_every_negative(name, kind):
         torch.testing.assert_close(given[i], expected, msg=f"row {i}: {given[i]} instead of {expected}")
     wanted = [*model.parameters(), found["negatives"].vectors, found["item"]]
     whole = torch.autograd.grad(given.sum(), wanted, allow_unused=True)
-    with patch.dict(shared.AT_ONCE, cpu=20):  # two queries, or one, at a time
+    with patch.dict(shared.SCORES_AT_ONCE, cpu=20):  # two queries, or one, at a time
         parts = torch.autograd.grad(model(dense, found)[:, 1].sum(), wanted, allow_unused=True)
     torch.testing.assert_close(parts, whole)
     assert whole[-2][~found["negatives"].present].count_nonzero() == 0
@@ -122,8 +122,8 @@ def parts(rank, world, kind, most, counts):
     leaves = [x.clone().requires_grad_() for x in (query[mine], items[mine], drawn[taken], bias[mine])]
     made = shared.SharedNegatives(SampledLoss(kind, 0.5, 9))
     shared.join_ranks(made, Peers(alone=world == 1))
-    own = shared.Items(leaves[1], own_ids[mine])
-    losses = made(leaves[0], own, shared.Items(leaves[2], ids[taken]), most, leaves[3])
+    own = shared.Candidates(leaves[1], own_ids[mine])
+    losses = made(leaves[0], own, shared.Candidates(leaves[2], ids[taken]), most, leaves[3])
     grads = torch.autograd.grad((losses * (1 + own_ids[mine])).sum(), leaves)
     return [losses.detach(), *grads]
 

@@ -61,7 +61,7 @@ class ModelSection(Section):
         """Feature → the factor of its vectors' squared length, where lookup_l2 has one above 0.
 
         Raises:
-            ConfigError: no such table; a feature with weights, which are no part of what is looked up.
+            ConfigError: no such table; a feature with weights.
         """
         named = (
             self.lookup_l2

@@ -58,7 +58,7 @@ class SampledSection(ModelSection):
                 )
 
     def _with_ids(self, *features: str) -> list[str]:
-        """These and the negatives, where a row's item has to be told from those of other rows."""
+        """These and the negatives, where a row's item has to be distinguished from those of other rows."""
         if not self.share_negatives or self.negatives is None:
             return []
         return [*features, self.negatives]

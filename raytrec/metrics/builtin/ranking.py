@@ -69,7 +69,7 @@ class MRR(GroupMetric):
 
 
 @metric("map", title="MAP (mean average precision) at {k}", label="MAP@{k}", better="higher", at_k=True)
-class MAP(GroupMetric):
+class MeanPrecision(GroupMetric):
     """The mean over groups of Σ precision at the rank of each positive row among the first k ÷ the most rows
     that could be there, min(k, positive rows). Precision at a rank is the share of positive rows up to it.
 

@@ -317,7 +317,7 @@ def keys_of_rows(columns: Sequence[pa.ChunkedArray], rows: int = 0) -> tuple[np.
     row, int64.
 
     Args:
-        rows: how many there are, where there may be no column.
+        rows: how many there are, in case of no columns.
     """
     of, keys = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for column in map(one_array, columns):

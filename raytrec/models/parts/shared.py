@@ -1,7 +1,7 @@
 """Negatives that all rows of the global batch share.
 
-Each rank has looked up those of its own rows. Where they are fewer than the queries, they go to all ranks.
-Else queries do: each rank holds all of them against its own negatives, and what these add to the losses goes
+Each rank has looked up those of its rows. Where they are fewer than the queries, they go to all ranks. Else
+queries do: each rank holds all of them against its own negatives, and what these add to the losses goes
 back to the queries' ranks. So no rank has all items of a table that no rank has room for.
 """
 
@@ -18,10 +18,10 @@ from raytrec.models.inputs import Sequence
 from raytrec.models.parts.sampled import ABSENT, SampledLoss
 
 # Scores that are there at once, of some of the queries. Of more than these, backward computes each again.
-AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 27}
+SCORES_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 27}
 
 
-class Items(NamedTuple):
+class Candidates(NamedTuple):
     """Some items.
 
     Attributes:
@@ -32,13 +32,13 @@ class Items(NamedTuple):
     ids: torch.Tensor
 
     @classmethod
-    def of(cls, read: Sequence, ids: torch.Tensor) -> Items:
+    def of(cls, read: Sequence, ids: torch.Tensor) -> Candidates:
         """Those of a feature that is read id by id, [B · L]."""
         return cls(read.vectors.flatten(0, 1), ids.flatten())
 
 
 class SharedNegatives(nn.Module):
-    """The loss of queries, each with an item of its own, against the negatives of the global batch.
+    """The loss of queries, each with its own item, against the negatives of the global batch.
 
     A negative that is the query's own item does not count. So where negatives are all items, softmax is the
     cross-entropy of the softmax over all of them.
@@ -58,8 +58,8 @@ class SharedNegatives(nn.Module):
     def forward(
         self,
         query_ND: torch.Tensor,
-        own: Items,
-        negatives: Items,
+        own: Candidates,
+        negatives: Candidates,
         most: int,
         bias_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -79,14 +79,14 @@ class SharedNegatives(nn.Module):
             added_N, count_N = self._held_against(asked_NE, own.ids, negatives).unbind(1)
         elif self.peers.world * len(negatives.ids) <= most:
             vectors = _Gather.apply(negatives.vectors, self.peers)
-            everyone = Items(vectors, self.peers.stack(negatives.ids).flatten())
+            everyone = Candidates(vectors, self.peers.stack(negatives.ids).flatten())
             added_N, count_N = self._held_against(asked_NE, own.ids, everyone).unbind(1)
         else:
             added_N, count_N = self._elsewhere(asked_NE, own.ids, negatives)
         return self.loss.finish(own_N + bias_N, added_N, count_N)
 
     def _elsewhere(
-        self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: Items
+        self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: Candidates
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the negatives of all ranks add to the losses of this rank's queries, and how many they are:
         float32 [N] each. The host learns how many queries others have."""
@@ -100,9 +100,11 @@ class SharedNegatives(nn.Module):
         parts_WN2 = _Transpose.apply(here.view(self.peers.world, longest, 2), self.peers)[:, :count]
         return self.loss.join(parts_WN2[..., 0]), parts_WN2[..., 1].sum(0)
 
-    def _held_against(self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: Items) -> torch.Tensor:
+    def _held_against(
+        self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: Candidates
+    ) -> torch.Tensor:
         """What negatives add to the loss of each query, and how many they are: float32 [N, 2]."""
-        cells, most = len(ids_N) * len(negatives.ids), AT_ONCE[asked_NE.device.type]
+        cells, most = len(ids_N) * len(negatives.ids), SCORES_AT_ONCE[asked_NE.device.type]
         if cells <= most:
             return self._block(asked_NE, ids_N, *negatives)
         size = max(1, most // len(negatives.ids))
