@@ -44,7 +44,7 @@ from raytrec.inspection.result import Inspection, as_flow
 from raytrec.inspection.shared_tables import SharedTable, find_tables, is_sequence
 
 # Of transforms: in lists, all but fill_null remove nulls, whose weights would stay.
-ORDER = ("fill_null", "cast", "drop_null", "binarize", "clip", "log")
+ORDER = ("fill_null", "cast", "drop_null", "binarize", "clip")
 
 
 def inspect(
