@@ -66,11 +66,9 @@ def definition(given, places):
         unknown += len(right) - len(own)
         left_out = {place.get(key) for key in [*(given["seen"][i] or []), *given["other"][i]]} - own
         scores = (given["vectors"].astype(np.float64) @ given["queries"][i]).astype(np.float32)
-        # What is not a number is above all; of equal scores, wrong items come first.
-        order = sorted(
-            (j for j in range(ITEMS) if j not in left_out),
-            key=lambda j: (-np.inf if np.isnan(scores[j]) else -scores[j], j in own),
-        )
+        # Of equal scores, wrong items come first. What is not a number is first if wrong, and last if right.
+        value = [(np.inf if j in own else -np.inf) if np.isnan(x) else -x for j, x in enumerate(scores)]
+        order = sorted((j for j in range(ITEMS) if j not in left_out), key=lambda j: (value[j], j in own))
         figures.append(of_order([j in own for j in order], len(right), places))
     names = of_order([True], 1, places)
     found = {name: np.mean([each[name] for each in figures]) if figures else None for name in names}

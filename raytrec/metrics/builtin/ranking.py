@@ -28,7 +28,7 @@ class Recall(GroupMetric):
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
-        return (ranks_GR <= cls.k).sum(1) / positives_G
+        return (ranks_GR <= cls.k).sum(1).double() / positives_G
 
 
 @metric("hit_rate", title="hit rate at {k}", label="hit rate@{k}", better="higher", at_k=True)
@@ -86,7 +86,7 @@ class MeanPrecision(GroupMetric):
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
-        reached = torch.ones_like(ranks_GR).cumsum(1)
+        reached = ranks_GR.new_ones(ranks_GR.shape).cumsum(1)
         precision_GR = reached / ranks_GR.double() * (ranks_GR <= cls.k)
         return precision_GR.sum(1) / positives_G.clamp(max=cls.k)
 

@@ -111,53 +111,51 @@ class FullRanking:
         order = right.argsort(descending=True, stable=True)  # those with most right items come first
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order))
-        ranks_QR = self._ranks(
-            together(mine, rows)[order.to(mine.device)],
+        number = torch.arange(sum(items)) - (right.cumsum(0) - right).repeat_interleave(right)
+        host = (
+            order,
             right[order],
-            (place.repeat_interleave(right), together(asked.items, items)),
-            (place.repeat_interleave(lengths), together(asked.seen, seen)),
+            torch.stack([place.repeat_interleave(right), number, together(asked.items, items)]).flatten(),
+            torch.stack([place.repeat_interleave(lengths), together(asked.seen, seen)]).flatten(),
         )
-        right_Q = right[order].to(ranks_QR.device)
+        sizes = [len(part) for part in host]
+        order, right_Q, right_3P, seen_2S = torch.cat(host).to(self._items.keys.device).split(sizes)
+        active = (right.unsqueeze(1) > torch.arange(int(right.max()))).sum(0).tolist()
+        queries_QD = together(mine, rows)[order.to(mine.device)]
+        ranks_QR = self._ranks(queries_QD, active, right_3P.view(3, -1), seen_2S.view(2, -1))
+        right_Q = right_Q.to(ranks_QR.device)
         for number, metric in enumerate(self._selection.of_ranking):
             self._sums[number] += metric.of_ranks(ranks_QR, right_Q).sum()
         self._rows += len(right)
         self._unknown += right_Q.sum() - (ranks_QR < ABSENT).sum()
 
     def _ranks(
-        self,
-        queries_QD: torch.Tensor,
-        right_Q: torch.Tensor,
-        right: tuple[torch.Tensor, torch.Tensor],
-        seen: tuple[torch.Tensor, torch.Tensor],
+        self, queries_QD: torch.Tensor, active: Sequence[int], right_3P: torch.Tensor, seen_2S: torch.Tensor
     ) -> torch.Tensor:
         """The ranks of each query's right items: int64 [Q, R], from 1, rising; ABSENT where there is none. A
         collective.
 
         Args:
-            right_Q: how many right items each query has, falling; at least 1.
-            right, seen: queries int64 [P] and keys [P] of right items, and of those that are left out.
+            active: of each of the R, how many queries have so many right items, the first ones.
+            right_3P: queries, which of their right items it is, and keys, int64 [3, P].
+            seen_2S: queries and keys of items that are left out, int64 [2, S].
         """
-        device, (of_P, keys_P), (of_S, seen_S) = self._items.keys.device, right, seen
-        own_P, place_S = self._items.find(keys_P.to(device)), self._items.find(seen_S.to(device))
-        of_P, of_S = of_P.to(device), of_S.to(device)
-        scores_P = self._items.scores(queries_QD[of_P.to(queries_QD.device)], own_P)
-        here_P = (own_P >= 0).to(scores_P.device)
+        (of_P, number_P, keys_P), (of_S, keys_S), place = right_3P, seen_2S, queries_QD.device
+        own_P, place_S = self._items.find(keys_P), self._items.find(keys_S)
+        scores_P = self._items.scores(queries_QD[of_P.to(place)], own_P)
+        here_P = (own_P >= 0).to(place)
         scores_P, known_P = self._peers.sum(torch.stack([scores_P.double(), here_P.double()]))
-        active = [int(n) for n in (right_Q.unsqueeze(1) > torch.arange(int(right_Q.max()))).sum(0)]
-        scores_QR = scores_P.new_full((len(queries_QD), len(active)), -torch.inf, dtype=torch.float32)
-        number_P = torch.arange(len(of_P)) - (right_Q.cumsum(0) - right_Q)[right[0]]
-        where = right[0].to(scores_QR.device), number_P.to(scores_QR.device)
-        scores_QR[where] = scores_P.float().masked_fill(known_P == 0, -torch.inf)
-        known_QR = torch.zeros_like(scores_QR, dtype=torch.bool)
-        known_QR[where] = known_P > 0
-        scores_QR, order_QR = scores_QR.sort(dim=1, descending=True)
-        known_QR = known_QR.gather(1, order_QR)
-        left_out = torch.stack([torch.cat([of_S, of_P]), torch.cat([place_S, own_P])])
-        above_QR = self._peers.sum(
-            self._items.count_above(queries_QD, scores_QR, active, left_out, self._cells)
+        least = torch.finfo(torch.float32).min  # of what is not a number, which comes last
+        scores_P = torch.where(scores_P.isnan(), least, scores_P.float()).masked_fill(
+            known_P == 0, -torch.inf
         )
-        before_R = torch.arange(len(active), device=above_QR.device)
-        return (1 + above_QR + before_R).masked_fill(~known_QR, ABSENT)
+        scores_QR = scores_P.new_full((len(queries_QD), len(active)), -torch.inf)
+        scores_QR[of_P.to(place), number_P.to(place)] = scores_P
+        scores_QR = scores_QR.sort(dim=1, descending=True).values
+        left_out = torch.stack([torch.cat([of_S, of_P]), torch.cat([place_S, own_P])])
+        above_QR = self._items.count_above(queries_QD, scores_QR, active, left_out, self._cells)
+        before_R = torch.arange(1, 1 + len(active), device=place)
+        return (self._peers.sum(above_QR) + before_R).masked_fill(scores_QR == -torch.inf, ABSENT)
 
     def figures(self) -> dict[str, float | None]:
         """Its figures, by their keys; None where no row counted. The same on all ranks."""
