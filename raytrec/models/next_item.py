@@ -93,15 +93,24 @@ class NextItem(nn.Module, ABC):
     @torch.compiler.disable
     def _own_loss(self, states_ND: torch.Tensor, packed: Packed, inputs: dict) -> torch.Tensor:
         """float32 [B]."""
-        if self.shared is not None:
-            return self._shared_loss(states_ND, packed, inputs)
-        history, drawn = inputs[self.config.history], inputs[self.config.negatives]
+        history = inputs[self.config.history]
+        query_ND = self._unit(self.queries.of_own_loss(states_ND)) / self.config.temperature
         # What follows each item; the row's own follows the most recent one.
         next_BLD = torch.cat([inputs[self.config.item].unsqueeze(1), history.vectors[:, :-1]], dim=1)
-        query_ND = self._unit(self.queries.of_own_loss(states_ND)) / self.config.temperature
+        next_ND = self._unit(packed.pack(next_BLD))
+        if self.shared is None:
+            losses_B = self._against_drawn(query_ND, next_ND, packed, inputs[self.config.negatives])
+        else:
+            losses_B = self._against_all_drawn(query_ND, next_ND, packed, inputs)
+        return losses_B / self.config.max_length
+
+    def _against_drawn(
+        self, query_ND: torch.Tensor, next_ND: torch.Tensor, packed: Packed, drawn: Sequence
+    ) -> torch.Tensor:
+        """The sum of each row's losses against its negatives, float32 [B]."""
         groups = zip(
             packed.by_time(query_ND),
-            packed.by_time(self._unit(packed.pack(next_BLD))),
+            packed.by_time(next_ND),
             packed.in_groups(self._unit(drawn.vectors)),
             packed.in_groups(drawn.present),
             packed.there,
@@ -111,20 +120,17 @@ class NextItem(nn.Module, ABC):
             (self.loss.of_vectors(query_bTD, next_bTD, Sequence(vectors, present)) * there_bT).sum(1)
             for query_bTD, next_bTD, vectors, present, there_bT in groups
         ]
-        return packed.in_rows(losses) / self.config.max_length
+        return packed.in_rows(losses)
 
-    def _shared_loss(self, states_ND: torch.Tensor, packed: Packed, inputs: dict) -> torch.Tensor:
-        """The same with the negatives of all rows: float32 [B]."""
-        history, ids = inputs[self.config.history], inputs[IDS]
-        next_BLD = torch.cat([inputs[self.config.item].unsqueeze(1), history.vectors[:, :-1]], dim=1)
+    def _against_all_drawn(
+        self, query_ND: torch.Tensor, next_ND: torch.Tensor, packed: Packed, inputs: dict
+    ) -> torch.Tensor:
+        """The same against the negatives of all rows of the global batch."""
+        history, ids, drawn = (inputs[key] for key in (self.config.history, IDS, self.config.negatives))
         next_BL = torch.cat([ids[self.config.item], ids[self.config.history][:, :-1]], dim=1)
-        query_ND = self._unit(self.queries.of_own_loss(states_ND)) / self.config.temperature
-        drawn = Candidates.of(inputs[self.config.negatives], ids[self.config.negatives])
-        own = Candidates(self._unit(packed.pack(next_BLD)), packed.pack(next_BL.unsqueeze(2)).squeeze(1))
-        losses_N = self.shared(
-            query_ND, own, drawn._replace(vectors=self._unit(drawn.vectors)), history.present.numel()
-        )
-        return packed.sum_rows(losses_N) / self.config.max_length
+        own = Candidates(next_ND, packed.pack(next_BL.unsqueeze(2)).squeeze(1))
+        negatives = Candidates(self._unit(drawn.vectors).flatten(0, 1), ids[self.config.negatives].flatten())
+        return packed.sum_rows(self.shared(query_ND, own, negatives, history.present.numel()))
 
     def _query(self, states_ND: torch.Tensor, packed: Packed) -> torch.Tensor:
         return self._unit(self.queries(packed.newest(states_ND)))

@@ -69,7 +69,7 @@ class MatrixFactorization(nn.Module):
                 1
             )
         own = Candidates(item_BD, inputs[IDS][self.config.item].squeeze(1))
-        others = Candidates.of(drawn, inputs[IDS][self.config.negatives])
+        others = Candidates(drawn.vectors.flatten(0, 1), inputs[IDS][self.config.negatives].flatten())
         return self.shared(
             query_BD, own, others, len(item_BD), None if bias_B1 is None else bias_B1.squeeze(1)
         )

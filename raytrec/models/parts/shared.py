@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from raytrec.common.collectives import Peers
-from raytrec.models.inputs import Sequence
 from raytrec.models.parts.sampled import ABSENT, SampledLoss
 
 # Scores that are there at once, of some of the queries. Of more than these, backward computes each again.
@@ -30,11 +29,6 @@ class Candidates(NamedTuple):
 
     vectors: torch.Tensor
     ids: torch.Tensor
-
-    @classmethod
-    def of(cls, read: Sequence, ids: torch.Tensor) -> Candidates:
-        """Those of a feature that is read id by id, [B · L]."""
-        return cls(read.vectors.flatten(0, 1), ids.flatten())
 
 
 class SharedNegatives(nn.Module):
