@@ -87,7 +87,7 @@ def numbers(rows: int = 60_000) -> Split:
     columns = {f"q{i}": values[:, i] for i in range(10)}
     columns |= {f"wild{i}": (wild == i).astype(np.int64) for i in range(4)}
     columns |= {f"soil{i}": (soil == i).astype(np.int64) for i in range(40)}
-    return halves(pd.DataFrame(columns).assign(label=np.where(flipped, 1 - label, label).astype("int8")))
+    return split_rows(pd.DataFrame(columns).assign(label=np.where(flipped, 1 - label, label).astype("int8")))
 
 
 def clicks(rows: int) -> Split:
@@ -104,10 +104,10 @@ def clicks(rows: int) -> Split:
     columns = {f"c{i}": each.astype(np.int64) for i, each in enumerate(ids)}
     columns |= {f"n{i}": each for i, each in enumerate([*n, gain])}
     label = (draw.random(rows) < 1 / (1 + np.exp(-odds))).astype("int8")
-    return halves(pd.DataFrame(columns).assign(label=label))
+    return split_rows(pd.DataFrame(columns).assign(label=label))
 
 
-def halves(table: pd.DataFrame) -> Split:
+def split_rows(table: pd.DataFrame) -> Split:
     """Five sixths to train, one to test."""
     cut = len(table) * 5 // 6
     return table.iloc[:cut], table.iloc[cut:]

@@ -117,9 +117,9 @@ class Scale(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     mean: Number = 0.0
-    """What becomes 0."""
+    """Is subtracted."""
     std: PositiveFloat = 1.0
-    """What becomes 1, from the mean."""
+    """The difference is divided by it."""
     log: bool = False
     """sign(x) · ln(1 + |x|) takes the place of x; mean and std are of it."""
     nulls: Literal["error", "mean"] = "error"

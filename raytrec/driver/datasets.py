@@ -155,14 +155,14 @@ def _place(items: Dataset, column: str, row: int) -> str:
     return Place(group.path, group.index, 0).of(column, row)
 
 
-def check_held_down(config: RunConfig, schema: Schema, datasets: Mapping[str, Dataset]) -> None:
+def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Dataset]) -> None:
     """Looks whether model.lookup_l2 finds each vector that is looked up, not sums of several.
 
     Raises:
         ConfigError: a feature's bags are summed.
     """
     by_id = resolve_features(schema, config.model).sequences
-    for feature in config.model.held_down(schema):
+    for feature in config.model.l2_factors(schema):
         if feature not in by_id and any(feature in dataset.form.lists for dataset in datasets.values()):
             raise ConfigError(
                 f"{feature} has lists of ids, whose vectors are summed before the model gets them",
@@ -182,7 +182,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
         for name in ("train", "valid", "test")
         if (places := getattr(data, name))
     }
-    check_held_down(config, schema, datasets)
+    check_lookup_l2(config, schema, datasets)
     datasets |= open_items(config, schema, datasets)
     for dataset in datasets.values():
         check_accused(dataset)

@@ -33,7 +33,7 @@ class Objective:
         keys: the columns that a batch's keys are of (task.key_columns); default: those of the tasks.
         own_loss: whether the model itself gives a loss, too (models/__init__.py). It counts for the rows of
             the task whose loss is from_model, with its weights; without such a task, for every row once.
-        held_down: feature → factor of its vectors' squared length (ModelSection.lookup_l2).
+        l2_factors: feature → factor of its vectors' squared length (ModelSection.lookup_l2).
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Objective:
         world: int = 1,
         keys: Sequence[str] | None = None,
         own_loss: bool = False,
-        held_down: Mapping[str, float] | None = None,
+        l2_factors: Mapping[str, float] | None = None,
     ):
         self.tasks, self.world, self.own_loss = tuple(tasks), world, own_loss
-        self.held_down = dict(held_down or {})
+        self.l2_factors = dict(l2_factors or {})
         self.keys = key_columns(tasks) if keys is None else tuple(keys)
         self._own_task = next((place for place, task in enumerate(tasks) if task.loss.from_model), None)
         self._widths = [task.outputs for task in tasks if not task.loss.reads_vectors]
@@ -60,7 +60,7 @@ class Objective:
         tasks = resolve_tasks(config.tasks, schema)
         check_model_learns(tasks, config.model)
         keys = key_columns(tasks, config.eval.slices)
-        return cls(tasks, world, keys, config.model.own_loss, config.model.held_down(schema))
+        return cls(tasks, world, keys, config.model.own_loss, config.model.l2_factors(schema))
 
     def losses(
         self, logits: torch.Tensor, batch: Batch, looked_up: Mapping[str, torch.Tensor] | None = None
@@ -70,8 +70,8 @@ class Objective:
         A collective where a loss compares rows of the global batch.
 
         Args:
-            looked_up: feature → vectors, float32 [B, dim] or [B, L, dim] (PooledEmbeddings), of which some
-                are held down; default: none are.
+            looked_up: feature → vectors, float32 [B, dim] or [B, L, dim] (PooledEmbeddings), some of which
+                are penalized (lookup_l2); default: none are.
 
         Raises:
             ConfigError: the model does not give the columns that the tasks have.
@@ -93,7 +93,7 @@ class Objective:
             name = OF_MODEL if self._own_task is None else self.tasks[self._own_task].name
             own = self._of_model(logits, batch, weights)
             parts[name] = parts[name] + own if name in parts else own
-        if looked_up is not None and self.held_down:
+        if looked_up is not None and self.l2_factors:
             own = rank_loss(self._lengths(looked_up), batch.weights, batch.global_rows, self.world)
             parts[OF_MODEL] = parts[OF_MODEL] + own if OF_MODEL in parts else own
         return parts
@@ -102,7 +102,7 @@ class Objective:
         """Half of each row's Σ factor · ‖vector‖², float32 [B]."""
         of_features = (
             factor / 2 * looked_up[feature].float().square().flatten(1).sum(1)
-            for feature, factor in self.held_down.items()
+            for feature, factor in self.l2_factors.items()
         )
         return torch.stack(list(of_features)).sum(0)
 

@@ -7,7 +7,7 @@ from small import a_schema, build, config, objective, train, weights_of
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.models import SECTIONS, check_model
-from raytrec.driver.datasets import check_held_down
+from raytrec.driver.datasets import check_lookup_l2
 
 ROWS, STEPS, RATE = 12, 4, 0.5
 SCHEMA = a_schema(
@@ -87,11 +87,11 @@ def test_it_is_what_plain_torch_computes(world, plan):
 
 def test_of_all_tables_or_of_some():
     section = SECTIONS["mf"].model_validate({"name": "mf", "lookup_l2": 0.5})
-    assert section.held_down(SCHEMA) == {"user": 0.5, "item": 0.5, "drawn": 0.5}
+    assert section.l2_factors(SCHEMA) == {"user": 0.5, "item": 0.5, "drawn": 0.5}
     section = SECTIONS["mf"].model_validate({"name": "mf", "lookup_l2": {"item": 2, "user": 0}})
-    assert section.held_down(SCHEMA) == {"item": 2.0, "drawn": 2.0}
-    assert SECTIONS["mf"].model_validate({"name": "mf"}).held_down(SCHEMA) == {}
-    assert objective([{}]).held_down == {}
+    assert section.l2_factors(SCHEMA) == {"item": 2.0, "drawn": 2.0}
+    assert SECTIONS["mf"].model_validate({"name": "mf"}).l2_factors(SCHEMA) == {}
+    assert objective([{}]).l2_factors == {}
 
 
 def test_refused():
@@ -106,4 +106,4 @@ def test_refused():
     form = type("Form", (), {"lists": frozenset(["friends"])})
     datasets = {"train": type("Dataset", (), {"form": form})}
     with pytest.raises(ConfigError, match="friends has lists of ids"):
-        check_held_down(settings, a_schema(), datasets)
+        check_lookup_l2(settings, a_schema(), datasets)

@@ -121,7 +121,7 @@ class Reference(nn.Module):
     def loss(self, logits: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
         """The loss of a global batch."""
         loss = loss_of(self.objective.tasks, logits, batch, own_loss=self.objective.own_loss)
-        for feature, factor in self.objective.held_down.items():
+        for feature, factor in self.objective.l2_factors.items():
             ids, bag, _ = batch.bags[feature]
             kept = age(bag) < self.sequences.get(feature, len(ids) + 1)
             rows = self.tables[self.schema.sparse[feature].table][ids[kept]]

@@ -95,7 +95,7 @@ def check_model(
             do="set model.name=two_tower and model.towers, or take another loss, such as bpr",
         )
     check_lengths(schema, config)
-    config.held_down(schema)
+    config.l2_factors(schema)
     config.check(schema)
     if tasks is not None:
         config.check_tasks(schema, tasks)

@@ -39,8 +39,8 @@ class ModelSection(Section):
     name: str
     """The model."""
     lookup_l2: NonNegativeFloat | dict[str, NonNegativeFloat] = 0.0
-    """Half of it × the squared length of every vector that a row looks up is added to the row's loss; of all
-    tables, or table: it. What is looked up more often is held down more, unlike by weight_decay."""
+    """λ of an L2 penalty: λ ÷ 2 · ‖v‖² of every vector v that a row looks up is added to the row's loss; one
+    for all tables, or table: λ. Unlike with weight_decay, an id is penalized as often as it is looked up."""
 
     @property
     def own_loss(self) -> bool:
@@ -57,8 +57,8 @@ class ModelSection(Section):
             return {feature: length[feature] for feature in found if feature in length}
         return dict.fromkeys(found, length) if length else {}
 
-    def held_down(self, schema: Schema) -> dict[str, float]:
-        """Feature → the factor of its vectors' squared length, where lookup_l2 has one above 0.
+    def l2_factors(self, schema: Schema) -> dict[str, float]:
+        """Feature → its λ of lookup_l2, where that is above 0.
 
         Raises:
             ConfigError: no such table; a feature with weights.

@@ -48,13 +48,25 @@ class SampledSection(ModelSection):
         if self.negatives is not None:
             feature_of(schema, self.negatives, "model.negatives", sequence=True)
             same_table(schema, self.negatives, item, "model.negatives")
-        for key, expected in ("share_negatives", "negatives"), ("gbce", "loss: bce"):
-            if getattr(self, key) and (self.negatives is None or (key == "gbce" and self.loss != "bce")):
+        self.check_own_loss()
+
+    def check_own_loss(self) -> None:
+        """Looks whether there is a loss that share_negatives and gbce can change.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        for key, needed in (
+            ("share_negatives", "model.negatives"),
+            ("gbce", "model.negatives and model.loss=bce"),
+        ):
+            other_loss = key == "gbce" and self.loss != "bce"
+            if getattr(self, key) and (self.negatives is None or other_loss):
                 raise ConfigError(
-                    f"model.{key} is set, and there is no {expected} that it could be of",
+                    f"model.{key} is set without {needed}",
                     where=f"model.{key}",
-                    expected=f"model.{expected}",
-                    do=f"set it, or leave {key} out",
+                    expected=needed,
+                    do=f"set {needed}, or leave {key} out",
                 )
 
     def _with_ids(self, *features: str) -> list[str]:
@@ -204,7 +216,7 @@ class TwoTowerSection(SampledSection):
     def check(self, schema: Schema) -> None:
         of_item = self.members(schema)["item"]
         if self.negatives is None:
-            return self.check_negatives(schema, "")
+            return self.check_own_loss()
         if len(of_item) > 1 or not of_item <= set(schema.sparse):
             raise ConfigError(
                 f"the item tower reads {', '.join(sorted(of_item))}, and of negatives only ids are known",
@@ -215,7 +227,7 @@ class TwoTowerSection(SampledSection):
         self.check_negatives(schema, *of_item)
 
     def reads_ids(self, schema: Schema) -> list[str]:
-        return self._with_ids(*self.members(schema)["item"]) if self.share_negatives else []
+        return self._with_ids(*self.members(schema)["item"])
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
         return self.members(schema)

@@ -88,8 +88,9 @@ class FullRanking:
         asked = counted[there].numpy()
         reserved = batch.reserved.filter(asked)
         right, items = keys_of_rows([reserved[self._settings.item]])
-        order = np.lexsort((items, np.repeat(np.arange(len(right)), right)))  # each item once
-        of, items = np.repeat(np.arange(len(right)), right)[order], items[order]
+        of = np.repeat(np.arange(len(right)), right)
+        order = np.lexsort((items, of))  # each item once
+        of, items = of[order], items[order]
         first = np.append(True, (of[1:] != of[:-1]) | (items[1:] != items[:-1]))[: len(items)]
         right, items = np.bincount(of[first], minlength=len(right)), items[first]
         lengths, seen = keys_of_rows([reserved[column] for column in self._settings.seen], len(right))
