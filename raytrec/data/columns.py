@@ -69,9 +69,14 @@ def scaled(column: pa.ChunkedArray, name: str, place: Place, scale: Scale | None
     else:
         values, there = numbers(column, name, place), None
     x = values.astype(np.float64)
-    x = np.sign(x) * np.log1p(np.abs(x)) if scale.log else x
+    x = signed_log(x) if scale.log else x
     x = ((x - scale.mean) / scale.std).astype(np.float32)
     return x if there is None else np.where(there, x, np.float32(0))
+
+
+def signed_log(values: np.ndarray) -> np.ndarray:
+    """sign(x) · ln(1 + |x|) of each number (Scale.log)."""
+    return np.sign(values) * np.log1p(np.abs(values))
 
 
 def numbers_or_none(column: pa.ChunkedArray, name: str, place: Place) -> tuple[np.ndarray, np.ndarray]:

@@ -15,6 +15,7 @@ from pandas.util import hash_array
 
 from raytrec.config.schema import Scale, Statistics
 from raytrec.data.arrow import is_list, one_array, unnest
+from raytrec.data.columns import signed_log
 from raytrec.inspection.hot_ids import HotIds
 
 SMALLEST = 65_536  # hashes kept to count distinct values: exact below, ± 0.4 % beyond
@@ -232,7 +233,7 @@ class ColumnStats:
 
     def _add_moments(self, values: np.ndarray, counts: np.ndarray) -> None:
         self.first = float(values[0]) if self.first is None else self.first
-        apart, logs = values - self.first, np.sign(values) * np.log1p(np.abs(values))
+        apart, logs = values - self.first, signed_log(values)
         powers = np.stack([np.ones_like(values), apart, apart**2, logs, logs**2])
         self.moments += powers @ counts
 
