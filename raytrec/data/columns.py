@@ -35,8 +35,10 @@ class Place:
         return where if row is None else f"{where}, row {self.first + row}"
 
 
-def numbers(column: pa.ChunkedArray, name: str, place: Place, also: str = "") -> np.ndarray:
-    """A column of numbers as float32 [n]; no null, NaN or infinity.
+def numbers(
+    column: pa.ChunkedArray, name: str, place: Place, also: str = "", dtype: type = np.float32
+) -> np.ndarray:
+    """A column of numbers as float32 [n], or of another float type; no null, NaN or infinity.
 
     Args:
         also: what else can be done about a null.
@@ -51,7 +53,7 @@ def numbers(column: pa.ChunkedArray, name: str, place: Place, also: str = "") ->
             do=f"data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}}; or skip such rows: "
             f"data.on_error=skip{also}",
         )
-    values = _as_float32(array)
+    values = _as_floats(array, dtype)
     _finite(values, name, place)
     return values
 
@@ -65,12 +67,13 @@ def scaled(column: pa.ChunkedArray, name: str, place: Place, scale: Scale | None
     if scale is None:
         return numbers(column, name, place)
     if scale.nulls == "mean":
-        values, there = numbers_or_none(column, name, place)
+        x, there = numbers_or_none(column, name, place, np.float64)
     else:
-        values, there = numbers(column, name, place), None
-    x = values.astype(np.float64)
+        x, there = numbers(column, name, place, dtype=np.float64), None
     x = signed_log(x) if scale.log else x
-    x = ((x - scale.mean) / scale.std).astype(np.float32)
+    with np.errstate(over="ignore"):
+        x = ((x - scale.mean) / scale.std).astype(np.float32)
+    _finite(x, name, place)
     return x if there is None else np.where(there, x, np.float32(0))
 
 
@@ -79,25 +82,27 @@ def signed_log(values: np.ndarray) -> np.ndarray:
     return np.sign(values) * np.log1p(np.abs(values))
 
 
-def numbers_or_none(column: pa.ChunkedArray, name: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
-    """A column of numbers, some of which may be missing (null, or NaN): (float32 [n], with 0 for those; which
-    are there, bool [n]); no infinity."""
-    values = _as_float32(one_array(column))
+def numbers_or_none(
+    column: pa.ChunkedArray, name: str, place: Place, dtype: type = np.float32
+) -> tuple[np.ndarray, np.ndarray]:
+    """A column of numbers, some of which may be missing (null, or NaN): (float32 [n], or of another float
+    type, with 0 for those; which are there, bool [n]); no infinity."""
+    values = _as_floats(one_array(column), dtype)
     there = ~np.isnan(values)
-    values = np.where(there, values, np.float32(0))
+    values = np.where(there, values, dtype(0))
     _finite(values, name, place)
     return values, there
 
 
-def _as_float32(array: pa.Array) -> np.ndarray:
-    """Numbers as float32 [n]; NaN for a null."""
+def _as_floats(array: pa.Array, dtype: type) -> np.ndarray:
+    """Numbers as floats of a type, [n]; NaN for a null."""
     whole = not array.null_count and (pa.types.is_integer(array.type) or pa.types.is_float64(array.type))
     if whole or pa.types.is_float32(array.type):  # faster than Arrow's cast
         with np.errstate(over="ignore"):
-            return array.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+            return array.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
     if pa.types.is_decimal(array.type):  # straight to float32 is off by more than its rounding
         array = array.cast(pa.float64())
-    return array.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
+    return array.cast(pa.from_numpy_dtype(dtype), safe=False).to_numpy(zero_copy_only=False)
 
 
 def _finite(values: np.ndarray, name: str, place: Place, rows: Callable[[int], int] = int) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import floor, log10
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -248,13 +250,14 @@ class ColumnStats:
         ends = np.array([self.low, self.high]) - self.first
         if std and np.abs(ends - mean).max() > FAR * std:
             mean, std = logs / count, max(0.0, log_squares / count - (logs / count) ** 2) ** 0.5
-            return Scale(mean=_short(mean), std=_short(std) or 1.0, log=True, nulls=nulls)
-        return Scale(mean=_short(self.first + mean), std=_short(std) or 1.0, nulls=nulls)
+            return _scale(mean, std, log=True, nulls=nulls)
+        return _scale(self.first + mean, std, nulls=nulls)
 
 
-def _short(number: float) -> float:
-    """To six digits, which are easier to read."""
-    return float(f"{number:.6g}")
+def _scale(mean: float, std: float, **options: Any) -> Scale:
+    """With few digits, which are easier to read: six of std, and of the mean as far as std has them."""
+    std = float(f"{std:.6g}") or 1.0
+    return Scale(mean=round(float(mean), 5 - floor(log10(std))), std=std, **options)
 
 
 def comparable(array, base: str, mixed: bool):

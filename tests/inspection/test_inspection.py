@@ -129,6 +129,15 @@ def test_dense_columns_have_a_scale(tmp_path):
     assert batch.dense[::10, 2].count_nonzero() == 0 == batch.dense[:, 3].count_nonzero()
 
 
+def test_a_mean_far_from_0_is_as_exact_as_its_spread_needs(tmp_path):
+    values = np.random.default_rng(6).normal(1234567.0, 2.0, ROWS)
+    (tmp_path / "train").mkdir()
+    table = pa.table({"click": np.arange(ROWS) % 2, "slot": np.arange(ROWS) % 7, "level": values})
+    pq.write_table(table, tmp_path / "train" / "a.parquet")
+    scale = inspect(str(tmp_path)).schema.scale["level"]
+    assert abs(scale.mean - values.mean()) < 1e-3 * values.std()
+
+
 def test_reserved_columns_are_no_features(folder, tmp_path, capsys):
     part = tmp_path / "train" / "hour=1"
     part.mkdir(parents=True)
