@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from raytrec.common.registry import PYTHON_PATH
-from raytrec.config.base import Few, PositiveInt, Section
+from raytrec.config.base import Few, NonNegativeFloat, PositiveInt, Section
 
 OWN = "module:function"
 
@@ -214,7 +214,7 @@ class DropNull(OnColumns):
 
 
 class Sample(Section):
-    """Ids are drawn for each row, all with the same chance, without those that its other columns hold.
+    """Ids are drawn for each row, without those that its other columns hold: uniformly, or by frequency.
 
     Each row draws by itself, other ids in each epoch; in evaluations and predictions always the same.
     With count: all nothing is drawn: all ids are shared out among the rows of each global batch that is
@@ -232,6 +232,14 @@ class Sample(Section):
     vocabulary: str | None = None
     """A file of the ids to draw from, as of lookup_vocabulary, where they are not numbers from 0 on: text, or
     ids of a managed table."""
+    frequency: str | None = None
+    """A column of the vocabulary's Parquet file: how often each id occurs. Ids are drawn in proportion to
+    frequency ** power; default: uniformly."""
+    power: NonNegativeFloat = 1.0
+    """See frequency."""
+    log_share: str | None = None
+    """A column to write, for model.log_share: of each id that is drawn by frequency, ln of its chance ÷ that
+    of a uniform draw."""
     exclude: list[str] = Field(default_factory=list)
     """Columns of ids, or of lists of them; a row draws none of those that it has there."""
     in_evaluations: bool = True
@@ -244,6 +252,10 @@ class Sample(Section):
             raise ValueError("sample takes rows or vocabulary, not both")
         if self.count == "all" and (self.vocabulary or self.exclude):
             raise ValueError("count: all takes neither vocabulary nor exclude: it is all ids of the table")
+        if self.frequency and not (self.vocabulary or "").endswith(".parquet"):
+            raise ValueError("frequency is a column of a Parquet file of ids: set vocabulary: FILE.parquet")
+        if not self.frequency and ("power" in self.model_fields_set or self.log_share):
+            raise ValueError("power and log_share belong to draws by frequency: set frequency too")
         return self
 
     @property
@@ -253,8 +265,8 @@ class Sample(Section):
 
     @property
     def writes(self) -> list[str]:
-        """The column that it makes."""
-        return [self.column]
+        """The columns that it makes."""
+        return [self.column, self.log_share] if self.log_share else [self.column]
 
 
 class Python(Section):

@@ -21,7 +21,7 @@ from raytrec.config import transforms as t
 from raytrec.config.transforms import Sample
 from raytrec.data.arrow import is_list, is_text, one_array, unnest, value_type
 from raytrec.data.hashing import hash_bits
-from raytrec.data.transform_functions import ON_VALUES, read_vocabulary
+from raytrec.data.transform_functions import ON_VALUES, read_shares, read_vocabulary
 
 IDS_AT_ONCE = 1 << 20  # ids that are drawn together: 8 MiB for each number about them
 _function = lru_cache(load_code)
@@ -91,7 +91,7 @@ def _failed(number: int, transform: Any, where: str, why: str) -> DataError:
 def _apply(transform: t.Transform, table: pa.Table, folder: str | None, draw: Draw) -> pa.Table:
     if isinstance(transform, t.Sample):
         drawn = sample(transform, table, draw, _known(transform, table))
-        return _with_columns(table, [transform.column], [drawn])
+        return _with_columns(table, transform.writes, drawn)
     if isinstance(transform, t.Python):
         return _function(transform.do, folder)(table, **transform.options)
     on_values = partial(ON_VALUES[type(transform)], transform)
@@ -155,8 +155,9 @@ def _known(spec: t.Sample, table: pa.Table) -> pa.Array | None:
     return read_vocabulary(spec.vocabulary, pa.int64() if kind and pa.types.is_integer(kind) else kind)
 
 
-def sample(spec: Sample, table: pa.Table, draw: Draw, known: pa.Array | None = None) -> pa.ListArray:
-    """`count` ids for each row, uniform over [0, rows) or a vocabulary, without those in columns `exclude`.
+def sample(spec: Sample, table: pa.Table, draw: Draw, known: pa.Array | None = None) -> list[pa.ListArray]:
+    """`count` ids for each row, of [0, rows) or a vocabulary, without those in columns `exclude`; and with
+    `log_share`, ln of how much more likely than uniformly each was drawn where nothing is excluded.
 
     Draws are independent, so that an id may come twice. Excluded ids that are out of range, or not in the
     vocabulary, change nothing; a row that excludes all ids gets none.
@@ -168,26 +169,31 @@ def sample(spec: Sample, table: pa.Table, draw: Draw, known: pa.Array | None = N
         DataError: a column to exclude holds other ids than those that are drawn.
     """
     if spec.count == "all":  # Assembler brings them
-        return pa.ListArray.from_arrays(np.zeros(table.num_rows + 1, np.int32), pa.array([], pa.int64()))
+        return [pa.ListArray.from_arrays(np.zeros(table.num_rows + 1, np.int32), pa.array([], pa.int64()))]
     among = spec.rows if known is None else len(known)
+    begins = read_shares(spec.vocabulary, spec.frequency, spec.power) if spec.frequency else None
+    total = among if begins is None else int(begins[-1])
     rows, (owners, ids) = table.num_rows, _excluded(spec, table, among, known)
     seed = hash_bits(_seed(spec, draw))
     lengths, parts = np.full(rows, spec.count, np.int64), [np.empty(0, np.int64)]
     if not draw.key and not spec.in_evaluations:
         lengths[:], rows = 0, 0
-    size = max(1, min(IDS_AT_ONCE // spec.count, (1 << 62) // (among + 1)))
+    size = max(1, min(IDS_AT_ONCE // spec.count, (1 << 62) // (total + 1)))
     for first in range(0, rows, size):
         stop = min(first + size, rows)
         begin, end = (int(np.searchsorted(owners, place)) for place in (first, stop))
         numbers = np.arange(draw.first + first, draw.first + stop, dtype=np.uint64)
         bits = hash_bits(hash_bits(numbers ^ seed)[:, np.newaxis] + np.arange(spec.count, dtype=np.uint64))
-        drawn, some = _others(bits, among, owners[begin:end] - first, ids[begin:end])
+        drawn, some = _others(bits, total, begins, owners[begin:end] - first, ids[begin:end])
         lengths[first:stop][~some] = 0
         parts.append(drawn[some].ravel())
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    found = pa.array(np.concatenate(parts))
-    return pa.ListArray.from_arrays(offsets, found if known is None else known.take(found))
+    found = np.concatenate(parts)
+    values = [pa.array(found) if known is None else known.take(pa.array(found))]
+    if begins is not None and spec.log_share:
+        values.append(pa.array(np.log(np.diff(begins)[found] * (among / total))))
+    return [pa.ListArray.from_arrays(offsets, each) for each in values]
 
 
 def _seed(spec: Sample, draw: Draw) -> np.ndarray:
@@ -229,26 +235,32 @@ def _places(ids: pa.Array, name: str, known: pa.Array | None) -> pa.Array:
 
 
 def _others(
-    bits: np.ndarray, rows: int, owners: np.ndarray, ids: np.ndarray
+    bits: np.ndarray, total: int, begins: np.ndarray | None, owners: np.ndarray, ids: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Random bits as ids that rows do not exclude.
 
-    The u-th of those is u plus how many excluded ids come before it: of the row's e₀ < e₁ < …, those with
-    eᵢ − i ≤ u.
+    Of the row's excluded ids e₀ < e₁ < …, eᵢ has the part [bᵢ, bᵢ + mᵢ) of [0, total). The u-th number
+    outside of these parts is u plus the sizes of those before it: of those with bᵢ − (m₀ + … + mᵢ₋₁) ≤ u.
 
     Args:
-        bits: uint64 [n, count]. owners, ids: int64 [N], excluded ids and their rows of these n.
+        bits: uint64 [n, count]. begins: where the part of each id begins, int64 [ids + 1]; None: each has the
+            number that it is. owners, ids: int64 [N], excluded ids and their rows of these n.
 
     Returns:
         (ids int64 [n, count], which rows exclude fewer than all bool [n]).
     """
-    count, width = len(bits), rows + 1
-    places = np.unique(owners * width + ids)
-    owners = places // width
-    excluded = np.bincount(owners, minlength=count)
-    starts = np.cumsum(excluded) - excluded
-    free = rows - excluded
+    count, width = len(bits), total + 1
+    excluded = np.unique(np.stack([owners, ids]), axis=1) if len(ids) else np.empty((2, 0), np.int64)
+    owners, ids = excluded
+    first = ids if begins is None else begins[ids]
+    sizes = np.ones_like(ids) if begins is None else begins[ids + 1] - first
+    of_all = np.concatenate([[0], np.cumsum(sizes)])  # sizes of the excluded parts, row after row
+    bounds = of_all[np.searchsorted(owners, np.arange(count + 1))]
+    free = total - np.diff(bounds)
     u = (bits % np.maximum(free, 1).astype(np.uint64)[:, np.newaxis]).astype(np.int64)
-    shifted = places - (np.arange(len(places)) - starts[owners])
-    before = np.searchsorted(shifted, np.arange(count)[:, np.newaxis] * width + u, side="right")
-    return u + before - starts[:, np.newaxis], free > 0
+    shifted = owners * width + first - (of_all[:-1] - bounds[owners])
+    before = of_all[np.searchsorted(shifted, np.arange(count)[:, np.newaxis] * width + u, side="right")]
+    found = u + before - bounds[:-1, np.newaxis]
+    if begins is not None:
+        found = np.searchsorted(begins, found, side="right") - 1
+    return found, free > 0

@@ -112,6 +112,20 @@ def read_vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
     return values
 
 
+@lru_cache
+def read_shares(uri: str, column: str, power: float) -> np.ndarray:
+    """Where each id's part of [0, total) begins, and the total, about 2⁴⁰: int64 [ids + 1]. Parts are in
+    proportion to frequency ** power."""
+    filesystem, path = open_filesystem(uri)
+    table = pq.read_table(path, columns=[column], filesystem=filesystem)
+    counts = one_array(table.column(0)).cast(pa.float64()).to_numpy(zero_copy_only=False)
+    if not (counts >= 0).all() or not 0 < counts.sum() < np.inf:
+        raise ValueError(f"{column} of {uri} must be numbers of at least 0, some above it, and no nulls")
+    chances = np.where(counts > 0, counts, 1) ** power * (counts > 0)
+    parts = np.ceil(chances / chances.sum() * 2**40).astype(np.int64)
+    return np.concatenate([[0], np.cumsum(parts)])
+
+
 @does(t.Binarize)
 def _binarize(spec: t.Binarize, array: pa.Array) -> pa.Array:
     kind = array.type

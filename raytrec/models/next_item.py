@@ -52,7 +52,7 @@ class NextItem(nn.Module, ABC):
         self.positions = nn.Parameter(torch.randn(config.max_length, self.dim) * 0.02)
         self.dropout = nn.Dropout(config.dropout)
         self.loss = SampledLoss.of(schema, config, config.item)
-        self.shared = SharedNegatives(self.loss) if config.share_negatives else None
+        self.shared = SharedNegatives.of(schema, config, self.loss)
 
     @abstractmethod
     def states(self, history: Sequence, packed: Packed) -> torch.Tensor:
@@ -126,11 +126,11 @@ class NextItem(nn.Module, ABC):
         self, query_ND: torch.Tensor, next_ND: torch.Tensor, packed: Packed, inputs: dict
     ) -> torch.Tensor:
         """The same against the negatives of all rows of the global batch."""
-        history, ids, drawn = (inputs[key] for key in (self.config.history, IDS, self.config.negatives))
+        ids, most = inputs[IDS], inputs[self.config.history].present.numel()
         next_BL = torch.cat([ids[self.config.item], ids[self.config.history][:, :-1]], dim=1)
         own = Candidates(next_ND, packed.pack(next_BL.unsqueeze(2)).squeeze(1))
-        negatives = Candidates(self._unit(drawn.vectors).flatten(0, 1), ids[self.config.negatives].flatten())
-        return packed.sum_rows(self.shared(query_ND, own, negatives, history.present.numel()))
+        negatives = self._unit(inputs[self.config.negatives].vectors)
+        return packed.sum_rows(self.shared(query_ND, own, self.shared.drawn(negatives, inputs), most))
 
     def _query(self, states_ND: torch.Tensor, packed: Packed) -> torch.Tensor:
         return self._unit(self.queries(packed.newest(states_ND)))
@@ -228,7 +228,7 @@ class HSTU(NextItem):
 
     def __init__(self, schema: Schema, config: HstuSection, outputs: int = 1, vectors: bool = False):
         super().__init__(schema, config, outputs, vectors)
-        self.time = None if config.time is None else config.time_place(schema)
+        self.time = config.time_place(schema)
         self.layers = nn.ModuleList(Layer(self.dim, config) for _ in range(config.blocks))
 
     def states(self, history: Sequence, packed: Packed) -> torch.Tensor:

@@ -40,7 +40,7 @@ class MatrixFactorization(nn.Module):
         self.queries = Queries(outputs, vectors, dim_of(schema, config.item))
         self.bias = nn.Parameter(torch.zeros(outputs)) if config.bias and outputs else None
         self.loss = SampledLoss.of(schema, config, config.item)
-        self.shared = SharedNegatives(self.loss) if config.share_negatives else None
+        self.shared = SharedNegatives.of(schema, config, self.loss)
 
     def query(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """float32 [B, D] of the user alone; of several outputs, [B, outputs, D]."""
@@ -69,7 +69,7 @@ class MatrixFactorization(nn.Module):
                 1
             )
         own = Candidates(item_BD, inputs[IDS][self.config.item].squeeze(1))
-        others = Candidates(drawn.vectors.flatten(0, 1), inputs[IDS][self.config.negatives].flatten())
+        others = self.shared.drawn(drawn.vectors, inputs)
         return self.shared(
             query_BD, own, others, len(item_BD), None if bias_B1 is None else bias_B1.squeeze(1)
         )

@@ -67,7 +67,7 @@ class TwoTower(nn.Module):
         if config.own_loss:
             (item,) = of_tower["item"]
             self.loss = SampledLoss.of(schema, config, item)
-            self.shared = SharedNegatives(self.loss) if config.share_negatives else None
+            self.shared = SharedNegatives.of(schema, config, self.loss)
 
     def query(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """The query tower's vectors: float32 [B, tower_mlp[-1]]; only its own features are looked at.
@@ -107,9 +107,8 @@ class TwoTower(nn.Module):
         own = self.queries - 1 - (self.vectors and self.bias is not None)
         bias = None if self.bias is None else self.bias.view(1, -1)[:, -1:]
         if self.shared is not None:
-            ids, rows = pooled[IDS], len(item_BD)
-            items = Candidates(item_BD, ids[feature].squeeze(1))
-            others = Candidates(of_all, ids[self.config.negatives].flatten())
+            rows, items = len(item_BD), Candidates(item_BD, pooled[IDS][feature].squeeze(1))
+            others = self.shared.drawn(of_all, pooled)
             return self.shared(
                 query_BQD[:, own], items, others, rows, None if bias is None else bias.expand(1, rows)[0]
             )

@@ -1,5 +1,6 @@
 """Ids that are drawn for rows: which, how often, and the same whichever rank reads the rows."""
 
+import math
 from collections import Counter
 
 import parquet
@@ -98,6 +99,44 @@ def test_ids_of_a_vocabulary_are_drawn(tmp_path):
         drawn(both, rows=None, vocabulary=str(numbers), exclude=["user", "name"])
     with pytest.raises(ValueError, match="not both"):
         spec(vocabulary="x")
+
+
+def test_ids_are_drawn_by_frequency(tmp_path):
+    items, counts = tmp_path / "items.parquet", [8, 0, 1, 4, 3]
+    pq.write_table(pa.table({"id": [7, 8, 9, 10, 11], "count": counts, "none": [0] * 5}), items)
+    table = pa.table({"tags": [[7], None, [10, 7, 99], [9, 10, 11, 7]] * 4000})
+    keys = {"rows": None, "vocabulary": str(items), "frequency": "count", "exclude": ["tags"], "count": 3}
+    for power in (1.0, 0.5):
+        chances = {i: c**power for i, c in zip(range(7, 12), counts, strict=True) if c}
+        made = spec(**keys, power=power, log_share="share")
+        found = apply_transforms(table, (made,), "test", draw=Draw((3, 0), 0))
+        of_rows, shares = found["negatives"].to_pylist(), found["share"].to_pylist()
+        for row, excluded in enumerate([{7}, set(), {7, 10}]):
+            times = Counter(i for own in of_rows[row::4] for i in own)
+            left = {i: c for i, c in chances.items() if i not in excluded}
+            assert set(times) == set(left)
+            for i, chance in left.items():
+                mean = 12_000 * chance / sum(left.values())
+                assert abs(times[i] - mean) < 5 * mean**0.5, (power, row, i)
+        assert not any(of_rows[3::4])
+        expected = {i: math.log(chance / sum(chances.values()) * 5) for i, chance in chances.items()}
+        for ids, of_row in zip(of_rows, shares, strict=True):
+            assert of_row == pytest.approx([expected[i] for i in ids], abs=1e-9)
+    with pytest.raises(DataError, match=r"none of .*must be numbers of at least 0"):
+        drawn(table, **keys | {"frequency": "none"})
+
+
+@pytest.mark.parametrize(
+    "keys,why",
+    [
+        ({"vocabulary": "ids.txt", "frequency": "count"}, "a column of a Parquet file"),
+        ({"vocabulary": "ids.parquet", "power": 0.5}, "set frequency"),
+        ({"vocabulary": "ids.parquet", "log_share": "share"}, "set frequency"),
+    ],
+)
+def test_what_belongs_to_draws_by_frequency(keys, why):
+    with pytest.raises(ValueError, match=why):
+        spec(rows=None, **keys)
 
 
 def test_as_many_ids_as_the_table_that_looks_them_up():

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from made import LENGTH, LENGTHS, ROWS, inputs, loss, schema
+from made import LENGTH, LENGTHS, ROWS, SPARSE, inputs, loss, schema
 from made import make as make_model
 from ranks import on_ranks
 
@@ -97,6 +97,28 @@ def test_softmax_over_all_items_is_their_cross_entropy():
     torch.testing.assert_close(model(dense, found)[:, 1], expected)
 
 
+@pytest.mark.parametrize("name", ["mf", "two_tower", "sasrec"])
+def test_scores_of_negatives_that_are_drawn_by_frequency(name):
+    """exp(score) counts for less, by how much more often than uniformly a negative is drawn."""
+    drawn = {**SPARSE["negatives"], "side_features": ["other", "log_share"]}
+    features = ["user", "item"] if name == "two_tower" else ["user", "item", "history"]
+    of = schema(*features, dense=(), negatives=drawn)
+    model = make_model(name, of, **DRAWN | MODELS[name] | {"log_share": "log_share"})
+    dense, found = with_ids()
+    side = torch.randn(*found["negatives"].present.shape, 2, dtype=torch.float64)
+    found["negatives"] = found["negatives"]._replace(side_features=side)
+    present = found["negatives"].present
+    shares, ids = side[:, :, 1].float()[present], found[IDS]["negatives"][present]
+    vectors, given = found["negatives"].vectors[present], model(dense, found)[:, 1]
+    for i in range(ROWS):
+        total = torch.zeros(())
+        for query, bias, vector, own in queries_of(name, model, dense, found, i):
+            items = model.item(dense, {"item": torch.stack([vector, *vectors[ids != own]])})
+            score, *others = items @ query + bias
+            total = total + loss("softmax", score, torch.stack(others).sub(shares[ids != own]).unbind())
+        torch.testing.assert_close(given[i], total / LENGTH if name == "sasrec" else total)
+
+
 def test_gbce():
     """β of gBCE as in the paper: α · (t · (1 − 1 ÷ α) + 1 ÷ α), with α = K ÷ (items − 1)."""
     own, others = torch.tensor(0.7), [torch.tensor(x) for x in (-1.0, 0.3, 0.1, 2.0)]
@@ -115,7 +137,7 @@ def parts(rank, world, kind, most, counts):
 
     torch.manual_seed(0)
     query, items = torch.randn(sum(counts), 3), torch.randn(sum(counts), 3)
-    drawn, ids = torch.randn(6, 3), torch.tensor([0, 1, 2, -1, 1, 3])
+    drawn, ids, share = torch.randn(6, 3), torch.tensor([0, 1, 2, -1, 1, 3]), torch.randn(6)
     bias, own_ids = torch.randn(sum(counts)), torch.arange(sum(counts)) % 4
     mine = slice(sum(counts[:rank]), sum(counts[: rank + 1])) if world > 1 else slice(None)
     taken = slice(rank * 6 // world, (rank + 1) * 6 // world)
@@ -123,7 +145,8 @@ def parts(rank, world, kind, most, counts):
     made = shared.SharedNegatives(SampledLoss(kind, 0.5, 9))
     shared.join_ranks(made, Peers(alone=world == 1))
     own = shared.Candidates(leaves[1], own_ids[mine])
-    losses = made(leaves[0], own, shared.Candidates(leaves[2], ids[taken]), most, leaves[3])
+    negatives = shared.Candidates(leaves[2], ids[taken], share[taken] if kind == "softmax" else None)
+    losses = made(leaves[0], own, negatives, most, leaves[3])
     grads = torch.autograd.grad((losses * (1 + own_ids[mine])).sum(), leaves)
     return [losses.detach(), *grads]
 
@@ -145,6 +168,9 @@ def test_ranks_have_the_losses_and_gradients_of_one_process(kind, most, counts):
         ("mf", {"share_negatives": True}, "model.share_negatives"),
         ("two_tower", {"share_negatives": True} | MODELS["two_tower"], "model.share_negatives"),
         ("sasrec", {"negatives": "negatives", "gbce": 0.5}, "model.gbce"),
+        ("mf", {"negatives": "negatives", "log_share": "x"}, "model.log_share"),
+        ("mf", {**DRAWN, "log_share": "x", "loss": "bpr"}, "model.log_share"),
+        ("mf", {**DRAWN, "log_share": "x"}, "'x' is not a side feature of negatives"),
         ("ncf", {"negatives": "negatives", "share_negatives": True}, "model.share_negatives"),
     ],
 )

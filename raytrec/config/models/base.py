@@ -272,6 +272,26 @@ def feature_of(schema: Schema, feature: str, key: str, *, sequence: bool = False
         )
 
 
+def side_feature_place(schema: Schema, feature: str, column: str, where: str) -> int:
+    """Which of a feature's side features a column is.
+
+    Args:
+        where: the configuration's key, for errors.
+
+    Raises:
+        ConfigError: none.
+    """
+    columns = schema.sparse[feature].side_features
+    if column not in columns:
+        raise ConfigError(
+            f"'{column}' is not a side feature of {feature}" + hint(column, columns),
+            where=where,
+            expected=f"a side feature of {feature}: {', '.join(columns) or 'there are none'}",
+            do=f"set side_features: [{column}] on {feature} in schema.yaml",
+        )
+    return columns.index(column)
+
+
 def same_table(schema: Schema, feature: str, item: str, key: str) -> None:
     """Looks whether a feature's ids are those of the item.
 

@@ -8,7 +8,16 @@ from pydantic import Field
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.base import Few, NonNegativeInt, Number, PositiveFloat, Section
-from raytrec.config.models.base import Dropout, ModelSection, Sizes, feature_of, matching, model, same_table
+from raytrec.config.models.base import (
+    Dropout,
+    ModelSection,
+    Sizes,
+    feature_of,
+    matching,
+    model,
+    same_table,
+    side_feature_place,
+)
 from raytrec.config.schema import Schema
 
 
@@ -27,6 +36,9 @@ class SampledSection(ModelSection):
     share_negatives: bool = False
     """A row's item is held against the negatives of all rows of the global batch, those that are the item
     itself aside."""
+    log_share: str | None = None
+    """With share_negatives and loss: softmax, the side feature of `negatives` that a score is reduced by: do:
+    sample writes it of draws by frequency, so that the loss is about that of uniform ones."""
     gbce: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """With loss: bce, how far scores are log-odds of an item among all, from 0 to 1 (gBCE); with few
     negatives of many items they are too high otherwise."""
@@ -49,19 +61,31 @@ class SampledSection(ModelSection):
             feature_of(schema, self.negatives, "model.negatives", sequence=True)
             same_table(schema, self.negatives, item, "model.negatives")
         self.check_own_loss()
+        self.log_share_place(schema)
+
+    def log_share_place(self, schema: Schema) -> int | None:
+        """Which of the negatives' side features log_share is; None: scores are as they are.
+
+        Raises:
+            ConfigError: none.
+        """
+        if self.log_share is None or self.negatives is None:
+            return None
+        return side_feature_place(schema, self.negatives, self.log_share, "model.log_share")
 
     def check_own_loss(self) -> None:
-        """Looks whether there is a loss that share_negatives and gbce can change.
+        """Looks whether there is a loss that share_negatives, log_share and gbce can change.
 
         Raises:
             ConfigError: there is none.
         """
-        for key, needed in (
-            ("share_negatives", "model.negatives"),
-            ("gbce", "model.negatives and model.loss=bce"),
+        shared = self.negatives is not None and self.share_negatives
+        for key, needed, there in (
+            ("share_negatives", "model.negatives", self.negatives is not None),
+            ("log_share", "model.share_negatives and model.loss=softmax", shared and self.loss == "softmax"),
+            ("gbce", "model.negatives and model.loss=bce", self.negatives is not None and self.loss == "bce"),
         ):
-            other_loss = key == "gbce" and self.loss != "bce"
-            if getattr(self, key) and (self.negatives is None or other_loss):
+            if getattr(self, key) and not there:
                 raise ConfigError(
                     f"model.{key} is set without {needed}",
                     where=f"model.{key}",

@@ -18,6 +18,7 @@ from raytrec.config.models.base import (
     model,
     one_dim,
     same_table,
+    side_feature_place,
 )
 from raytrec.config.models.retrieval import SampledSection
 from raytrec.config.schema import Schema
@@ -276,18 +277,8 @@ class HstuSection(NextItemSection):
         if self.time is not None:
             self.time_place(schema)
 
-    def time_place(self, schema: Schema) -> int:
-        """Which of the history's side features the times are.
-
-        Raises:
-            ConfigError: none.
-        """
-        columns = schema.sparse[self.history].side_features
-        if self.time not in columns:
-            raise ConfigError(
-                f"'{self.time}' is not a side feature of {self.history}" + hint(self.time or "", columns),
-                where="model.time",
-                expected=f"a side feature of {self.history}: {', '.join(columns) or 'there are none'}",
-                do=f"set side_features: [{self.time}] on {self.history} in schema.yaml",
-            )
-        return columns.index(self.time)
+    def time_place(self, schema: Schema) -> int | None:
+        """Which of the history's side features the times are; None: no times are read."""
+        if self.time is None:
+            return None
+        return side_feature_place(schema, self.history, self.time, "model.time")

@@ -14,6 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from raytrec.common.collectives import Peers
+from raytrec.config.models.retrieval import SampledSection
+from raytrec.config.schema import Schema
+from raytrec.models.inputs import IDS
 from raytrec.models.parts.sampled import ABSENT, SampledLoss
 
 # Scores that are there at once, of some of the queries. Of more than these, backward computes each again.
@@ -25,10 +28,12 @@ class Candidates(NamedTuple):
 
     Attributes:
         vectors: float [N, D]. ids: int64 [N]; -1: there is none.
+        log_share: float32 [N], subtracted from their scores; None: nothing.
     """
 
     vectors: torch.Tensor
     ids: torch.Tensor
+    log_share: torch.Tensor | None = None
 
 
 class SharedNegatives(nn.Module):
@@ -39,14 +44,30 @@ class SharedNegatives(nn.Module):
 
     Args:
         loss: what is learned.
+        negatives: their feature. log_share: which of its side features is subtracted from scores; None: none.
 
     Attributes:
         peers: the ranks that have the global batch; at first this process alone (see `join_ranks`).
     """
 
-    def __init__(self, loss: SampledLoss):
+    def __init__(self, loss: SampledLoss, negatives: str = "", log_share: int | None = None):
         super().__init__()
         self.loss, self.peers = loss, Peers(alone=True)
+        self.negatives, self.log_share = negatives, log_share
+
+    @classmethod
+    def of(cls, schema: Schema, config: SampledSection, loss: SampledLoss) -> SharedNegatives | None:
+        """The configuration's; None: rows do not share negatives."""
+        if not config.share_negatives:
+            return None
+        return cls(loss, config.negatives, config.log_share_place(schema))
+
+    def drawn(self, vectors: torch.Tensor, inputs: dict[str, Any]) -> Candidates:
+        """The negatives of this rank's rows, of their vectors: float [..., D]."""
+        ids_K, share_K = inputs[IDS][self.negatives].flatten(), None
+        if self.log_share is not None:
+            share_K = inputs[self.negatives].side_features[:, :, self.log_share].flatten().float()
+        return Candidates(vectors.reshape(-1, vectors.shape[-1]), ids_K, share_K)
 
     @torch.compiler.disable
     def forward(
@@ -73,7 +94,8 @@ class SharedNegatives(nn.Module):
             added_N, count_N = self._held_against(asked_NE, own.ids, negatives).unbind(1)
         elif self.peers.world * len(negatives.ids) <= most:
             vectors = _Gather.apply(negatives.vectors, self.peers)
-            everyone = Candidates(vectors, self.peers.stack(negatives.ids).flatten())
+            others = (each if each is None else self.peers.stack(each).flatten() for each in negatives[1:])
+            everyone = Candidates(vectors, *others)
             added_N, count_N = self._held_against(asked_NE, own.ids, everyone).unbind(1)
         else:
             added_N, count_N = self._elsewhere(asked_NE, own.ids, negatives)
@@ -106,11 +128,18 @@ class SharedNegatives(nn.Module):
         return torch.cat([checkpoint(self._block, *b, *negatives, use_reentrant=False) for b in blocks])
 
     def _block(
-        self, asked_nE: torch.Tensor, ids_n: torch.Tensor, vectors_KD: torch.Tensor, ids_K: torch.Tensor
+        self,
+        asked_nE: torch.Tensor,
+        ids_n: torch.Tensor,
+        vectors_KD: torch.Tensor,
+        ids_K: torch.Tensor,
+        log_share_K: torch.Tensor | None,
     ) -> torch.Tensor:
         query_nD, own_n, bias_n = asked_nE[:, :-2], asked_nE[:, -2], asked_nE[:, -1:]
         absent_nK = (ids_K < 0) | (ids_K == ids_n.unsqueeze(1))
         scores_nK = (query_nD.to(vectors_KD.dtype) @ vectors_KD.T).float() + bias_n
+        if log_share_K is not None:
+            scores_nK = scores_nK - log_share_K
         added_n = self.loss.reduce(own_n, scores_nK.masked_fill(absent_nK, ABSENT))
         return torch.stack([added_n, (~absent_nK).sum(1).float()], 1)
 
