@@ -90,7 +90,7 @@ def numbers(rows: int = 60_000) -> Split:
     return split_rows(pd.DataFrame(columns).assign(label=np.where(flipped, 1 - label, label).astype("int8")))
 
 
-def clicks(rows: int) -> Split:
+def clicks(rows: int, trained: int | None = None) -> Split:
     """In the form of Criteo: ids by a power law in tables of 5 to 3,000, numbers with long tails. Log-odds
     are a sum of what each brings, as logistic regression takes it.
     """
@@ -104,12 +104,12 @@ def clicks(rows: int) -> Split:
     columns = {f"c{i}": each.astype(np.int64) for i, each in enumerate(ids)}
     columns |= {f"n{i}": each for i, each in enumerate([*n, gain])}
     label = (draw.random(rows) < 1 / (1 + np.exp(-odds))).astype("int8")
-    return split_rows(pd.DataFrame(columns).assign(label=label))
+    return split_rows(pd.DataFrame(columns).assign(label=label), trained)
 
 
-def split_rows(table: pd.DataFrame) -> Split:
-    """Five sixths to train, one to test."""
-    cut = len(table) * 5 // 6
+def split_rows(table: pd.DataFrame, trained: int | None = None) -> Split:
+    """The first rows to train, five sixths unless it is said how many, and the others to test."""
+    cut = trained or len(table) * 5 // 6
     return table.iloc[:cut], table.iloc[cut:]
 
 
@@ -121,7 +121,7 @@ SETS: dict[str, Callable[[Path], Split]] = {
     "ml100k": ml100k,
     "numbers": lambda _: numbers(),
     "clicks": lambda _: clicks(96_000),
-    "few_clicks": lambda _: clicks(6_000),
+    "few_clicks": lambda _: clicks(24_000, 5_000),
 }
 
 

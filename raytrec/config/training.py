@@ -101,7 +101,8 @@ class ProfileSection(Section):
 
 class TrainSection(Section):
     epochs: PositiveInt | Literal["auto"] = 1
-    """Passes over data.train. auto: as many as come to a million rows, at least 1 and at most 10."""
+    """Passes over data.train. auto: as many as come to a million rows, at least 1 and at most 10;
+    of little data more, up to 100 steps."""
     max_steps: PositiveInt | None = None
     """Stop after this many steps."""
     eval_every_steps: PositiveInt | None = None

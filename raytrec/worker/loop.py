@@ -10,7 +10,7 @@ from raytrec.data.order import Order
 from raytrec.worker.context import WorkerContext, WorkerTask
 
 CHECK_STEPS = 20
-AUTO_ROWS, MOST_EPOCHS = 1_000_000, 10  # of train.epochs: auto
+AUTO_ROWS, MOST_EPOCHS, LEAST_STEPS = 1_000_000, 10, 100  # of train.epochs: auto
 
 
 def train_worker(task: WorkerTask) -> None:
@@ -169,7 +169,8 @@ def epochs_of(config: RunConfig, rows: int) -> int:
     """Passes over so many rows: train.epochs."""
     if config.train.epochs != "auto":
         return config.train.epochs
-    return min(MOST_EPOCHS, max(1, AUTO_ROWS // rows))
+    epochs = min(MOST_EPOCHS, max(1, AUTO_ROWS // rows))
+    return max(epochs, -(-LEAST_STEPS // max(1, train_order(config).steps(rows))))
 
 
 def total_steps(config: RunConfig, rows: int) -> int:

@@ -1,0 +1,25 @@
+"""Passes over the data that train.epochs: auto stands for."""
+
+import pytest
+
+from raytrec.config.run_config import RunConfig
+from raytrec.worker.loop import epochs_of, total_steps
+
+
+@pytest.mark.parametrize(
+    "rows,epochs",
+    [
+        (50_000_000, 1),
+        (400_000, 2),  # a million rows
+        (80_000, 10),  # at most 10
+        (5_120, 10),
+        (1_000, 50),  # but 100 steps
+        (100, 100),
+    ],
+)
+def test_auto(rows, epochs):
+    data = {"train": "unused", "global_batch_size": 512}
+    values = {"data": data, "model": {"name": "dlrm"}, "train": {"epochs": "auto"}}
+    config = RunConfig.model_validate(values)
+    assert epochs_of(config, rows) == epochs
+    assert total_steps(config, rows) == epochs * -(-rows // 512)
