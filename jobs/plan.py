@@ -1,4 +1,4 @@
-"""ray job submit --working-dir . -- python jobs/plan.py jobs/criteo_1tb_8xa100.yaml --hosts 1"""
+"""ray job submit --working-dir . -- python jobs/plan.py jobs/criteo_1tb_8xa100.yaml --on 8xa100-80"""
 
 import sys
 

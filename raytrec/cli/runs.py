@@ -205,23 +205,11 @@ def plan(
     on: Annotated[
         str | None,
         typer.Option(
-            metavar="2x8xh100-sxm,8xa100-80",
-            help="Machines, by comma; any: of every known machine as many as it takes.",
+            metavar="2x8xh100-sxm,4x48gib",
+            help="Machines, by comma: known ones, or GPUs (on CPU: workers) of each host x memory of each"
+            "[:memory of the host[:its disk]]; any: of every known machine as many as it takes; default: 80 "
+            "GiB for each of scaling.num_workers.",
         ),
-    ] = None,
-    hosts: Annotated[
-        int | None,
-        typer.Option(help="Without --on: number of hosts; default: as many as scaling.num_workers fill."),
-    ] = None,
-    gpus: Annotated[
-        int | None, typer.Option(help="GPUs, or workers on CPU, per host; default: up to 8.")
-    ] = None,
-    memory_gib: Annotated[float, typer.Option(help="Memory of each GPU, or worker on CPU.")] = 80,
-    host_memory_gib: Annotated[
-        float | None, typer.Option(help="Memory of each host; default: twice that of its GPUs.")
-    ] = None,
-    disk_gib: Annotated[
-        float | None, typer.Option(help="Disk of each host for tables in files; default: enough.")
     ] = None,
     rates: Annotated[
         str | None, typer.Option(metavar="FILE", help="Measured rates, instead of those of data sheets.")
@@ -251,12 +239,8 @@ def plan(
     if bool(config or prices) == bool(from_run):
         what = "CONFIG and --prices exclude --from-run" if from_run else "no config was given"
         raise ConfigError(what, expected="raytrec plan CONFIG, or raytrec plan --from-run RUN")
-    machines = on, hosts, gpus, memory_gib, host_memory_gib, disk_gib
-    plans = (
-        replan(from_run, overrides or [], rates, *machines)
-        if from_run
-        else make(config, overrides or [], *machines, rates, prices)
-    )
+    overrides = overrides or []
+    plans = replan(from_run, overrides, on, rates) if from_run else make(config, overrides, on, rates, prices)
     if picture:
         draw(plans, picture)
     print_json(plans.metrics()) if json else print_plans(plans)

@@ -17,7 +17,6 @@ from raytrec.embeddings.planner.footprint import GIB
 from raytrec.embeddings.planner.machines import MACHINES, Cluster, cluster_of, machine_of
 from raytrec.embeddings.planner.rates import Rates
 
-ENOUGH_GIB = 1e6  # of a disk whose size is not given
 ANY = "any"  # --on: of every machine as many as it takes
 
 
@@ -81,11 +80,6 @@ def plan(
     source: str | Path | dict,
     overrides: list[str],
     on: str | None = None,
-    hosts: int | None = None,
-    gpus: int | None = None,
-    memory_gib: float = 80,
-    host_memory_gib: float | None = None,
-    disk_gib: float | None = None,
     rates: str | Path | None = None,
     prices: str | Path | None = None,
 ) -> Plans:
@@ -94,13 +88,8 @@ def plan(
     Args:
         source: a config file or its values; data.schema, or schema.yaml above data.train, must be there.
         overrides: `section.key=value` strings.
-        on: machines, by comma: 2x8xh100-sxm,8xa100-80; any: of every known machine as many as it takes;
-            default: the hosts that the next five describe.
-        hosts: default: as many as scaling.num_workers fill.
-        gpus: GPUs of each, or with scaling.device=cpu workers; default: scaling.num_workers, up to 8.
-        memory_gib: of each of these.
-        host_memory_gib: of each host's main memory; default: twice that of its GPUs.
-        disk_gib: of each host's disk, where tables with kernel fused_mmap are; default: enough.
+        on: machines, by comma: 2x8xh100-sxm,4x48gib (machines.cluster_of); any: of every known machine as
+            many as it takes; default, without prices: `default_cluster`.
         rates: file of Rates; default: data sheets of named machines, and no times of others.
         prices: file of machine → price an hour, of which the smallest and the cheapest cluster are chosen.
 
@@ -117,32 +106,18 @@ def plan(
     names = [name.strip() for name in (on or "").split(",") if name.strip()]
     clusters = [cluster_of(name) for name in names if name != ANY]
     if not names and not known:
-        clusters = [describe_hosts(config, hosts, gpus, memory_gib, host_memory_gib, disk_gib)]
+        clusters = [default_cluster(config)]
     choices = list(MACHINES.values()) if ANY in names else [machine_of(name, str(prices)) for name in known]
     chosen = predict.choose(choices, known)
     on_these = [predict(cluster, remedies=True) for cluster in clusters]
     return Plans(config=config, schema=schema, on=on_these, chosen=chosen, prices=known)
 
 
-def describe_hosts(
-    config: RunConfig,
-    hosts: int | None = None,
-    gpus: int | None = None,
-    memory_gib: float = 80,
-    host_memory_gib: float | None = None,
-    disk_gib: float | None = None,
-) -> Cluster:
-    """The hosts that options describe; see `plan`."""
+def default_cluster(config: RunConfig) -> Cluster:
+    """GPUs, or workers on CPU, with 80 GiB each: as many as scaling.num_workers, at most 8 a host."""
     workers = config.scaling.max_workers
-    gpus = gpus or min(8, workers)
-    hosts = hosts or -(-workers // gpus)
-    if hosts * gpus != workers:
-        raise ConfigError(
-            f"{hosts} hosts with {gpus} GPUs are {hosts * gpus} workers, scaling.num_workers is {workers}",
-            where="scaling.num_workers, --hosts, --gpus",
-            expected="one worker for each GPU",
-        )
-    return Cluster(hosts, gpus, memory_gib, host_memory_gib or 2 * memory_gib * gpus, disk_gib or ENOUGH_GIB)
+    gpus = max(count for count in range(1, 9) if workers % count == 0)
+    return Cluster.described(workers // gpus, gpus, 80)
 
 
 def _prices(path: str | Path) -> dict[str, float]:
@@ -172,24 +147,20 @@ def draw(plans: Plans, path: str | Path) -> None:
     Raises:
         ConfigError: another kind of file, or no plan.
     """
-    from raytrec.embeddings.planner.memory_by_part import shard_sizes
+    from raytrec.embeddings.planner.held import held
     from raytrec.report import html
     from raytrec.report.figures import shards, style
 
     path = Path(path)
     if path.suffix not in (".svg", ".png"):
-        raise ConfigError(
-            f"{path.name} is not a picture",
-            where="--picture",
-            expected=".svg or .png",
-        )
+        raise ConfigError(f"{path.name} is not a picture", where="--picture", expected=".svg or .png")
     found = next((each for each in [*plans.on, *plans.chosen] if each.tables), None)
     if found is None:
         raise ConfigError("there is no plan to draw", where="--picture")
-    held: list[dict[str, float]] = [{} for _ in range(found.cluster.world)]
-    for table, rank, sizes in shard_sizes(plans.config, plans.schema, found.tables):
-        held[rank][table] = held[rank].get(table, 0.0) + sum(sum(size) for size in sizes.values())
-    made = shards.memory_map(held)
+    sizes: list[dict[str, float]] = [{} for _ in range(found.cluster.world)]
+    for (table, rank), its in held(found.tables, plans.config, plans.schema).items():
+        sizes[rank][table] = its.size.total
+    made = shards.memory_map(sizes)
     with html.writing(path):
         if path.suffix == ".png":
             style.save_png(made, path)

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from raytrec.common.formatting import ranges
-from raytrec.driver.plan import ENOUGH_GIB, Plans
+from raytrec.driver.plan import Plans
 from raytrec.driver.predict import Prediction, price_of
 from raytrec.driver.replan import Replan, balance_of
 from raytrec.embeddings.planner.footprint import GIB
+from raytrec.embeddings.planner.machines import ENOUGH_GIB
 
 MOST_RANKS = 16  # that are shown of a run
 TIER_NAMES = {"device": "GPU", "host": "host", "disk": "disk"}
@@ -72,11 +73,11 @@ def _tables(plans: Plans, found: Prediction) -> Any:
     from rich.table import Table
 
     from raytrec.common.terminal import plain
-    from raytrec.embeddings.planner.memory_by_part import shard_sizes
+    from raytrec.embeddings.planner.held import held
 
     gib: dict[str, float] = {}
-    for name, _, sizes in shard_sizes(plans.config, plans.schema, found.tables):
-        gib[name] = gib.get(name, 0.0) + sum(sum(size) for size in sizes.values()) / GIB
+    for (name, _), its in held(found.tables, plans.config, plans.schema).items():
+        gib[name] = gib.get(name, 0.0) + its.size.total / GIB
     lines = Table()
     for column in ("table", "rows", "dim", "sharding_type", "compute_kernel", "ranks", "GiB in all"):
         lines.add_column(column, justify="right" if column in ("rows", "dim", "GiB in all") else "left")

@@ -17,7 +17,7 @@ from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.tables import Sharding
-from raytrec.driver.plan import Plans, describe_hosts
+from raytrec.driver.plan import Plans, default_cluster
 from raytrec.driver.predict import Prediction, Predictor
 from raytrec.driver.preflight import check_fit
 from raytrec.driver.resume import stored_schema
@@ -89,18 +89,14 @@ class Replan(Plans):
 
 
 def replan(
-    place: str | Path,
-    overrides: list[str],
-    rates: str | Path | None = None,
-    on: str | None = None,
-    *hosts: Any,
+    place: str | Path, overrides: list[str], on: str | None = None, rates: str | Path | None = None
 ) -> Replan:
     """The plan of a run next to the one that it would be given now.
 
     Args:
         place: the run folder.
         overrides, rates: as in plan.plan, for both.
-        on: its machines; default: `hosts`, arguments of plan.describe_hosts.
+        on: its machines; default: plan.default_cluster.
 
     Raises:
         RunError: it is not a run, has recorded no lookups, or its plan is not one of its tables.
@@ -126,7 +122,7 @@ def replan(
     of_run = {"num_workers": workers, "device": "cpu" if on_cpu else "cuda"}
     config = config.model_copy(update={"scaling": config.scaling.model_copy(update=of_run)})
     check_fit(config, schema, here=False)
-    cluster = cluster_of(on) if on else describe_hosts(config, *hosts)
+    cluster = cluster_of(on) if on else default_cluster(config)
     if cluster.world != workers:
         raise ConfigError(
             f"{cluster.name} has {cluster.world} GPUs, the run {workers} workers",
@@ -207,6 +203,6 @@ def _planned(run: RunFolder, config: RunConfig, schema: Schema, cluster: Cluster
             f"the plan does not fit the run: {' '.join(str(error).split())}",
             where=str(run.path / PLAN),
             expected=f"an entry for each table of schema.yaml, on ranks of {cluster.world}",
-            do="bring plan.json back from a copy; give the run's hosts with --hosts and --gpus",
+            do="bring plan.json back from a copy; give the run's hosts with --on",
         ) from None
     return out

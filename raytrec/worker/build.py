@@ -25,7 +25,7 @@ from raytrec.embeddings.mapped import MappedFiles, mark_mapped
 from raytrec.embeddings.optim import DenseAverage, GlobalNormClip, combine, fuse
 from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.embeddings.planner.footprint import CACHING_KERNEL, MMAP_KERNEL
-from raytrec.embeddings.planner.held import held, hot_shares, shards_of
+from raytrec.embeddings.planner.held import held, hot_shares, planned
 from raytrec.embeddings.planner.plan import make_plan
 from raytrec.embeddings.planner.sharders import sharders, sharders_for_planning
 from raytrec.models.parts.shared import join_ranks
@@ -78,9 +78,8 @@ def build_step(
 
     plan = plan_by(plan_for) if plan_by else plan_for(schema)
     codecs = make_codecs(config, widths_of(plan), world)
-    shares = hot_shares(
-        held(shards_of(plan, schema, world), config, schema, device.type), config, schema, world
-    )
+    tables = held(planned(plan, config, schema, world), config, schema, device.type)
+    shares = hot_shares(tables, config, schema, world)
     mark_mapped(model.embeddings.collections, plan, optimizers, any(shares))
     cache = _cache_settings(plan, device)
     files = MappedFiles(config, shares[dist.get_rank()])

@@ -100,7 +100,7 @@ def test_each_memory_is_reported_where_it_is(tmp_path, capsys):
         "plan.tables={C1: {compute_kernel: fused_uvm}, C2: {compute_kernel: fused_uvm_caching, ranks: [9]}}"
     )
     given = JOBS / "criteo_1tb_2x8xh100.yaml", [f"data.schema={schema}", pins]
-    plans = plan(*given, host_memory_gib=2048)
+    plans = plan(*given, "2x8x80gib:2048gib")
     (found,) = plans.metrics()["clusters"]
     memory, size = found["memory"], 10_000_000 * 128 * 8 / 2**30
     in_host_memory = np.add(memory["host"]["weights"], memory["host"]["optimizer state"])
@@ -112,7 +112,7 @@ def test_each_memory_is_reported_where_it_is(tmp_path, capsys):
     print_plans(plans)
     shown = capsys.readouterr().out
     assert "GPU: cache" in shown and "host: optimizer state" in shown and found["fits"]
-    (refused,) = plan(*given, host_memory_gib=128).on
+    (refused,) = plan(*given, "2x8x80gib:128gib").on
     assert re.search(r"table C2: .* of host memory", str(refused.refusal))
     with pytest.raises(ConfigError, match="no machine is called '8xt9'"):
         plan(*given, on="8xt9")

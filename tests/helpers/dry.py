@@ -2,8 +2,9 @@
 
 from raytrec.embeddings.planner.dry_run import dry_run
 from raytrec.embeddings.planner.footprint import GIB
+from raytrec.embeddings.planner.held import held
 from raytrec.embeddings.planner.machines import Cluster
-from raytrec.embeddings.planner.memory_by_part import TIERS, shard_sizes
+from raytrec.embeddings.planner.memory_by_part import TIERS
 
 
 class Held:
@@ -16,13 +17,12 @@ class Held:
     """
 
     def __init__(self, config, schema, hosts=1, gpus=8, memory_gib=80, host_memory_gib=None, disk_gib=1e6):
-        cluster = Cluster(hosts, gpus, memory_gib, host_memory_gib or 2 * memory_gib * gpus, disk_gib)
+        cluster = Cluster.described(hosts, gpus, memory_gib, host_memory_gib, disk_gib)
         tables = dry_run(config, schema, cluster)
         self.plan = {table.table: table for table in tables}
         self.ranks = {tier: [0.0] * cluster.world for tier in TIERS}
         self.of = {name: {tier: [0.0] * len(t.ranks) for tier in TIERS} for name, t in self.plan.items()}
-        for name, rank, parts in shard_sizes(config, schema, tables):
-            for size in parts.values():
-                for tier, bytes_ in zip(TIERS, size, strict=True):
-                    self.ranks[tier][rank] += bytes_ / GIB
-                    self.of[name][tier][self.plan[name].ranks.index(rank)] += bytes_ / GIB
+        for (name, rank), its in held(tables, config, schema).items():
+            for tier, bytes_ in zip(TIERS, its.size, strict=True):
+                self.ranks[tier][rank] += bytes_ / GIB
+                self.of[name][tier][self.plan[name].ranks.index(rank)] = bytes_ / GIB

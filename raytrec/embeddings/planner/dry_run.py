@@ -16,10 +16,10 @@ from raytrec.config.schema import Schema
 from raytrec.embeddings.optim import fuse
 from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.embeddings.planner.footprint import GIB
-from raytrec.embeddings.planner.held import PlannedTable, shards_of
+from raytrec.embeddings.planner.held import PlannedTable, planned
 from raytrec.embeddings.planner.hosts import Hosts
 from raytrec.embeddings.planner.machines import Cluster
-from raytrec.embeddings.planner.plan import describe, plan_for, validated
+from raytrec.embeddings.planner.plan import plan_for, validated
 from raytrec.embeddings.planner.sharders import sharders_for_planning
 from raytrec.embeddings.pooling import PooledEmbeddings
 
@@ -59,14 +59,7 @@ def dry_run(
         plan = plan_for(there, topology, constraints, schema, config, tables, offered, dense)
     if isinstance(plan, ConfigError):
         raise plan
-    shards, out = shards_of(plan, schema, world), []
-    for entry in describe(plan):
-        name, table = entry["table"], schema.tables[entry["table"]]
-        parts = list(shards[name][1])
-        ranks = sorted({rank for rank, _, _ in parts})
-        kind = entry["sharding_type"], entry["compute_kernel"]
-        out.append(PlannedTable(name, table.rows, table.dim, *kind, ranks, parts, constraints[name].dtype))
-    return out
+    return planned(plan, config, schema, world)
 
 
 @contextmanager

@@ -11,12 +11,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 from raytrec.embeddings.hot_rows import PLACE_BYTES, ROW_BYTES
 from raytrec.embeddings.planner.constraints import resolve_constraints, table_optimizers
-from raytrec.embeddings.planner.footprint import GIB, Footprint, footprint, kernel_on, map_share
-
-# Table → its kernel, and (rank, rows, columns) of each of its shards.
-Shards = Mapping[str, tuple[str, Sequence[tuple[int, int, int]]]]
-# Table → rank → rows that it holds a part of, and what that part takes.
-Held = dict[str, dict[int, tuple[int, Footprint]]]
+from raytrec.embeddings.planner.footprint import GIB, Footprint, kernel_on, map_share, parts_of
 
 
 @dataclass(frozen=True)
@@ -39,39 +34,64 @@ class PlannedTable:
     dtype: str
 
 
-def shards_of(plan: ShardingPlan, schema: Schema, world: int) -> Shards:
-    """The shards of a plan for `world` ranks."""
-    out = {}
-    for module in plan.plan.values():
-        for name, spec in module.items():
-            if spec.sharding_spec:
-                parts = [(s.placement.rank(), *s.shard_sizes) for s in spec.sharding_spec.shards]
-            else:  # every rank has all of it
-                parts = [(rank, schema.tables[name].rows, schema.tables[name].dim) for rank in range(world)]
-            out[name] = spec.compute_kernel, parts
+@dataclass
+class Held:
+    """What a rank holds of a table.
+
+    Attributes:
+        rows: that it has a part of.
+        parts: weights, optimizer state, cache → bytes.
+    """
+
+    rows: int
+    parts: dict[str, Footprint]
+
+    @property
+    def size(self) -> Footprint:
+        """All parts together."""
+        return Footprint(*map(sum, zip(*self.parts.values(), strict=True)))
+
+
+def planned(plan: ShardingPlan, config: RunConfig, schema: Schema, world: int) -> list[PlannedTable]:
+    """The tables of a plan for `world` ranks."""
+    constraints, out = resolve_constraints(config, schema), []
+    for name, spec in (item for module in plan.plan.values() for item in sorted(module.items())):
+        rows, dim = schema.tables[name].rows, schema.tables[name].dim
+        shards = [(rank, rows, dim) for rank in range(world)]  # every rank has all of it
+        if spec.sharding_spec:
+            shards = [(s.placement.rank(), *s.shard_sizes) for s in spec.sharding_spec.shards]
+        kinds, ranks = (spec.sharding_type, spec.compute_kernel), sorted({rank for rank, _, _ in shards})
+        out.append(PlannedTable(name, rows, dim, *kinds, ranks, shards, constraints[name].dtype))
     return out
 
 
-def held(shards: Shards, config: RunConfig, schema: Schema, device: str) -> Held:
-    """What each rank holds of each table.
+def held(
+    tables: Sequence[PlannedTable], config: RunConfig, schema: Schema, device: str | None = None
+) -> dict[tuple[str, int], Held]:
+    """(table, rank) → what the rank holds of it.
 
     Args:
-        device: cpu or cuda.
+        device: cpu or cuda; default: of scaling.device, GPUs where that is auto.
     """
-    constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
-    out: Held = {}
-    for name, (kernel, parts) in shards.items():
-        of_ranks = out[name] = {}
-        for rank, rows, dim in parts:
-            part = Table.model_construct(rows=rows, dim=dim)
-            its = constraints[name].dtype, optimizers[name].name, kernel_on(device, kernel)
-            _, before = of_ranks.get(rank, (0, Footprint(0, 0)))
-            size = footprint(part, *its)
-            of_ranks[rank] = rows, Footprint(*(a + b for a, b in zip(before, size, strict=True)))
+    device = device or ("cpu" if config.scaling.device == "cpu" else "cuda")
+    optimizers = table_optimizers(config, schema)
+    out: dict[tuple[str, int], Held] = {}
+    for table in tables:
+        its = table.dtype, optimizers[table.table].name, kernel_on(device, table.compute_kernel)
+        for rank, rows, dim in table.shards:
+            sizes = parts_of(Table.model_construct(rows=rows, dim=dim), *its)
+            if before := out.get((table.table, rank)):
+                sizes = {
+                    part: Footprint(*map(sum, zip(size, before.parts[part], strict=True)))
+                    for part, size in sizes.items()
+                }
+            out[table.table, rank] = Held(rows, sizes)
     return out
 
 
-def hot_shares(found: Held, config: RunConfig, schema: Schema, world: int) -> list[float]:
+def hot_shares(
+    found: Mapping[tuple[str, int], Held], config: RunConfig, schema: Schema, world: int
+) -> list[float]:
     """Of each rank, the share of rows of its tables in files that are in memory, too: as many as what
     plan.memory_gib leaves has room for. Without plan.memory_gib, which is to be more than a guess then, none.
     """
@@ -79,22 +99,20 @@ def hot_shares(found: Held, config: RunConfig, schema: Schema, world: int) -> li
         return [0.0] * world
     left = [config.plan.memory_gib * GIB - map_share(schema, world)] * world
     takes = [0] * world
-    for of_ranks in found.values():
-        for rank, (rows, size) in of_ranks.items():
-            left[rank] -= size.device + (rows * ROW_BYTES if size.disk else 0)
-            takes[rank] += size.disk + rows * PLACE_BYTES if size.disk else 0
+    for (_, rank), each in found.items():
+        left[rank] -= each.size.device + (each.rows * ROW_BYTES if each.size.disk else 0)
+        takes[rank] += each.size.disk + each.rows * PLACE_BYTES if each.size.disk else 0
     return [min(1.0, max(0.0, room / size)) if size else 0.0 for room, size in zip(left, takes, strict=True)]
 
 
-def hot_bytes(found: Held, shares: list[float]) -> list[float]:
+def hot_bytes(found: Mapping[tuple[str, int], Held], shares: list[float]) -> list[float]:
     """What rows of tables in files take of each rank's memory.
 
     Args:
         shares: of `hot_shares`.
     """
     out = [0.0] * len(shares)
-    for of_ranks in found.values():
-        for rank, (rows, size) in of_ranks.items():
-            if size.disk and shares[rank]:
-                out[rank] += shares[rank] * (size.disk + rows * PLACE_BYTES) + rows * ROW_BYTES
+    for (_, rank), each in found.items():
+        if each.size.disk and shares[rank]:
+            out[rank] += shares[rank] * (each.size.disk + each.rows * PLACE_BYTES) + each.rows * ROW_BYTES
     return out

@@ -9,6 +9,9 @@ from typing import NamedTuple
 from raytrec.common.errors import ConfigError, hint
 
 GB_PER_S = 1e9 / 1000  # in bytes per ms, which TorchRec's Topology takes
+ENOUGH_GIB = 1e6  # of a disk whose size is not given
+GIB_OF = r"(\d+(?:\.\d+)?)gib"
+DESCRIBED = re.compile(rf"(\d+)x{GIB_OF}(?::{GIB_OF}(?::{GIB_OF})?)?")
 
 
 class Gpu(NamedTuple):
@@ -117,7 +120,7 @@ def machine_of(name: str, where: str = "--on") -> Machine:
             f"no machine is called '{name}'{hint(name, MACHINES)}",
             where=where,
             expected=f"one of {', '.join(MACHINES)}",
-            do="describe others with --hosts, --gpus, --memory-gib and --host-memory-gib, and --rates",
+            do="describe others by the memory of their GPUs, such as 2x4x48gib, with --rates",
         )
     return found
 
@@ -128,7 +131,7 @@ class Cluster(NamedTuple):
     Attributes:
         gpus: of each host; on CPU, workers.
         memory_gib: of each GPU, or worker.
-        host_memory_gib, disk_gib: of each host.
+        host_memory_gib, disk_gib: of each host; default: twice the memory of its GPUs, and enough.
         machine: what the hosts are; None: they are described by the rest alone.
     """
 
@@ -138,6 +141,18 @@ class Cluster(NamedTuple):
     host_memory_gib: float
     disk_gib: float
     machine: Machine | None = None
+
+    @classmethod
+    def described(
+        cls,
+        hosts: int,
+        gpus: int,
+        memory_gib: float,
+        host_gib: float | None = None,
+        disk_gib: float | None = None,
+    ) -> Cluster:
+        """Hosts of no known machine."""
+        return cls(hosts, gpus, memory_gib, host_gib or 2 * memory_gib * gpus, disk_gib or ENOUGH_GIB)
 
     @classmethod
     def of(cls, hosts: int, machine: Machine) -> Cluster:
@@ -170,7 +185,8 @@ class Cluster(NamedTuple):
 
 
 def cluster_of(text: str) -> Cluster:
-    """Machines such as 2x8xh100-sxm; 8xh100-sxm is one.
+    """Machines such as 2x8xh100-sxm; 8xh100-sxm is one. 2x4x48gib:384gib:900gib are two hosts with 4 GPUs of
+    48 GiB each, 384 GiB of memory and 900 of disk (the last two may be missing).
 
     Raises:
         ConfigError: it is no such text, or no machine has that name.
@@ -179,6 +195,9 @@ def cluster_of(text: str) -> Cluster:
     count, name = (int(counted[1]), counted[2]) if counted else (1, text)
     if count < 1:
         raise ConfigError(f"{count} machines", where=f"--on {text}", expected="at least one")
+    if own := DESCRIBED.fullmatch(name.strip().lower()):
+        memory, host, disk = (float(size) if size else None for size in own.groups()[1:])
+        return Cluster.described(count, int(own[1]), memory, host, disk)
     return Cluster.of(count, machine_of(name))
 
 

@@ -7,18 +7,17 @@ PyTorch's allocator keeps apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from raytrec.config.run_config import RunConfig
-from raytrec.config.schema import Schema, Table
+from raytrec.config.schema import Schema
 from raytrec.config.tables import DenseOptim
 from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.embeddings.planner.dense_work import DenseWork
-from raytrec.embeddings.planner.footprint import CACHE, GIB, Footprint, kernel_on, map_share, parts_of
+from raytrec.embeddings.planner.footprint import CACHE, GIB, map_share
 from raytrec.embeddings.planner.held import PlannedTable, held, hot_bytes, hot_shares
 from raytrec.embeddings.planner.loads import ID_BYTES, LENGTH_BYTES, VALUE_BYTES, Loads
 
@@ -67,24 +66,20 @@ def memory_of(
     device, world = "cpu" if config.scaling.device == "cpu" else "cuda", len(loads.pooled)
     parts: dict[tuple[str, str], np.ndarray] = {}
 
-    def add(tier: str, part: str, sizes: np.ndarray | float, ranks: np.ndarray | None = None) -> None:
-        found = parts.setdefault((tier, part), np.zeros(world))
-        np.add.at(found, np.arange(world) if ranks is None else ranks, sizes)
+    def add(tier: str, part: str, sizes: np.ndarray | float, rank: int | slice = slice(None)) -> None:
+        parts.setdefault((tier, part), np.zeros(world))[rank] += sizes
 
     copies = np.zeros(world)
     kernels = {table.table: table.compute_kernel for table in plan}
-    for table, rank, sizes in shard_sizes(config, schema, plan):
-        for part, size in sizes.items():
+    found = held(plan, config, schema)
+    for (table, rank), its in found.items():
+        for part, size in its.parts.items():
             for tier, of_tier in zip(TIERS, size, strict=True):
-                if of_tier:
-                    parts.setdefault((tier, part), np.zeros(world))[rank] += of_tier
+                add(tier, part, of_tier, rank)
             if part != CACHE and (device == "cuda" or kernels[table] == "dense"):
                 copies[rank] += size.device + size.host
     if maps := map_share(schema, world):
         add(DEVICE, "id maps", maps)
-    found = held(
-        {table.table: (table.compute_kernel, table.shards) for table in plan}, config, schema, device
-    )
     add(DEVICE, "hot rows", np.array(hot_bytes(found, hot_shares(found, config, schema, world))))
     batch = -(-config.data.global_batch_size // world)
     dense_state = dense.parameters * (1 + states_of(config.optim.dense) + bool(config.train.ema))
@@ -103,18 +98,6 @@ def memory_of(
     if device == "cuda":
         add(DEVICE, "CUDA", CONTEXT_GIB * GIB)
     return Memory({key: size for key, size in parts.items() if size.any()})
-
-
-def shard_sizes(
-    config: RunConfig, schema: Schema, plan: Sequence[PlannedTable]
-) -> Iterator[tuple[str, int, dict[str, Footprint]]]:
-    """(table, rank, part → bytes) of every shard."""
-    device, optimizers = "cpu" if config.scaling.device == "cpu" else "cuda", table_optimizers(config, schema)
-    for table in plan:
-        kernel, name = kernel_on(device, table.compute_kernel), optimizers[table.table].name
-        for rank, rows, columns in table.shards:
-            shard = Table.model_construct(rows=rows, dim=columns)
-            yield table.table, rank, parts_of(shard, table.dtype, name, kernel)
 
 
 def states_of(optimizer: DenseOptim) -> int:

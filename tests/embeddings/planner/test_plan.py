@@ -255,6 +255,18 @@ def test_a_machine_that_is_not_known_is_refused_with_the_nearest_name():
         cluster_of("0x8xh200")
 
 
+@pytest.mark.parametrize(
+    "text,sizes",
+    [
+        ("2x4x48gib", (2, 4, 48, 384, 1e6)),
+        ("4x47.5GiB:300gib", (1, 4, 47.5, 300, 1e6)),
+        ("3x1x8gib:16gib:100gib", (3, 1, 8, 16, 100)),
+    ],
+)
+def test_machines_without_a_name_are_described_by_their_sizes(text, sizes):
+    assert cluster_of(text) == Cluster(*sizes)
+
+
 def test_plans_follow_from_how_fast_gpus_are():
     tables = {f"t{i}": {"rows": 2000, "dim": 128} for i in range(8)}
     given = a_schema(sparse={t: {"table": t} for t in tables}, tables=tables)
@@ -361,8 +373,7 @@ def test_a_plan_counts_rows_of_files_that_are_in_memory_too():
     tables = dry_run(made, given, cluster)
 
     def hot():
-        shards = {table.table: (table.compute_kernel, table.shards) for table in tables}
-        found = held(shards, made, given, "cpu")
+        found = held(tables, made, given)
         return [taken / GIB for taken in hot_bytes(found, hot_shares(found, made, given, 2))]
 
     assert hot() == pytest.approx([0.8 - size] * 2, rel=1e-6), "what two tables in memory leave"
