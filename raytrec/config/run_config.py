@@ -28,7 +28,6 @@ from raytrec.config.evaluation import EvalSection
 from raytrec.config.models import SECTIONS, AnyModel
 from raytrec.config.models.ranking import DlrmSection
 from raytrec.config.overrides import Overrides, apply_override, as_texts, without_secrets
-from raytrec.config.stored import with_current_keys
 from raytrec.config.tables import OptimSection, PlanSection
 from raytrec.config.tasks import TaskSection
 from raytrec.config.training import (
@@ -118,7 +117,6 @@ def load_config(
     *,
     elsewhere: str | None = None,
     allow_code: bool = False,
-    stored: bool = False,
 ) -> RunConfig:
     """A RunConfig from a YAML file, a mapping or a RunConfig, with overrides on top.
 
@@ -128,7 +126,6 @@ def load_config(
             or a mapping of such keys (overrides.py).
         elsewhere: where values come from that may not be the user's own (trust.py); a URI is such a place.
         allow_code: such values may name code and servers all the same.
-        stored: the source is what a run or a checkpoint has stored (stored.py).
 
     Raises:
         ConfigError: code is named that is not allowed. No file, not YAML, unknown keys (with the nearest
@@ -141,8 +138,6 @@ def load_config(
     else:
         values, where = _read(str(source)), str(source)
         elsewhere = elsewhere or origin(where)
-    if stored:
-        values = with_current_keys(values)
     named = code_in(values) if elsewhere and not allow_code else {}
     overrides = as_texts(overrides)
     for override in overrides:

@@ -39,7 +39,6 @@ from raytrec.common.errors import SchemaError, did_you_mean, some, some_of
 from raytrec.common.reading import NotReadable, yaml_values
 from raytrec.config.base import Number, PositiveFloat, PositiveInt
 from raytrec.config.managed import Ids, ManagedIds
-from raytrec.config.stored import with_current_keys
 
 # Tables are entries of a torch.nn.ModuleDict, which cannot have its own attributes' names as keys.
 RESERVED = frozenset(
@@ -272,7 +271,7 @@ class Schema(BaseModel):
             values = yaml_values(text)
         except NotReadable as error:
             raise SchemaError(f"not YAML that can be used: {error}", where=where) from None
-        return cls.parse(with_current_keys(values) if isinstance(values, dict) else values, where)
+        return cls.parse(values, where)
 
     @classmethod
     def load(cls, path: str | Path) -> Schema:

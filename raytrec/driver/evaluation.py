@@ -61,7 +61,7 @@ def evaluation_config(
                 expected=f"a key of {', '.join(SETTABLE)}, or tables.NAME.{RULE}: the model is fixed",
             )
     elsewhere = checkpoint_origin(folder, about["config"])
-    config = load_config(about["config"], others, elsewhere=elsewhere, allow_code=allow_code, stored=True)
+    config = load_config(about["config"], others, elsewhere=elsewhere, allow_code=allow_code)
     values = schema_of(about).model_dump()
     for override in of_tables:
         _set_rule(values["tables"], override)

@@ -178,7 +178,7 @@ def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
         ConfigError, SchemaError: a difference that warm_start.tables and warm_start.dense do not allow.
     """
     about = find(config.warm_start.from_)[1]["about"]
-    before = load_config(about["config"], allow_code=True, stored=True).model_dump(by_alias=True, mode="json")
+    before = load_config(about["config"], allow_code=True).model_dump(by_alias=True, mode="json")
     old_schema = schema_of(about)
     lines = [start.note for start in table_starts(config, old_schema, schema).values() if start.note]
     if config.warm_start.dense == "exact":

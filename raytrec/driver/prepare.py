@@ -189,7 +189,7 @@ def config_from(
     """
     folder, index = find(place)
     # nothing of it runs before the next time
-    whole = load_config(index["about"]["config"], allow_code=True, stored=True)
+    whole = load_config(index["about"]["config"], allow_code=True)
     values = whole.model_dump(by_alias=True, mode="json")
     name = re.sub(r"-\d{8}-\d{6}$", "", whole.run.name or "run")
     values["run"] |= {"name": None, "dir": None}

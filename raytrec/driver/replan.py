@@ -106,7 +106,7 @@ def replan(
 
     folder = existing_run(place)
     run = RunFolder.read(folder)
-    schema, before = stored_schema(folder), load_config(str(folder / CONFIG), stored=True)
+    schema, before = stored_schema(folder), load_config(str(folder / CONFIG))
     config = load_config(before, overrides)
     workers = run.starts[-1].workers if run.starts else 0
     lines = [line for line in skip_warmup(run.ranks) if line.world == workers and line.steps]

@@ -82,7 +82,7 @@ def resume_config(
             expected="the folder of a run, with its config.yaml",
             do="give the folder that `raytrec train` printed (run.dir)",
         )
-    before = load_config(file, allow_code=True, stored=True)  # nothing of it runs until it is allowed
+    before = load_config(file, allow_code=True)  # nothing of it runs until it is allowed
     strange = {} if allow_code or is_ours(file) else code_in(before.model_dump(by_alias=True))
     elsewhere = not_ours(file) if strange and source is None else None
     config = load_config(
@@ -143,7 +143,7 @@ def _is_unfinished(folder: Path) -> bool:
 
 def _is_same(folder: Path, after: RunConfig) -> bool:
     try:
-        before = load_config(folder / "config.yaml", allow_code=True, stored=True)  # which is only compared
+        before = load_config(folder / "config.yaml", allow_code=True)  # which is only compared
     except ConfigError:  # of another version, or damaged: not this one
         return False
     data = all(getattr(before.data, part) == getattr(after.data, part) for part in ("train", "valid", "test"))

@@ -150,7 +150,7 @@ def tracked_config(run: str | Path, allow_code: bool) -> RunConfig:
     folder = existing_run(run).absolute()
     file = folder / CONFIG
     elsewhere = None if is_ours(file) else not_ours(file)
-    config = load_config(file, elsewhere=elsewhere, allow_code=allow_code, stored=True)
+    config = load_config(file, elsewhere=elsewhere, allow_code=allow_code)
     config.run.dir = str(folder)  # it may have been moved since
     if not config.tracking.enabled:
         raise ConfigError("this run is not tracked", where=str(folder), expected="tracking.enabled=true")

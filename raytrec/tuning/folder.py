@@ -131,7 +131,7 @@ def newest_like(config: RunConfig, space: Space, settings: Settings, named: bool
         if not is_search(folder) or (folder / OUTCOME).exists():
             return False
         try:
-            earlier = load_config(folder / SEARCH_CONFIG, allow_code=True, stored=True)  # only compared
+            earlier = load_config(folder / SEARCH_CONFIG, allow_code=True)  # only compared
             earlier.run.name, earlier.run.dir = config.run.name, config.run.dir
             same = earlier.to_yaml() == config.to_yaml() and read_settings(folder) == settings
             return same and read_text(folder / SPACE) == space.text
@@ -164,7 +164,7 @@ def _trusted(file: Path, allow_code: bool) -> RunConfig:
         ConfigError: it names code, this user has not written it, and that is not allowed.
     """
     elsewhere = None if is_ours(file) else not_ours(file)
-    return load_config(file, elsewhere=elsewhere, allow_code=allow_code, stored=True)
+    return load_config(file, elsewhere=elsewhere, allow_code=allow_code)
 
 
 @contextmanager

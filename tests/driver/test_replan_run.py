@@ -126,7 +126,7 @@ def test_a_run_that_has_recorded_nothing_is_planned_by_the_schema(data, by_the_s
 
 def test_a_plan_by_recorded_lookups_that_does_not_fit_is_not_taken(interrupted, tmp_path, capfd):
     """In the least memory that is enough by the schema, and some for dense layers, which a dry run lacks."""
-    config = load_config(interrupted / "config.yaml", ["scaling.num_workers=3"], stored=True)
+    config = load_config(interrupted / "config.yaml", ["scaling.num_workers=3"])
     schema = Schema.load(interrupted / "schema.yaml")
 
     def fits(mib, schema):
