@@ -13,7 +13,7 @@ from typing import Any
 from raytrec.client.package import code
 from raytrec.cluster.access import RAY, check_cluster, check_ray, use_token
 from raytrec.cluster.session import on_node
-from raytrec.common.errors import RunError, root_cause
+from raytrec.common.errors import RunError, first_line, last_line, root_cause
 from raytrec.compat.ray_core import head_nodes
 from raytrec.compat.ray_names import NOT_STARTED, NOT_TAKEN, version_mismatch
 from raytrec.compat.versions import require_versions
@@ -84,7 +84,7 @@ class Connection:
             raise RunError(f"the cluster has not answered for {timeout} s", where=self.address) from None
         except ConnectionError as error:
             raise RunError(
-                f"the connection to the cluster is lost: {_first_line(error)}",
+                f"the connection to the cluster is lost: {first_line(error)}",
                 where=self.address,
                 do="connect again: Cluster(ADDRESS); what was started here has ended, and resumes from "
                 "its last checkpoint when it is started again",
@@ -92,7 +92,7 @@ class Connection:
         except RayError as error:
             cause = root_cause(error)
             if cause is error or isinstance(cause, RayError):
-                cause = RunError(f"Ray reports: {_first_line(cause)}", where=self.address)
+                cause = RunError(f"Ray reports: {first_line(cause)}", where=self.address)
             raise cause from None
 
     def close(self) -> None:
@@ -139,21 +139,15 @@ def _not_connected(address: str, error: Exception) -> RunError:
             do="use that Python here; or the job API, Cluster('http://HOST:8265'), which takes any",
         )
     if NOT_TAKEN in text:
-        last = [line.strip() for line in text.splitlines() if line.strip()][-1]  # of a traceback
         return RunError(
-            f"the cluster does not take this connection: {last}",
+            f"the cluster does not take this connection: {last_line(text, '')}",
             where=address,
             expected=f"Ray {RAY} on the cluster, as here, and room for one more process on its head",
             do="look at ray_client_server*.err among the logs of the head",
         )
     return RunError(
-        f"cannot connect: {_first_line(error)}",
+        f"cannot connect: {first_line(error)}",
         where=address,
         expected="the address of Ray client, such as ray://127.0.0.1:10001, and the cluster's token",
         do="forward its port (`ray attach -p 10001 cluster.yaml`, `kubectl port-forward`)",
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -15,7 +15,7 @@ import numpy as np
 from raytrec.checkpoint.files import find
 from raytrec.checkpoint.rows import StoredTable, table_names
 from raytrec.cluster.session import on_node, ray_session
-from raytrec.common.errors import RunError, did_you_mean
+from raytrec.common.errors import RunError, hint
 from raytrec.common.messages import EVENTS, METRICS
 from raytrec.common.reading import (
     MOST_YAML_BYTES,
@@ -169,9 +169,8 @@ def _is_run(folder: Path) -> bool:
 
 def _none(run: str) -> RunError:
     names = [each["name"] for each in runs()]
-    near = did_you_mean(run, names)
     return RunError(
-        f"there is no run '{run}'" + (f"; did you mean '{near}'?" if near else ""),
+        f"there is no run '{run}'{hint(run, names)}",
         where=absolute(RUNS),
         expected=", ".join(names[:10]) or "the name or folder of a run; there is none yet",
     )

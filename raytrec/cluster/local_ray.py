@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep, time
 
-from raytrec.common.errors import RunError
+from raytrec.common.errors import RunError, os_errors
 from raytrec.compat.ray_core import CURRENT_CLUSTER, REPORTS_SELDOM, SOCKET, popen_replaced
 
 PREFIX, OWNER = "raytrec-", "owner"
@@ -53,16 +53,11 @@ def make_folder() -> tuple[Path, int]:
         RunError: there is no place for it.
     """
     base = base_folder()
-    try:
+    do = f"set {TMPDIR} to a folder on a local disk that you can write to"
+    with os_errors("there is no place for Ray's files", where=str(base), do=do):
         sweep(base)
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))  # of mode 0700
         owner = os.open(folder / f".{OWNER}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    except OSError as error:
-        raise RunError(
-            f"there is no place for Ray's files: {error.strerror}",
-            where=str(base),
-            do=f"set {TMPDIR} to a folder on a local disk that you can write to",
-        ) from None
     with suppress(OSError):  # a file system without locks: then it is never swept
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (folder / f".{OWNER}").rename(folder / OWNER)

@@ -7,7 +7,8 @@ that others read, so passwords in addresses are hidden.
 
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from raytrec.common.redaction import hide
 
@@ -169,8 +170,26 @@ def hint(word: str, known: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text; its type where it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """The first line of an error's text that is not blank; its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def os_errors(what: str, kind: type[RaytrecError] = RunError, **parts: str) -> Iterator[None]:
+    """A block whose errors of the system or a store become errors for people: `what`, and the reason.
+
+    Args:
+        parts: where, expected and do of the error.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or first_line(error)}", **parts) from None
+
+
+def last_line(text: str, otherwise: str) -> str:
+    """The last line of a text, such as a traceback, that is not blank."""
+    return (text.strip().splitlines() or [otherwise])[-1].strip()
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -31,16 +31,7 @@ def usable_gpus() -> list[str]:
     """Numbers or UUIDs of the GPUs that this process may use; none where CUDA_VISIBLE_DEVICES is empty."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # no library, or no driver
-        return []
-    try:
-        return visible_gpus() or list(map(str, range(pynvml.nvmlDeviceGetCount())))
-    finally:
-        pynvml.nvmlShutdown()
+    return _of_gpus(str)
 
 
 def gpu_handle(name: str) -> Any:
@@ -73,16 +64,25 @@ def gpu_kinds() -> list[tuple[str, tuple[int, int]]]:
 
 def _of_gpus(read: Callable[[str], T]) -> list[T]:
     """What is read of each; nothing where there is no GPU, or one of them cannot be read."""
+
+    def read_all(nvml: Any) -> list[T]:
+        return [read(name) for name in visible_gpus() or map(str, range(nvml.nvmlDeviceGetCount()))]
+
+    return _answer_of_nvml(read_all) or []
+
+
+def _answer_of_nvml(ask: Callable[[Any], T]) -> T | None:
+    """What NVML answers; None where there is no library, no driver or no answer."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
     except Exception:  # no library, or no driver
-        return []
+        return None
     try:
-        return [read(name) for name in visible_gpus() or map(str, range(pynvml.nvmlDeviceGetCount()))]
+        return ask(pynvml)
     except (pynvml.NVMLError, ValueError):
-        return []
+        return None
     finally:
         pynvml.nvmlShutdown()
 
@@ -209,19 +209,12 @@ def cuda_of_torch() -> str | None:
 
 def driver_cuda() -> tuple[str, str] | None:
     """The version of NVIDIA's driver, and the newest CUDA (X.Y) that it runs; None: there is none."""
-    try:
-        import pynvml
 
-        pynvml.nvmlInit()
-    except Exception:  # no library, or no driver
-        return None
-    try:
-        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        return pynvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}"
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
+    def ask(nvml: Any) -> tuple[str, str]:
+        cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        return nvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}"
+
+    return _answer_of_nvml(ask)
 
 
 def code_hash() -> str:

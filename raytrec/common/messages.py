@@ -29,10 +29,8 @@ def recorded_ranks(world: int) -> list[int]:
     """The ranks whose lines are recorded: all, or of a larger group MOST_RECORDED at equal distances.
 
     Example:
-        >>> recorded_ranks(3)
-        [0, 1, 2]
-        >>> len(recorded_ranks(1024)), recorded_ranks(1024)[:3]
-        (64, [0, 16, 32])
+        >>> recorded_ranks(3), len(recorded_ranks(1024)), recorded_ranks(1024)[:3]
+        ([0, 1, 2], 64, [0, 16, 32])
     """
     return sorted({at * world // MOST_RECORDED for at in range(MOST_RECORDED)})
 

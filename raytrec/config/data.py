@@ -98,9 +98,7 @@ class DataSection(Section):
         description="What is applied to columns before the schema sees them: "
         f"{', '.join(BUILT_IN)}, or module:function.",
     )
-    reserve_columns: Annotated[list[Annotated[str, Field(min_length=1)]], AfterValidator(_each_once)] = Field(
-        default_factory=list
-    )
+    reserve_columns: ReservedColumns = Field(default_factory=list)
     """Columns that go along with rows untouched: groups and items of tasks, slices of evaluations, keys of
     predictions. Any type with one value a row; also those of folders key=value."""
     global_batch_size: Annotated[PositiveInt, Field(lt=2**31)] = 2048

@@ -6,7 +6,8 @@ well: {"train.epochs": 3, "model": {"name": "deepfm"}}.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import yaml
@@ -27,12 +28,19 @@ def as_texts(overrides: Overrides | None) -> list[str]:
     """
     if not isinstance(overrides, Mapping):
         return [*(overrides or [])]
-    try:
+    with plain_values("overrides"):
         return [f"{key}={scalar(value)}" for key, value in overrides.items()]
-    except (yaml.YAMLError, RecursionError) as error:
+
+
+@contextmanager
+def plain_values(where: str) -> Iterator[None]:
+    """A block that writes values as YAML, which a ConfigError ends where one cannot be written."""
+    try:
+        yield
+    except (yaml.YAMLError, NotReadable, RecursionError) as error:
         raise ConfigError(
             f"a value is not plain: {' '.join(str(error).split()) or 'it contains itself'}",
-            where="overrides",
+            where=where,
             expected="mappings, lists, text, numbers, true, false and None",
         ) from None
 

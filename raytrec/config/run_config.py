@@ -27,7 +27,7 @@ from raytrec.config.data import DataSection, RunSection, WarmStartSection
 from raytrec.config.evaluation import EvalSection
 from raytrec.config.models import SECTIONS, AnyModel
 from raytrec.config.models.ranking import DlrmSection
-from raytrec.config.overrides import Overrides, apply_override, as_texts, without_secrets
+from raytrec.config.overrides import Overrides, apply_override, as_texts, plain_values, without_secrets
 from raytrec.config.tables import OptimSection, PlanSection
 from raytrec.config.tasks import TaskSection
 from raytrec.config.training import (
@@ -172,15 +172,8 @@ def _read(uri: str) -> dict:
 
 def _plain(values: dict) -> dict:
     """A copy that has nothing but YAML's types in it."""
-    try:
+    with plain_values("config"):
         return yaml_values(yaml.safe_dump(values))
-    except (yaml.YAMLError, NotReadable, RecursionError) as error:
-        words = " ".join(str(error).split()) or "it contains itself"
-        raise ConfigError(
-            f"a value is not plain: {words}",
-            where="config",
-            expected="mappings, lists, text, numbers, true, false and None",
-        ) from None
 
 
 def _mistakes(error: ValidationError, values: dict) -> str:

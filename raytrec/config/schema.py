@@ -35,7 +35,7 @@ from typing import Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from raytrec.common.errors import SchemaError, did_you_mean, some, some_of
+from raytrec.common.errors import SchemaError, hint, some, some_of
 from raytrec.common.reading import NotReadable, yaml_values
 from raytrec.config.base import Number, PositiveFloat, PositiveInt
 from raytrec.config.managed import Ids, ManagedIds
@@ -162,11 +162,8 @@ class Schema(BaseModel):
     def _consistent(self) -> Schema:
         for name, feature in self.sparse.items():
             if feature.table not in self.tables:
-                near = did_you_mean(feature.table, list(self.tables))
-                raise ValueError(
-                    f"sparse.{name}.table: there is no table '{feature.table}'"
-                    + (f"; did you mean '{near}'?" if near else f"; tables are {', '.join(self.tables)}")
-                )
+                near = hint(feature.table, self.tables) or f"; tables are {', '.join(self.tables)}"
+                raise ValueError(f"sparse.{name}.table: there is no table '{feature.table}'{near}")
             if feature.side_features and feature.pooling != "sequence":
                 raise ValueError(
                     f"sparse.{name}.side_features: only a feature of pooling: sequence has side features"
@@ -337,16 +334,11 @@ def _explain(error: dict) -> str:
         parts: dict[object, type[BaseModel]] = {"sparse": Sparse, "scale": Scale, "statistics": Statistics}
         of_part = parts.get(error["loc"][0], Table)
         known = dict[int, type[BaseModel]]({0: Schema, 2: of_part, 3: ManagedIds}).get(len(error["loc"]) - 1)
-        near = did_you_mean(str(error["loc"][-1]), list(known.model_fields)) if known else None
-        return f"{place}: unknown key" + (f"; did you mean '{near}'?" if near else "")
+        return f"{place}: unknown key" + hint(str(error["loc"][-1]), known.model_fields if known else ())
     if error["type"] == "missing":
         return f"{place}: missing"
     message = error["msg"].removeprefix("Value error, ")
-    return (
-        message
-        if error["type"] == "value_error" and not place
-        else (
-            f"{place}: {message}"
-            + (f" (got {some(error['input'])})" if not isinstance(error["input"], dict) else "")
-        )
-    )
+    if error["type"] == "value_error" and not place:
+        return message
+    given = "" if isinstance(error["input"], dict) else f" (got {some(error['input'])})"
+    return f"{place}: {message}{given}"

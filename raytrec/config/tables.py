@@ -93,15 +93,11 @@ class OptimSection(Section):
     schedule: Schedule = Field(default_factory=Schedule)
 
 
+Kernel = Literal["fused", "fused_uvm", "fused_uvm_caching", "fused_mmap"]
 Sharding = Literal[
-    "table_wise",
-    "row_wise",
-    "column_wise",
-    "data_parallel",
-    "table_row_wise",
-    "table_column_wise",
-    "grid_shard",
-]
+    "table_wise", "row_wise", "column_wise", "data_parallel",
+    "table_row_wise", "table_column_wise", "grid_shard",
+]  # fmt: skip
 
 
 def _trainable(dtype: object) -> object:
@@ -128,7 +124,7 @@ class TablePlan(Section):
     """Sharding type."""
     ranks: list[NonNegativeInt] | None = Field(None, min_length=1)
     """The ranks that hold it. One rank alone means table_wise."""
-    compute_kernel: Literal["fused", "dense", "fused_uvm", "fused_uvm_caching", "fused_mmap"] | None = None
+    compute_kernel: Kernel | Literal["dense"] | None = None
     """fused: in device memory, updated in backward. dense: ordinary gradients and a dense update.
     fused_uvm(_caching): in host memory (with a cache of a fifth of the rows on the device). fused_mmap: in a
     file, for workers on CPU."""
@@ -156,18 +152,13 @@ class QCommsSection(Section):
         return "int8" in (self.forward_precision, self.backward_precision)
 
 
-Kernel = Literal["fused", "fused_uvm", "fused_uvm_caching", "fused_mmap"]
-
-
 class PlanSection(Section):
     sharding_types: list[Sharding] = Field(["table_wise", "row_wise"], min_length=1)
     """Sharding types that the planner may choose from."""
     tables: dict[str, TablePlan] = Field(default_factory=dict)
     """Constraints: table, or pattern such as 'item*', to sharding_type, ranks, compute_kernel, dtype. Where
     several match, later lines override earlier ones."""
-    compute_kernels: list[Literal["fused", "fused_uvm", "fused_uvm_caching", "fused_mmap"]] = Field(
-        ["fused"], min_length=1
-    )
+    compute_kernels: list[Kernel] = Field(["fused"], min_length=1)
     """Compute kernels that the planner may choose from, where a table's is not set: besides fused those of
     host memory (on GPUs) or of files (on CPU), for tables that memory does not hold."""
     colocate: list[list[str]] = Field(default_factory=list)

@@ -123,13 +123,7 @@ Tally = dict[str, tuple[int, int]]
 
 
 def single(
-    column: pa.ChunkedArray,
-    name: str,
-    spec: Sparse,
-    table: Table,
-    place: Place,
-    tally: Tally,
-    no_id: int = -1,
+    column: pa.ChunkedArray, name: str, spec: Sparse, table: Table, place: Place, tally: Tally, no_id: int
 ) -> np.ndarray:
     """A sparse column with one id a row: valid ids [n] of any integer type; `no_id` where there is none."""
     array = one_array(column)

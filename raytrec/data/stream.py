@@ -200,12 +200,9 @@ class Reading:
 
     def __next__(self) -> Batch:
         batch = None if self._stop.is_set() else self._ready.get()
-        if isinstance(batch, BaseException):
+        if batch is None or isinstance(batch, BaseException):
             self.close()
-            raise root_cause(batch)
-        if batch is None:
-            self.close()
-            raise StopIteration
+            raise StopIteration if batch is None else root_cause(batch)
         return batch
 
     def close(self) -> None:

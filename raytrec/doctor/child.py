@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from raytrec.common.errors import last_line
+
 ANSWER = "raytrec-doctor "
 ROOT = str(Path(__file__).parents[2])
 ELEMENTS, ROUNDS = 1 << 22, 4  # of the all-reduce that is timed: 16 MiB of float32, the best of four
@@ -49,7 +51,7 @@ def run_child(name: str, *arguments: Any, limit_s: float, **environment: str) ->
             if "error" in answer:
                 raise ChildError(answer["error"])
             return answer
-    last = (done.stderr.strip().splitlines() or [""])[-1]
+    last = last_line(done.stderr, "")
     how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
     raise ChildError(f"the process ended with {how}" + (f": {last}" if last else ""))
 

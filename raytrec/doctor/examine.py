@@ -13,7 +13,7 @@ from typing import Any
 
 from raytrec.cluster.host_checks import FAILURE, HOST_CHECKS, Diagnosis, Found, failure_of, run_check
 from raytrec.cluster.session import stays_here
-from raytrec.common.errors import RunError, first_line
+from raytrec.common.errors import first_line, os_errors
 from raytrec.common.machine import built_for, usable_gpus
 from raytrec.common.storage import absolute
 from raytrec.common.terminal import open_console
@@ -109,10 +109,8 @@ def write_rates(file: Path, ranks: int | None) -> None:
 
     gpus = usable_gpus() if built_for() == "cuda" else []
     rates = measure_rates(ranks or len(gpus) or 2, lambda line: print(line, file=sys.stderr))
-    try:
+    with os_errors("cannot write the rates", where=str(file)):
         file.write_text(rates.to_json())
-    except OSError as error:
-        raise RunError(f"cannot write the rates: {error.strerror}", where=str(file)) from None
 
 
 def _existing(place: str) -> str:

@@ -20,7 +20,7 @@ from statistics import median
 
 import numpy as np
 
-from raytrec.common.errors import RunError
+from raytrec.common.errors import RunError, last_line
 from raytrec.doctor.probe import (
     CLOCKS,
     DENSE,
@@ -85,9 +85,8 @@ def _samples(process: subprocess.Popen[str], rank: int, ranks: int) -> list[Samp
     except subprocess.TimeoutExpired:
         out, errors = "", f"it did not end within {ALONE_S * ranks:.0f} s"
     if process.returncode or not out:
-        reason = (errors.strip().splitlines() or ["no message"])[-1]
         raise RunError(
-            f"rank {rank} could not measure: {reason}",
+            f"rank {rank} could not measure: {last_line(errors, 'no message')}",
             where=f"{ranks} ranks on this machine",
             do="look at `raytrec check` of a small configuration, which names what is wrong",
         )

@@ -10,7 +10,7 @@ from typing import Any
 from raytrec import __version__
 from raytrec.cluster.host_checks import within
 from raytrec.cluster.session import on_node, ray_session
-from raytrec.common.errors import RunError, root_cause
+from raytrec.common.errors import RunError, last_line, root_cause
 from raytrec.driver.nodes import alive_nodes
 
 REPLY_S = 60.0  # on a busy host
@@ -77,7 +77,11 @@ class ClusterNodes(ThisHost):
         self._actors = [actor.options(**on_node(node["NodeID"])).remote() for node in nodes]
         answers = self.ask(installed_here, limit_s=START_S)
         fit = [number for number, answer in enumerate(answers) if isinstance(answer, str)]
-        self.silent = {names[i]: _last_line(answer) for i, answer in enumerate(answers) if i not in fit}
+        self.silent = {
+            names[i]: last_line(str(answer), type(answer).__name__)[:300]
+            for i, answer in enumerate(answers)
+            if i not in fit
+        }
         self.names, self.addresses = [names[i] for i in fit], [addresses[i] for i in fit]
         self._actors = [self._actors[i] for i in fit]
 
@@ -101,12 +105,6 @@ def _answer(ref: Any) -> Any:
     except Exception as error:
         cause = root_cause(error)
         return getattr(cause, "cause", None) or cause
-
-
-def _last_line(error: Exception) -> str:
-    """Of what Ray reports of an actor that cannot start, a traceback, the line with its error."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else type(error).__name__
 
 
 def _names(hosts: list[str], addresses: list[str]) -> list[str]:

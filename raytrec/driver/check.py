@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from raytrec.common.errors import RunError
+from raytrec.common.errors import os_errors
 from raytrec.common.messages import Compared
 from raytrec.common.terminal import bold, open_console, plain
 from raytrec.config.overrides import Overrides
@@ -101,7 +101,8 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
     folder = Path(config.run.dir)
     schema = Schema.load(config.data.schema_uri)
     check_fit(config, schema, here=False)  # tables are cut down
-    _make_folder(folder)
+    with os_errors("cannot write the folder", where=str(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
     status = "FAILED"
     with RunConsole(config.run.name) as console:
         delivery = Delivery(folder, config, console.warn) if config.tracking.enabled else None
@@ -144,13 +145,6 @@ def _lower_precisions(config: RunConfig) -> list[str]:
     settings = [("train.matmul", config.train.matmul)]
     settings += [(f"plan.qcomms.{name}", value) for name, value in config.plan.qcomms]
     return [f"{name}={value}" for name, value in settings if value != "fp32"]
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"cannot write the folder: {error.strerror}", where=str(folder)) from None
 
 
 COMPARED = {

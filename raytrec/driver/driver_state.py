@@ -14,7 +14,7 @@ from pathlib import Path
 from time import monotonic, perf_counter, sleep, time
 from typing import Any, TextIO
 
-from raytrec.common.errors import RaytrecError, RunError
+from raytrec.common.errors import RaytrecError, RunError, os_errors
 from raytrec.common.formatting import or_0
 from raytrec.common.messages import EVENTS, METRICS
 from raytrec.common.reading import NotReadable, json_values, read_bytes
@@ -194,17 +194,12 @@ def hold_run_lock(folder: Path, patience_s: float, report: Callable[[str], None]
     Raises:
         RunError: another driver trains this run.
     """
-    with _opened(folder) as file:
+    with os_errors("cannot write the run folder", where=str(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+")
+    with file:
         _wait(file, folder, patience_s, report)
         yield
-
-
-def _opened(folder: Path):
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return (folder / LOCK).open("a+")
-    except OSError as error:
-        raise RunError(f"cannot write the run folder: {error.strerror}", where=str(folder)) from None
 
 
 def _wait(file, folder: Path, patience_s: float, report: Callable[[str], None]) -> None:

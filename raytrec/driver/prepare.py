@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raytrec.checkpoint.files import find, steps
-from raytrec.checkpoint.index import INDEX, reason
-from raytrec.common.errors import ConfigError, RunError
+from raytrec.checkpoint.index import INDEX
+from raytrec.common.errors import ConfigError, RunError, os_errors
 from raytrec.common.redaction import hidden_keys
 from raytrec.common.storage import absolute, relative
 from raytrec.config.data import name_like
@@ -150,14 +150,12 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
             expected="a new folder",
             do="choose another run.dir or run.name, or remove the folder",
         )
-    try:
+    with os_errors(
+        "the place for checkpoints cannot be looked at",
+        where=f"checkpoint.dir={config.checkpoint_root}",
+        expected="storage that answers, and lets this user in",
+    ):
         held = steps(config.checkpoint_root)
-    except OSError as error:
-        raise RunError(
-            f"the place for checkpoints cannot be looked at: {reason(error)}",
-            where=f"checkpoint.dir={config.checkpoint_root}",
-            expected="storage that answers, and lets this user in",
-        ) from None
     if held:
         raise RunError(
             f"there are checkpoints already, up to step {held[0]}",
@@ -166,12 +164,10 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
             do=f"resume that run: raytrec train --resume {relative(folder)}; or choose another run.dir "
             "or checkpoint.dir",
         )
-    try:
+    with os_errors("cannot write the run folder", where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "schema.yaml", schema.to_yaml())
         write_config(folder, config)  # last: a run that has a configuration can be resumed
-    except OSError as error:
-        raise RunError(f"cannot write the run folder: {error.strerror}", where=str(folder)) from None
 
 
 def config_from(

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from raytrec.checkpoint.files import newest
-from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.common.errors import ConfigError, DataError, RunError, os_errors
 from raytrec.common.formatting import flatten
 from raytrec.common.messages import EVENTS, RANKS
 from raytrec.common.reading import json_values, read_bytes, read_text
@@ -239,15 +239,14 @@ def stored_schema(folder: Path) -> Schema:
         RunError: it cannot be read. SchemaError: it is not a schema.
     """
     file = folder / SCHEMA
-    try:
-        return Schema.stored(read_text(file), str(file))
-    except OSError as error:
-        raise RunError(
-            f"{file.name} of the run cannot be read: {error.strerror}",
-            where=str(file),
-            expected="the file as the run wrote it",
-            do="bring it back from a copy",
-        ) from None
+    with os_errors(
+        f"{file.name} of the run cannot be read",
+        where=str(file),
+        expected="the file as the run wrote it",
+        do="bring it back from a copy",
+    ):
+        text = read_text(file)
+    return Schema.stored(text, str(file))
 
 
 def _listed(lines: list[str]) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
-from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.errors import ConfigError, os_errors
 from raytrec.common.output_folder import OutputFolder
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.scoring.manifest import EXPORT, FileEntry, Manifest, read_manifest
@@ -34,7 +35,7 @@ class Target:
         Raises:
             ConfigError: the folder holds something else.
         """
-        try:
+        with _written(self.folder.uri):
             names = self.folder.names()
             if EXPORT in names:
                 manifest = read_manifest(self.folder.uri)
@@ -54,8 +55,6 @@ class Target:
                 self.files = {name: entry for name, entry in there.items() if name in names}
             elif names:
                 raise self._other(f"other files, such as {min(names)}")
-        except OSError as error:
-            raise self._failed(self.folder.uri, error) from None
         return None
 
     def _other(self, what: str) -> ConfigError:
@@ -80,7 +79,7 @@ class Target:
         if name in self.files:
             return
         digest, size = hashlib.sha256(), 0
-        try:
+        with _written(f"{self.folder.uri}/{name}"):
             if not self.files:
                 self._note()  # first of all, so that the folder is this export's
             with self.folder.stream(name, f"{self.folder.partial}/{name.replace('/', '-')}") as stream:
@@ -90,21 +89,15 @@ class Target:
                     size += len(piece)
             self.files[name] = FileEntry(bytes=size, sha256=digest.hexdigest())
             self._note()
-        except OSError as error:
-            raise self._failed(f"{self.folder.uri}/{name}", error) from None
 
     def commit(self, manifest: Manifest) -> None:
         """Writes the manifest, with which the export is complete."""
-        try:
+        with _written(f"{self.folder.uri}/{EXPORT}"):
             self.folder.write(EXPORT, manifest.to_json().encode())
             self.folder.delete(UNFINISHED)
             self.folder.remove(self.folder.partial)
-        except OSError as error:
-            raise self._failed(f"{self.folder.uri}/{EXPORT}", error) from None
 
-    def _failed(self, where: str, error: OSError) -> RunError:
-        return RunError(
-            f"the export cannot be written: {error.strerror or error}",
-            where=where,
-            do="make room, and give the same command again: complete files stay",
-        )
+
+def _written(where: str) -> AbstractContextManager[None]:
+    do = "make room, and give the same command again: complete files stay"
+    return os_errors("the export cannot be written", where=where, do=do)

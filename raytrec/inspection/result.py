@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from raytrec.common.errors import ConfigError
+from raytrec.common.errors import ConfigError, os_errors
 from raytrec.common.terminal import open_console, plain
 from raytrec.config.schema import Schema, scalar
 from raytrec.inspection.column_roles import ONE_VALUE, Finding
@@ -115,10 +115,8 @@ class Inspection:
                 sys.stdout.reconfigure(encoding="utf-8")  # as a schema is read, whatever the terminal's is
             sys.stdout.write(self.schema_yaml())
             return
-        try:
+        with os_errors("cannot write the schema", ConfigError, where=out):
             Path(out).write_text(self.schema_yaml(), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write the schema: {error.strerror}", where=out) from None
         print(f"wrote {out}; look it over, then:", file=sys.stderr)
         print(f"  {self._command(out)}", file=sys.stderr)
 

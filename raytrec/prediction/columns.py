@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from raytrec.common.errors import DataError, did_you_mean
+from raytrec.common.errors import DataError, hint
 from raytrec.config.transform_columns import columns_before, needed_transforms
 from raytrec.config.transforms import Transform
 from raytrec.data.arrow import empty_table, find_column, leaf_names, select_schema, type_at
@@ -58,9 +58,8 @@ class CarriedColumns:
         }
         if missing := [name for name in self.names if name not in kinds]:
             known = [*leaf_names(arrow), *self.folders]
-            near = did_you_mean(missing[0], known)
             raise DataError(
-                f"there is no column '{missing[0]}' to carry" + (f"; did you mean '{near}'?" if near else ""),
+                f"there is no column '{missing[0]}' to carry{hint(missing[0], known)}",
                 where=uri,
                 expected=f"one of {', '.join(known)}",
                 do="correct --columns (default: data.reserve_columns of the run)",

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.errors import ConfigError, RunError, os_errors
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import open_filesystem
 from raytrec.prediction.folder import MANIFEST, PredictionFolder
@@ -125,28 +125,24 @@ def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
     Raises:
         ConfigError: it holds something else. RunError: it cannot be read or written.
     """
-    try:
+    where = f"--out {folder.uri}"
+    share = "a folder that all nodes can write to"
+    with os_errors("the folder cannot be read or written", where=where, expected=share):
         names, text = folder.names(), folder.read(MANIFEST)
         if text is None and (others := sorted(n for n in names if not n.startswith(MANIFEST))):
             raise ConfigError(
                 f"this folder holds other files, such as {others[0]}",
-                where=f"--out {folder.uri}",
+                where=where,
                 expected="a new folder, or one that `raytrec predict` has begun to fill",
                 do="choose another --out",
             )
         before = None if text is None else _read(text, folder)
         if before is not None and (found := manifest.difference(before)):
             what, do = found
-            raise ConfigError(what, where=f"--out {folder.uri}", expected="the same predictions", do=do)
+            raise ConfigError(what, where=where, expected="the same predictions", do=do)
         folder.sweep()
         if before != manifest:
             folder.write(MANIFEST, manifest.to_json().encode())
-    except OSError as error:
-        raise RunError(
-            f"the folder cannot be read or written: {error.strerror or error}",
-            where=f"--out {folder.uri}",
-            expected="a folder that all nodes can write to",
-        ) from None
     return names
 
 
@@ -173,13 +169,9 @@ def hold_folder(folder: PredictionFolder) -> Iterator[None]:
     if not folder.is_local:
         yield
         return
-    try:
+    with os_errors("the folder cannot be written", where=f"--out {folder.uri}"):
         os.makedirs(folder.uri, exist_ok=True)
         held = os.open(folder.uri, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise RunError(
-            f"the folder cannot be written: {error.strerror}", where=f"--out {folder.uri}"
-        ) from None
     try:
         _lock(held, folder)
         yield

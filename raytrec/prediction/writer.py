@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrec.common.errors import DataError, RunError
+from raytrec.common.errors import DataError, RunError, os_errors
 from raytrec.common.storage import open_filesystem
 from raytrec.data.fragments import read_footer
 from raytrec.prediction.folder import Counts, PredictionFolder, PredictionTask
@@ -54,20 +54,17 @@ class SpanWriter:
         finally:
             self._thread.shutdown(cancel_futures=True)
 
-    def _write(self, *span: Any) -> None:
-        try:
-            self._write_span(*span)
-        except OSError as error:
-            raise not_written(error, self._task.out) from None
-
-    def _write_span(self, span: Span, scores: list[np.ndarray], present: np.ndarray, counts: Counts) -> None:
-        columns = [score_column(each, present) for each in scores]
-        kinds = self._task.carried.schema(span.path)
-        schema = _schema(self._task, kinds, [column.type for column in columns], counts)
-        carried = pa.concat_tables([self._carried(part, kinds) for part in span.parts])
-        table = pa.table([*carried.columns, *columns], schema) if kinds.names else pa.table(columns, schema)
-        with self._folder.writing(self._task.output_of(span), schema) as writer:
-            writer.write_table(table, row_group_size=len(table))
+    def _write(self, span: Span, scores: list[np.ndarray], present: np.ndarray, counts: Counts) -> None:
+        with _written(self._task):
+            columns = [score_column(each, present) for each in scores]
+            kinds = self._task.carried.schema(span.path)
+            schema = _schema(self._task, kinds, [column.type for column in columns], counts)
+            carried = pa.concat_tables([self._carried(part, kinds) for part in span.parts])
+            table = (
+                pa.table([*carried.columns, *columns], schema) if kinds.names else pa.table(columns, schema)
+            )
+            with self._folder.writing(self._task.output_of(span), schema) as writer:
+                writer.write_table(table, row_group_size=len(table))
 
     def _carried(self, part, kinds: pa.Schema) -> pa.Table:
         try:
@@ -102,7 +99,7 @@ def assemble(task: PredictionTask, spans: list[Span], tick: Callable[[], None] =
         tick: called after each.
     """
     folder, counts = PredictionFolder(task.out), Counts()
-    try:
+    with _written(task):
         names = [folder.uri_of(task.part_of(span)) for span in spans]
         for name, span in zip(names, spans, strict=True):
             found = Counts.of(read_footer(name), task.binding)
@@ -114,8 +111,6 @@ def assemble(task: PredictionTask, spans: list[Span], tick: Callable[[], None] =
             for table in map(read_checked, names):
                 writer.write_table(table.replace_schema_metadata(schema.metadata), row_group_size=len(table))
                 tick()
-    except OSError as error:
-        raise not_written(error, task.out) from None
 
 
 AGAIN = "remove the folder _parts there, and give the same command again: complete files stay"
@@ -144,11 +139,11 @@ def of_files(spans: Iterator[Span] | list[Span]) -> dict[str, list[Span]]:
     return found
 
 
-def not_written(error: OSError, out: str) -> RunError:
-    """The error for people."""
-    return RunError(
-        f"the predictions cannot be written: {error.strerror or error}",
-        where=out,
+def _written(task: PredictionTask) -> AbstractContextManager[None]:
+    """A block that writes predictions, with the error for people."""
+    return os_errors(
+        "the predictions cannot be written",
+        where=task.out,
         expected="a folder that all nodes can write to, with room for them",
         do="make room, or correct its permissions, and give the same command again: complete files stay",
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from raytrec.common.errors import ConfigError, RaytrecError, RunError
+from raytrec.common.errors import ConfigError, RaytrecError, os_errors
 from raytrec.common.storage import absolute
 from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
@@ -201,11 +201,6 @@ def _write(out: str, name: str, data: bytes) -> None:
     Raises:
         RunError: it cannot be written.
     """
-    try:
+    do = "make room, and give the same command again: the vectors stay"
+    with os_errors("the index cannot be written", where=f"{out}/{name}", do=do):
         PredictionFolder(out).write(name, data)
-    except OSError as error:
-        raise RunError(
-            f"the index cannot be written: {error.strerror or error}",
-            where=f"{out}/{name}",
-            do="make room, and give the same command again: the vectors stay",
-        ) from None

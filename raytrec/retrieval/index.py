@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from raytrec.common.errors import ConfigError, DataError, RunError, some
+from raytrec.common.errors import ConfigError, DataError, RunError, first_line, some
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import absolute, open_filesystem, read_bytes
 from raytrec.data.fragments import list_files
@@ -169,7 +169,7 @@ def load_index(folder: str) -> Index:
     except ConfigError:  # of faiss, which is not installed
         raise
     except (DataError, OSError, ValueError, LookupError, RuntimeError, pa.ArrowException) as error:
-        why = error.what if isinstance(error, DataError) else (str(error).splitlines() or [repr(error)])[0]
+        why = error.what if isinstance(error, DataError) else first_line(error)
         raise RunError(
             f"the index is damaged: {why}",
             where=uri,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from raytrec.common.errors import ConfigError
+from raytrec.common.errors import ConfigError, last_line
 
 QUERIES, CELLS = 256, 1 << 22  # of a block: queries, and queries × items
 TRAIN_ROWS = 1 << 18  # that clusters and codes are learned from, at most
@@ -104,7 +104,7 @@ def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
             f"faiss makes no index '{spec}' of {len(items_ND):,} vectors of width {items_ND.shape[1]}: "
-            f"{str(error).strip().splitlines()[-1]}",
+            f"{last_line(str(error), 'no reason given')}",
             where="--faiss",
             expected="what faiss.index_factory takes, such as HNSW32 or 'IVF256,Flat'",
         ) from None

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from raytrec.common.errors import ConfigError, RaytrecError, RunError
+from raytrec.common.errors import ConfigError, RaytrecError, RunError, os_errors
 from raytrec.common.reading import json_values, read_bytes, read_text
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.trust import code_in, is_ours, mark, not_ours, origin, refuse_code
@@ -35,15 +35,13 @@ def write_search(search: Search) -> None:
         RunError: it cannot be written, or a trial's folder holds something else.
     """
     folder = search.folder
-    try:
+    with os_errors("cannot write the search's folder", where=str(folder)):
         (folder / SEARCH_CONFIG).parent.mkdir(parents=True, exist_ok=True)
         write_config((folder / SEARCH_CONFIG).parent, search.config)
         write_text(folder / SPACE, search.space.text)
         mark(folder / SPACE)
         write_json(folder / SEARCH, asdict(search.settings))
         write_trials(search)
-    except OSError as error:
-        raise RunError(f"cannot write the search's folder: {error.strerror}", where=str(folder)) from None
     for trial in search.trials:
         if not (trial.folder / "config.yaml").exists():
             make_run_folder(trial.folder, trial.config, search.schema)

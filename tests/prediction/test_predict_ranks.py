@@ -55,7 +55,7 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
     from raytrec.data.fragments import scan
     from raytrec.data.read_plan import ReadPlan
     from raytrec.data.stream import Stream
-    from raytrec.prediction import worker, writer
+    from raytrec.prediction import worker
     from raytrec.worker import initial_state
     from raytrec.worker.build import build_step
     from raytrec.worker.context import WorkerContext, WorkerTask
@@ -82,12 +82,12 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
     def fresh(context, objective):
         return build_step(config, schema, context.device, objective=objective)[0]
 
-    write = writer.SpanWriter._write_span
+    writing = PredictionFolder.writing
 
-    def failing(self, span, *rest):
+    def failing(self, *what):
         if len(list(Path(out).rglob("*.parquet"))) >= fail_after:
             raise OSError(28, "no space")
-        write(self, span, *rest)
+        return writing(self, *what)
 
     patches = [
         patch.object(WorkerContext, "enter", lambda task: context),
@@ -95,7 +95,7 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
         patch.object(initial_state, "load_step", fresh),
     ]
     if fail_after is not None:
-        patches.append(patch.object(writer.SpanWriter, "_write_span", failing))
+        patches.append(patch.object(PredictionFolder, "writing", failing))
     try:
         for each in patches:
             each.start()

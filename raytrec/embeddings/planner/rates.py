@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raytrec.common.errors import ConfigError
+from raytrec.common.errors import ConfigError, os_errors
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.registry import modules_of
 from raytrec.embeddings.planner.machines import GPUS, Machine
@@ -125,10 +125,9 @@ class Rates:
         Raises:
             ConfigError: there is none, or it has no rates.
         """
-        try:
-            return cls.from_json(Path(path).read_bytes(), str(path))
-        except OSError as error:
-            raise ConfigError(f"cannot read the rates: {error.strerror}", where=str(path)) from None
+        with os_errors("cannot read the rates", ConfigError, where=str(path)):
+            text = Path(path).read_bytes()
+        return cls.from_json(text, str(path))
 
     @classmethod
     def of_machine(cls, machine: Machine) -> Rates:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from raytrec.common.collectives import Peers
-from raytrec.common.errors import RunError
+from raytrec.common.errors import os_errors
 from raytrec.embeddings.hashing import hash_bits
 
 RELEVANT = 0.5  # a label above it is positive
@@ -229,17 +229,15 @@ class KeptRows:
         columns = self._joined()
         parts = hash_bits(columns[0]) % DISK_PARTS
         order, counts = parts.argsort(stable=True), parts.bincount(minlength=DISK_PARTS).tolist()
-        try:
+        with os_errors(
+            "rows of the evaluation cannot be written",
+            where=tempfile.gettempdir(),
+            expected=f"room for {self._written + len(order):,} rows and more",
+            do="make room, set TMPDIR to another folder, or raise eval.max_exact_rows if memory allows",
+        ):
             self._files = self._files or [tempfile.TemporaryFile() for _ in columns]  # noqa: SIM115
             for file, column in zip(self._files, columns, strict=True):
                 column[order].numpy().tofile(file)
-        except OSError as error:
-            raise RunError(
-                f"rows of the evaluation cannot be written: {error.strerror or error}",
-                where=tempfile.gettempdir(),
-                expected=f"room for {self._written + len(order):,} rows and more",
-                do="make room, set TMPDIR to another folder, or raise eval.max_exact_rows if memory allows",
-            ) from None
         for ranges, count in zip(self._ranges, counts, strict=True):
             ranges.append((self._written, count))
             self._written += count
