@@ -10,6 +10,8 @@ import typer
 if TYPE_CHECKING:
     from raytrec.driver.console import Summary
 
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")]
+RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Overrides.")]
 Job = Annotated[
     str | None,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from raytrec.cli.options import AllowCode, Changes, Checkpoint, Json, Workers, show
+from raytrec.cli.options import AllowCode, Changes, Checkpoint, Json, Run, RunFolder, Workers, show
 
 
 def evaluate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")],
+    run: Run,
     data: Annotated[
         str | None, typer.Option(help="Folder or file of Parquet; default: the run's data.test.")
     ] = None,
@@ -29,14 +29,12 @@ def evaluate(
     begin_early()
     from raytrec.driver.evaluation import evaluate as again
 
-    result = again(
-        run, data, workers=workers, batch_size=batch_size, overrides=overrides, allow_code=allow_code
-    )
-    show(result, json)
+    options: dict[str, Any] = {"batch_size": batch_size, "overrides": overrides, "allow_code": allow_code}
+    show(again(run, data, workers=workers, **options), json)
 
 
 def predict(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")],
+    run: Run,
     data: Annotated[str, typer.Option(help="Folder or file of Parquet; it needs no labels.")],
     out: Annotated[
         str, typer.Option(help="Folder to write to: for each file of the data one of the same name.")
@@ -64,22 +62,13 @@ def predict(
     begin_early()
     from raytrec.prediction.predict import predict as run_predict
 
-    result = run_predict(
-        run,
-        data,
-        out,
-        columns=columns,
-        vectors=vectors,
-        workers=workers,
-        checkpoint=checkpoint,
-        overrides=overrides,
-        allow_code=allow_code,
-    )
-    show(result, json)
+    options: dict[str, Any] = {"workers": workers, "checkpoint": checkpoint, "overrides": overrides}
+    options |= {"columns": columns, "vectors": vectors}
+    show(run_predict(run, data, out, allow_code=allow_code, **options), json)
 
 
 def index(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")],
+    run: Run,
     items: Annotated[str, typer.Option(help="Folder or file of Parquet with one row for each item.")],
     out: Annotated[str, typer.Option(help="Folder to write the index to.")],
     item: Annotated[
@@ -109,24 +98,13 @@ def index(
     begin_early()
     from raytrec.retrieval.build import index as build
 
-    result = build(
-        run,
-        items,
-        out,
-        item=item,
-        columns=columns,
-        faiss=faiss,
-        queries=queries,
-        workers=workers,
-        checkpoint=checkpoint,
-        overrides=overrides,
-        allow_code=allow_code,
-    )
-    show(result, json)
+    options: dict[str, Any] = {"workers": workers, "checkpoint": checkpoint, "overrides": overrides}
+    options |= {"item": item, "columns": columns, "faiss": faiss, "queries": queries}
+    show(build(run, items, out, allow_code=allow_code, **options), json)
 
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")],
+    run: Run,
     out: Annotated[str, typer.Option(help="Folder to write to: local, s3:// or gs://.")],
     checkpoint: Checkpoint = None,
     quantize: Annotated[
@@ -154,23 +132,13 @@ def export(
     again."""
     from raytrec.exporting.export import export as run_export
 
-    result = run_export(
-        run,
-        out,
-        checkpoint=checkpoint,
-        quantize=quantize,
-        data=data,
-        golden_rows=golden_rows,
-        onnx=onnx,
-        mlflow=mlflow,
-        embed=embed,
-        allow_code=allow_code,
-    )
-    show(result, json)
+    options: dict[str, Any] = {"checkpoint": checkpoint, "quantize": quantize, "allow_code": allow_code}
+    options |= {"onnx": onnx, "mlflow": mlflow, "embed": embed}
+    show(run_export(run, out, data=data, golden_rows=golden_rows, **options), json)
 
 
 def convert(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")],
+    run: Run,
     tables: Annotated[
         list[str],
         typer.Option(
@@ -195,7 +163,7 @@ def convert(
 
 
 def report(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
+    run: RunFolder,
     out: Annotated[str | None, typer.Option(help="Folder to write to; default: RUN.")] = None,
 ):
     """Rebuild a run's report.html and its figures from the run folder."""
@@ -210,7 +178,7 @@ def report(
 
 
 def track(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
+    run: RunFolder,
     allow_code: AllowCode = False,
     follow: Annotated[
         bool, typer.Option("--follow", help="Until standard input ends, while another process trains it.")

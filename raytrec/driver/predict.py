@@ -12,7 +12,6 @@ from warnings import catch_warnings, simplefilter
 import yaml
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.dense_layers import count_dense_layers
@@ -106,19 +105,18 @@ class Predictor:
 
     def _predict(self, config: RunConfig, cluster: Cluster, tables: Any = None) -> Prediction:
         from raytrec.embeddings.planner.dry_run import dry_run
-        from raytrec.embeddings.planner.loads import ids_of_features, loads_of
+        from raytrec.embeddings.planner.loads import loads_of
         from raytrec.embeddings.planner.memory_by_part import memory_of
         from raytrec.embeddings.planner.step_time import step_time
 
-        features = resolve_features(self._schema, config.model)
         try:
             with catch_warnings():  # of what TorchRec will change
                 simplefilter("ignore", FutureWarning)
                 tables = tables or dry_run(config, self._schema, cluster, self._dense_layers(config))
         except ConfigError as refusal:
             return Prediction(cluster, refusal=refusal, tables_gib=self._tables_gib(config, cluster))
-        lengths, shape = ids_of_features(self._schema, features), cluster.linked
-        loads = loads_of(config, self._schema, features, tables, lengths, *shape)
+        shape = cluster.linked
+        loads = loads_of(config, self._schema, tables, *shape)
         dense = self._dense_work(config, cluster)
         memory = memory_of(config, self._schema, tables, loads, dense)
         rates = self._rates or (Rates.of_machine(cluster.machine) if cluster.machine else None)
@@ -206,12 +204,8 @@ class Predictor:
     def _tables_gib(self, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
         """GiB that tables take of devices, with optimizer state, and that there are for them."""
         on_cpu = config.scaling.device == "cpu"
-        sizes = footprints(
-            config,
-            self._schema,
-            resolve_constraints(config, self._schema),
-            "cpu" if on_cpu else "cuda",
-        )
+        constraints = resolve_constraints(config, self._schema)
+        sizes = footprints(config, self._schema, constraints, "cpu" if on_cpu else "cuda")
         share = 1.0 if on_cpu else TABLES_SHARE
         memory = config.plan.memory_gib or cluster.memory_gib
         return sum(size.device for size in sizes.values()) / GIB, share * memory * cluster.world

@@ -77,6 +77,10 @@ class Objective:
             ConfigError: the model does not give the columns that the tasks have.
         """
         parts: dict[str, torch.Tensor] = {}
+
+        def add(name: str, own: torch.Tensor) -> None:
+            parts[name] = parts[name] + own if name in parts else own
+
         weights = self._weights(batch)
         for task, own, own_B in zip(self.tasks, self._of_tasks(logits), weights, strict=True):
             labels_B = batch.labels[:, task.column]
@@ -91,11 +95,10 @@ class Objective:
             parts[task.name] = rank_loss(losses, factors_B, batch.global_rows, self.world, task.weight)
         if self.own_loss:
             name = OF_MODEL if self._own_task is None else self.tasks[self._own_task].name
-            own = self._of_model(logits, batch, weights)
-            parts[name] = parts[name] + own if name in parts else own
+            add(name, self._of_model(logits, batch, weights))
         if looked_up is not None and self.l2_factors:
-            own = rank_loss(self._lengths(looked_up), batch.weights, batch.global_rows, self.world)
-            parts[OF_MODEL] = parts[OF_MODEL] + own if OF_MODEL in parts else own
+            lengths_B = self._lengths(looked_up)
+            add(OF_MODEL, rank_loss(lengths_B, batch.weights, batch.global_rows, self.world))
         return parts
 
     def _lengths(self, looked_up: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -29,7 +29,7 @@ from raytrec.embeddings.planner.footprint import (
     kernels_to_choose,
     move_to_files,
 )
-from raytrec.embeddings.planner.loads import LoadCounter, ids_of_features, lengths_of_tables
+from raytrec.embeddings.planner.loads import LoadCounter, lengths_of_tables
 from raytrec.embeddings.planner.partitioner import ConstrainedPartitioner
 from raytrec.embeddings.planner.rates import Rates
 from raytrec.embeddings.planner.search import Enumerator, GreedyProposer, narrow
@@ -157,13 +157,11 @@ class Finder:
         options: Sequence[ShardingOption],
         reserved: Topology,
     ) -> Balancer:
-        features = resolve_features(self.schema, self.config.model)
-        lengths = ids_of_features(self.schema, features)
         storage = [device.storage for device in reserved.devices]
         return Balancer(
             self.config,
             self.schema,
-            LoadCounter(self.config, self.schema, features, lengths, *self.linked),
+            LoadCounter(self.config, self.schema, *self.linked),
             self.dense,
             self.rates,
             constraints,

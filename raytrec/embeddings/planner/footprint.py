@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -84,10 +84,14 @@ def parts_of(table: Table, dtype: str, optimizer: str, kernel: str | None = None
     }
 
 
+def added(sizes: Iterable[Footprint]) -> Footprint:
+    """The sum of at least one."""
+    return Footprint(*map(sum, zip(*sizes, strict=True)))
+
+
 def footprint(table: Table, dtype: str, optimizer: str, kernel: str | None = None) -> Footprint:
     """The sum of `parts_of`."""
-    sizes = parts_of(table, dtype, optimizer, kernel).values()
-    return Footprint(*(sum(of_tier) for of_tier in zip(*sizes, strict=True)))
+    return added(parts_of(table, dtype, optimizer, kernel).values())
 
 
 def footprints(

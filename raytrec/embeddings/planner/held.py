@@ -11,7 +11,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 from raytrec.embeddings.hot_rows import PLACE_BYTES, ROW_BYTES
 from raytrec.embeddings.planner.constraints import resolve_constraints, table_optimizers
-from raytrec.embeddings.planner.footprint import GIB, Footprint, kernel_on, map_share, parts_of
+from raytrec.embeddings.planner.footprint import GIB, Footprint, added, kernel_on, map_share, parts_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Held:
     @property
     def size(self) -> Footprint:
         """All parts together."""
-        return Footprint(*map(sum, zip(*self.parts.values(), strict=True)))
+        return added(self.parts.values())
 
 
 def planned(plan: ShardingPlan, config: RunConfig, schema: Schema, world: int) -> list[PlannedTable]:
@@ -81,10 +81,7 @@ def held(
         for rank, rows, dim in table.shards:
             sizes = parts_of(Table.model_construct(rows=rows, dim=dim), *its)
             if before := out.get((table.table, rank)):
-                sizes = {
-                    part: Footprint(*map(sum, zip(size, before.parts[part], strict=True)))
-                    for part, size in sizes.items()
-                }
+                sizes = {part: added([size, before.parts[part]]) for part, size in sizes.items()}
             out[table.table, rank] = Held(rows, sizes)
     return out
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from raytrec.config.features import Features
+from raytrec.config.features import Features, resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Statistics
 from raytrec.embeddings.optimizers import optimizer_of
@@ -75,17 +75,9 @@ class Loads:
         return cls(ids, shards, touched, *of_ranks, near, far, np.zeros(2), row_ids=row_ids)
 
 
-def loads_of(
-    config: RunConfig,
-    schema: Schema,
-    features: Features,
-    plan: Sequence[PlannedTable],
-    lengths: Mapping[str, float],
-    hosts: int,
-    gpus: int,
-) -> Loads:
+def loads_of(config: RunConfig, schema: Schema, plan: Sequence[PlannedTable], hosts: int, gpus: int) -> Loads:
     """The loads of all ranks under a plan; see LoadCounter."""
-    counter = LoadCounter(config, schema, features, lengths, hosts, gpus)
+    counter = LoadCounter(config, schema, hosts, gpus)
     out = counter.none()
     for table in plan:
         counter.add(out, table)
@@ -112,20 +104,12 @@ class LoadCounter:
     and reads and writes weights and state of each distinct row.
 
     Args:
-        lengths: feature → ids of a row.
         hosts, gpus: groups of ranks whose links are fast, and ranks of each (Cluster.linked).
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        schema: Schema,
-        features: Features,
-        lengths: Mapping[str, float],
-        hosts: int,
-        gpus: int,
-    ):
-        self._schema, self._features, self._lengths = schema, features, lengths
+    def __init__(self, config: RunConfig, schema: Schema, hosts: int, gpus: int):
+        self._schema, self._features = schema, resolve_features(schema, config.model)
+        self._lengths = ids_of_features(schema, self._features)
         self._hosts, self._gpus, self._world = hosts, gpus, hosts * gpus
         self._total = config.data.global_batch_size
         self._batch = -(-self._total // self._world)

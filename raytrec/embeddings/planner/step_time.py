@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,24 +86,17 @@ def step_time(
         each = np.broadcast_to(np.asarray(seconds, float), (world,))
         return float(max(each.max(), each.sum() / hosts / rates.cores if rates.cores else 0.0))
 
-    lookups = sum(rates.lookup_of(way).seconds(*load) for way, *load in _of_ways(loads))
-    lookups = (
-        lookups
-        + loads.streamed / rates.stream
-        + loads.host_bytes / rates.host_link
-        + loads.file_rows * rates.file_row_s
-    )
+    lookups = loads.streamed / rates.stream + loads.host_bytes / rates.host_link
+    lookups = lookups + loads.file_rows * rates.file_row_s
+    for way, ids_of_way in loads.ids.items():
+        lookups += rates.lookup_of(way).seconds(loads.touched[way], ids_of_way, loads.shards[way])
     precision = "fp32" if on_cpu and config.train.matmul == "tf32" else config.train.matmul
     moved = dense.bytes * (COMPILED_BYTES if config.train.compile and not on_cpu else 1.0)
     moved += dense.parameters * (3 + 2 * states_of(config.optim.dense) + 3 * bool(config.train.ema))
     products = dense.flops / rates.matrix[precision] + dense.matrices * rates.matrix_s + moved / rates.copy
     launches = dense.launches * (COMPILED_LAUNCHES if config.train.compile and not on_cpu else 1.0)
-    host = (
-        dense.tensors * rates.tensor_s
-        + launches * rates.launch_s
-        + rates.step_s
-        + len(schema.sparse) * rates.feature_s
-    )
+    host = dense.tensors * rates.tensor_s + launches * rates.launch_s + rates.step_s
+    host += len(schema.sparse) * rates.feature_s
     host += (len(loads.groups) + bool(loads.replicated)) * rates.group_s
     columns, its_ids = len(schema.columns), loads.row_ids * rates.read_id_s
     assembled = batch * (columns * rates.assemble_column_s + its_ids)
@@ -141,12 +133,6 @@ def step_time(
     return StepTime(parts, step, total / step, slowest, balance, everything.tolist())
 
 
-def _of_ways(loads: Loads) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
-    """(way of updating rows, bytes touched, ids, shards)."""
-    for way, ids in loads.ids.items():
-        yield way, loads.touched[way], ids, loads.shards[way]
-
-
 def _ids_s(loads: Loads, rates: Rates, world: int, hosts: int, gpus: int) -> np.ndarray:
     size = np.maximum(loads.received_ids, loads.sent_ids)
     count = 1 + 2 * len(loads.groups)
@@ -171,11 +157,7 @@ def _output_s(loads: Loads, rates: Rates, world: int) -> np.ndarray:
 
 
 def _reduce_s(size: float, rates: Rates, world: int, hosts: int, gpus: int) -> float:
-    near = (
-        2 * size * (min(world, gpus) - 1) / min(world, gpus) / rates.bandwidth["all_reduce"]
-        if gpus > 1
-        else 0.0
-    )
+    near = 2 * size * (min(world, gpus) - 1) / min(world, gpus) / rates.bandwidth["all_reduce"]
     far = 2 * size * (hosts - 1) / hosts / gpus / rates.far if hosts > 1 else 0.0
     return -(-size // BUCKET) * _latency(rates, "all_reduce", world) + near + far
 
