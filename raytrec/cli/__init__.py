@@ -34,7 +34,7 @@ OF_EXTRAS = (
     "safetensors",
 )
 COMMANDS: list[Callable[..., None]] = [
-    *(runs.train, runs.tune, runs.submit, runs.head, runs.follow_job, runs.stop_job),
+    *(runs.train, runs.tune, service.submit, service.head, service.follow_job, service.stop_job),
     *(saved.evaluate, saved.predict, saved.index, saved.convert, runs.check, runs.doctor, runs.plan),
     *(saved.export, service.serve, service.promote, service.skew),
     *(saved.report, saved.track, saved.compare, saved.inspect, runs.config),

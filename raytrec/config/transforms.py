@@ -143,7 +143,7 @@ class Binarize(OnColumns):
     @model_validator(mode="after")
     def _one_rule(self) -> Binarize:
         if (self.at_least is None) == (self.positive is None):
-            raise ValueError("binarize needs one of at_least (for numbers) and positive (a list of values)")
+            raise ValueError("binarize needs either at_least (for numbers) or positive (a list of values)")
         return self
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from copy import copy
 from dataclasses import replace
 from threading import Event, Lock, Thread
 from time import perf_counter, process_time
@@ -27,13 +25,12 @@ from raytrec.scoring.manifest import read_manifest
 from raytrec.serving.app import App, Endpoint, Service
 from raytrec.serving.bodies import JSON, Refused, check_type
 from raytrec.serving.command import TOKEN
-from raytrec.serving.coordinator import FOLLOW_S, LOAD_S, Coordinator, Export, Order, Report
+from raytrec.serving.coordinator import FOLLOW_S, LOAD_S, Coordinator, Export, Order, Report, carry_out
 from raytrec.serving.figures import about_model
 from raytrec.serving.listener import Listener
 from raytrec.serving.request_log import RequestLog
 from raytrec.serving.versions import Loaded, Versions
 
-log = logging.getLogger(__name__)
 NAMESPACE = "raytrec-serve"
 BUSY = 0.6  # share of the time that replicas score, which their number is kept near
 
@@ -176,30 +173,6 @@ class Replica:
         service, now = self.service, self.service.versions.current
         figures = tuple(service.figures.collect(about_model(now), service.batcher.waiting))
         return replace(self._done, version=now.version, figures=figures)
-
-
-def carry_out(versions: Versions, order: Order, before: Report) -> Report:
-    """Carries out an order.
-
-    Args:
-        before: the report of the order before it.
-    """
-    answer, prepared, error = order.answer, None, None
-    try:
-        if versions.current.version != answer.version:
-            if before.prepared != answer.version:
-                versions.prepare(answer.uri)
-            versions.commit(answer.version)
-        if order.prepare:
-            prepared = versions.prepare(order.prepare)
-        else:
-            versions.forget()
-    except RaytrecError as failed:
-        error = copy(failed)  # its traceback would keep the exports of its frames
-    except Exception as failed:
-        log.exception("an order could not be carried out")
-        error = RunError(f"{type(failed).__name__}: {failed}", where=order.prepare or answer.uri)
-    return Report(order.number, versions.current.version, prepared, error)
 
 
 def _json(values: Any) -> Response:

@@ -19,8 +19,7 @@ from raytrec.scoring.manifest import read_manifest
 from raytrec.serving.app import Service
 from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import ARROW, JSON, Limits
-from raytrec.serving.coordinator import Export, Order, Report
-from raytrec.serving.deployment import carry_out
+from raytrec.serving.coordinator import Export, Order, Report, carry_out
 from raytrec.serving.figures import about_model, counts_of
 from raytrec.serving.versions import Versions
 
