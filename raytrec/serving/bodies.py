@@ -103,15 +103,13 @@ def _arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
     except ValueError as error:
         raise _bad(f"not a stream of Arrow: {error}", "the body", "a schema and record batches") from None
     except TooMuch:
-        what = "rows share values that would take more than a body may have"
-        raise Refused(
-            413, DataError(what, where="the body", expected=f"at most {limits.body_bytes:,} bytes")
-        ) from None
+        what, expected = "rows share values that would take more than a body may have", limits.body_bytes
+        raise _bad(what, "the body", f"at most {expected:,} bytes", 413) from None
 
 
 def _json(body: bytes, columns: pa.Schema, limits: Limits) -> Asked:
     if body.count(b"{") > 10 * limits.rows:  # which would take seconds to read
-        raise Refused(413, DataError("too many objects", where="the body", expected=f"{limits.rows:,} rows"))
+        raise _bad("too many objects", "the body", f"{limits.rows:,} rows", 413)
     try:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -156,20 +154,10 @@ def _check_size(asked: Asked, columns: pa.Schema, limits: Limits) -> None:
     if not len(rows):
         raise _bad("there are no rows", THE_ROWS, "at least one")
     if len(rows) > limits.rows:
-        raise Refused(
-            413,
-            DataError(f"{len(rows):,} rows", where=THE_ROWS, expected=f"at most {limits.rows:,} a request"),
-        )
+        raise _bad(f"{len(rows):,} rows", THE_ROWS, f"at most {limits.rows:,} a request", 413)
     for name, longest in _lengths(rows, columns):
         if longest > limits.ids:
-            raise Refused(
-                413,
-                DataError(
-                    f"a row of '{name}' has {longest:,} values",
-                    where=name,
-                    expected=f"at most {limits.ids:,}",
-                ),
-            )
+            raise _bad(f"a row of '{name}' has {longest:,} values", name, f"at most {limits.ids:,}", 413)
     if asked.user is not None:
         _check_size(Asked(rows=[asked.user]), columns, limits)
 
@@ -206,5 +194,5 @@ def write_body(
     return JSON, to_json({"version": version, "predictions": columns}, inf_nan_mode="null")
 
 
-def _bad(what: str, where: str, expected: str) -> Refused:
-    return Refused(400, DataError(what, where=where, expected=expected))
+def _bad(what: str, where: str, expected: str, status: int = 400) -> Refused:
+    return Refused(status, DataError(what, where=where, expected=expected))

@@ -59,10 +59,11 @@ def read_rows(
     # Leaves of structs have separate pages, with other rows in each.
     single = {name: leaves[name][0] for name in names if name in whole and len(leaves[name]) == 1}
     looked_up = [leaf for name in names for leaf in leaves[name]]
-    pieces = _fetch(file, version, footer, group, first, last, looked_up, set(single.values()))
+    cut = _Cut(version, footer, group, first, last)
+    pieces = _fetch(file, cut, looked_up, set(single.values()))
     paged = {name: leaf for name, leaf in single.items() if leaf in pieces}
     try:
-        tables = _read_pages(pieces, version, footer, group, first, last, paged)
+        tables = _read_pages(pieces, cut, paged)
     except ODD:
         paged, tables = {}, []
     if others := [name for name in names if name not in paged]:
@@ -78,15 +79,17 @@ def _reader(file: pa.NativeFile, footer: pq.FileMetaData) -> pq.ParquetFile:
     return pq.ParquetFile(file, page_checksum_verification=True, **how)
 
 
-def _read_pages(
-    pieces: dict[int, Piece],
-    version: Version,
-    footer: pq.FileMetaData,
-    group: int,
-    first: int,
-    last: int,
-    columns: dict[str, int],
-) -> list[pa.Table]:
+class _Cut(NamedTuple):
+    """Rows [first, last) of a row group of a file."""
+
+    version: Version
+    footer: pq.FileMetaData
+    group: int
+    first: int
+    last: int
+
+
+def _read_pages(pieces: dict[int, Piece], cut: _Cut, columns: dict[str, int]) -> list[pa.Table]:
     """Columns of rows [first, last), out of their pages.
 
     Args:
@@ -97,13 +100,13 @@ def _read_pages(
     """
     by_skip = defaultdict(list)
     for name, leaf in columns.items():
-        by_skip[first - pieces[leaf].row].append(name)
-    rows = min(last, footer.row_group(group).num_rows) - first
+        by_skip[cut.first - pieces[leaf].row].append(name)
+    rows = min(cut.last, cut.footer.row_group(cut.group).num_rows) - cut.first
     data = {piece.begin: piece.data for piece in pieces.values()}
     try:
-        with pa.PythonFile(Excerpts(data, version[1]), mode="r") as excerpts:
-            reader = _reader(excerpts, footer)
-            tables = [_stream(reader, group, skip, rows, alike) for skip, alike in by_skip.items()]
+        with pa.PythonFile(Excerpts(data, cut.version[1]), mode="r") as excerpts:
+            reader = _reader(excerpts, cut.footer)
+            tables = [_stream(reader, cut.group, skip, rows, alike) for skip, alike in by_skip.items()]
     except OSError as error:  # of bytes in memory
         raise ValueError(str(error)) from None
     if any(table.num_rows < rows for table in tables):
@@ -130,16 +133,7 @@ class Piece(NamedTuple):
     row: int  # that the pages begin with
 
 
-def _fetch(
-    file: pa.NativeFile,
-    version: Version,
-    footer: pq.FileMetaData,
-    group: int,
-    first: int,
-    last: int,
-    leaves: list[int],
-    wanted: set[int],
-) -> dict[int, Piece]:
+def _fetch(file: pa.NativeFile, cut: _Cut, leaves: list[int], wanted: set[int]) -> dict[int, Piece]:
     """Leaf column → the pages with rows [first, last), of those wanted whose pages are understood.
 
     Args:
@@ -148,16 +142,16 @@ def _fetch(
     Raises:
         Damaged: the pages of one contradict the footer. OSError: the storage fails.
     """
-    remote = "://" in version[0]
+    remote = "://" in cut.version[0]
 
     def read_at(at: int, size: int) -> bytes:
         return file.read_at(size, at)
 
     def fetch(leaf: int) -> Piece | None:
-        pages = _pages(version, footer, group, leaf)
+        pages = _pages(cut, leaf)
         try:
             pages.look_up(Ahead(read_at, AHEAD_BYTES) if remote else read_at)
-            return Piece(pages.begin, *pages.read(read_at, first, last)) if leaf in wanted else None
+            return Piece(pages.begin, *pages.read(read_at, cut.first, cut.last)) if leaf in wanted else None
         except ODD:
             return None
 
@@ -170,12 +164,12 @@ def _fetch(
     return {leaf: piece for leaf, piece in zip(leaves, found, strict=True) if piece}
 
 
-def _pages(version: Version, footer: pq.FileMetaData, group: int, leaf: int) -> Pages:
-    key = version, group, leaf
+def _pages(cut: _Cut, leaf: int) -> Pages:
+    key = cut.version, cut.group, leaf
     with _lock:
         if key not in _known:
-            about = footer.row_group(group)
-            _known[key] = Pages(about.column(leaf), footer.schema.column(leaf), about.num_rows)
+            about = cut.footer.row_group(cut.group)
+            _known[key] = Pages(about.column(leaf), cut.footer.schema.column(leaf), about.num_rows)
         return _known[key]
 
 
