@@ -271,7 +271,16 @@ def show(rows: list[Row], found: dict[str, float], clock: str) -> None:
 
 
 def document(rows: list[Row], found: dict[str, float]) -> str:
-    lines = [HEADER, ["---:"] * len(HEADER), *map(cells, rows)]
+    """Errors by ways of sharding; all rows are what --again prints."""
+    header = ["sharding", "plans", "ms a step", "time off by: median", "worst", "memory off by: worst"]
+    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    for way in dict.fromkeys(row.way for row in rows):
+        of = [row for row in rows if row.way == way]
+        times, memory = ([getattr(row, name) for row in of] for name in ("time_error", "memory_error"))
+        span = f"{min(row.ms for row in of):.0f} to {max(row.ms for row in of):.0f}"
+        middle = statistics.median(map(abs, times))
+        worst = f"{max(times, key=abs):+.0%}", f"{max(memory, key=abs):+.1%}"
+        lines.append([way, str(len(of)), span, f"{middle:.0%}", *worst])
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", words(found) + "."])
 
 
