@@ -16,6 +16,7 @@ from raytrec.checkpoint.files import find
 from raytrec.checkpoint.rows import StoredTable, table_names
 from raytrec.cluster.session import on_node, ray_session
 from raytrec.common.errors import RunError, hint
+from raytrec.common.formatting import as_dict
 from raytrec.common.messages import EVENTS, METRICS
 from raytrec.common.reading import (
     MOST_YAML_BYTES,
@@ -152,10 +153,9 @@ def run_folder(run: str) -> Path:
 
 def _result(folder: Path) -> dict[str, Any]:
     try:
-        found = json_values(read_bytes(folder / RESULT, MOST_BYTES))
+        return as_dict(json_values(read_bytes(folder / RESULT, MOST_BYTES)))
     except (OSError, NotReadable):  # there is none
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _is_run(folder: Path) -> bool:

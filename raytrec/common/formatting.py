@@ -16,6 +16,16 @@ def number(value: Any) -> float:
     return float(value) if usable else nan
 
 
+def as_dict(value: Any) -> dict[str, Any]:
+    """A mapping of a file; empty for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list of a file; empty for anything else."""
+    return value if isinstance(value, list) else []
+
+
 def null_nonfinite(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values as JSON can hold them: None for NaN and infinity, which no JSON has."""
     return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
 from raytrec.common.errors import ConfigError
+from raytrec.common.formatting import as_dict, as_list
 from raytrec.common.reading import read_bytes, read_text, yaml_values
 from raytrec.common.redaction import hide_all
 from raytrec.common.storage import chooses_server
@@ -45,10 +46,10 @@ def code_in(values: dict[str, Any]) -> dict[str, str]:
     """What of a configuration's plain values is code or a server to trust: key → value; not checked yet."""
     places = {section: each for section, each in values.items() if section not in WITHOUT_PLACES}
     found = _modules(values) | dict(_places(places))
-    address = _mapping(values.get("scaling")).get("address")
+    address = as_dict(values.get("scaling")).get("address")
     if address not in (None, "auto", "local") and not _is_own_head(str(address)):
         found["scaling.address"] = str(address)
-    store = _text(_mapping(values.get("tracking")).get("uri"))
+    store = _text(as_dict(values.get("tracking")).get("uri"))
     if _would_receive_a_secret(store):
         found["tracking.uri"] = store
     return found
@@ -174,18 +175,17 @@ def _make_key(file: Path) -> None:
 def _modules(values: dict[str, Any]) -> dict[str, str]:
     """Key → module:name."""
     found = {}
-    model, data = _mapping(values.get("model")), _mapping(values.get("data"))
+    model, data = as_dict(values.get("model")), as_dict(values.get("data"))
     if ":" in str(model.get("name", "")):
         found["model.name"] = str(model["name"])
-    transforms = data.get("transforms")
-    for number, transform in enumerate(transforms if isinstance(transforms, list) else []):
-        do = str(_mapping(transform).get("do", ""))
+    for number, transform in enumerate(as_list(data.get("transforms"))):
+        do = str(as_dict(transform).get("do", ""))
         if ":" in do:
             found[f"data.transforms[{number}].do"] = do
     for place, name in _of_tasks(values.get("tasks")):
         if ":" in name:
             found[place] = name
-    for check in _mapping(_mapping(values.get("checks")).get("custom")):
+    for check in as_dict(as_dict(values.get("checks")).get("custom")):
         found[f"checks.custom.{check}"] = str(check)
     return found
 
@@ -249,11 +249,10 @@ def _server(uri: str) -> SplitResult | None:
 
 def _of_tasks(tasks: Any) -> Iterator[tuple[str, str]]:
     """(key, value) of each loss and metric."""
-    for number, task in enumerate(tasks if isinstance(tasks, list) else []):
-        task = _mapping(task)
+    for number, task in enumerate(as_list(tasks)):
+        task = as_dict(task)
         yield f"tasks[{number}].loss", str(task.get("loss", ""))
-        metrics = task.get("metrics")
-        for place, metric in enumerate(metrics if isinstance(metrics, list) else []):
+        for place, metric in enumerate(as_list(task.get("metrics"))):
             yield f"tasks[{number}].metrics[{place}]", str(metric)
 
 
@@ -262,7 +261,3 @@ def _text(value: Any) -> str:
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     return value if isinstance(value, str) else ""
-
-
-def _mapping(value: Any) -> dict:
-    return value if isinstance(value, dict) else {}

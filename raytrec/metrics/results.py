@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isnan
 from typing import Any, NamedTuple
 
-from raytrec.common.formatting import number
+from raytrec.common.formatting import as_dict, as_list, number
 from raytrec.metrics.registry import BOUND, GROUPS, NO_POSITIVE, ONE_CLASS
 from raytrec.metrics.selection import EVAL, RANKED_ITEMS, RANKED_ROWS, UNKNOWN_ITEMS, Figure, figures_of
 
@@ -127,13 +127,13 @@ class SliceTable:
 
 def slice_tables(result: Mapping[str, Any]) -> list[SliceTable]:
     """The largest and the worst slices of a result, task by task; what is not a record is passed over."""
-    tasks = _mapping(result.get(SLICES))
+    tasks = as_dict(result.get(SLICES))
     return [
         SliceTable(f"{task}: {name} of {_count(found)} values of {column}", *_table(records))
         for task, columns in tasks.items()
-        for column, found in _mapping(columns).items()
+        for column, found in as_dict(columns).items()
         for name in ("largest", "worst")
-        if (records := _records(_mapping(found).get(name)))
+        if (records := [each for each in as_list(as_dict(found).get(name)) if isinstance(each, dict)])
     ]
 
 
@@ -150,13 +150,5 @@ def _cell(value: Any, form: str) -> tuple[str, float]:
     return ("–" if as_number != as_number else form.format(as_number)), as_number
 
 
-def _records(values: Any) -> list[dict[str, Any]]:
-    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
 def _count(found: Any) -> str:
-    return COLUMNS["rows"][1].format(number(_mapping(found).get("slices")))
+    return COLUMNS["rows"][1].format(number(as_dict(found).get("slices")))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from raytrec.common.formatting import bytes_text, count, duration, figure, number, percent, ranges
+from raytrec.common.formatting import as_dict, bytes_text, count, duration, figure, number, percent, ranges
 from raytrec.common.messages import Check, RankLine, Saved
 from raytrec.metrics.results import slice_tables
 from raytrec.report.run_timeline import story
@@ -40,18 +40,14 @@ def bound_sentence(run: RunFolder) -> str:
 
 def bounds(run: RunFolder) -> Sheet:
     """One row for each part of the run's time (report.findings)."""
-    found = run.result.get("bound.parts")
-    rows = [(str(name), part) for name, part in _items(found) if isinstance(part, dict)]
+    found = as_dict(run.result.get("bound.parts"))
+    rows = [(str(name), part) for name, part in found.items() if isinstance(part, dict)]
     columns: dict[str, Callable[[tuple[str, dict]], Cell]] = {
         "part": lambda row: Cell(row[0]),
         "seconds": lambda row: _number(number(row[1].get("seconds"))),
         "share of the time": lambda row: _share(number(row[1].get("share"))),
     }
     return _sheet(columns, rows)
-
-
-def _items(values: Any) -> list[tuple[Any, Any]]:
-    return list(values.items()) if isinstance(values, dict) else []
 
 
 def slices(run: RunFolder) -> list[tuple[str, Sheet]]:

@@ -8,6 +8,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 from raytrec.checkpoint.files import FOLDER, newest
+from raytrec.common.formatting import as_dict
 from raytrec.common.redaction import hide_yaml
 from raytrec.metrics.results import format_result
 from raytrec.report import parts
@@ -189,6 +190,5 @@ def made_with(folder: Path) -> dict[str, str]:
     if not (folder / FOLDER).is_dir():
         return {}
     _, index = newest(str(folder / FOLDER))
-    about = index.get("about")
-    found = about.get("versions") if isinstance(about, dict) else None
-    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+    found = as_dict(as_dict(index.get("about")).get("versions"))
+    return {str(key): str(value) for key, value in found.items()}

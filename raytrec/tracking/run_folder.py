@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from raytrec.common.decoding import from_line
 from raytrec.common.errors import RunError
-from raytrec.common.formatting import is_step
+from raytrec.common.formatting import as_dict, as_list, is_step
 from raytrec.common.messages import CHECKS, EVENTS, METRICS, RANKS, Message, RankLine
 from raytrec.common.reading import (
     MOST_JSON_BYTES,
@@ -127,8 +127,7 @@ class RunFolder(History):
                 self._read_to[file] = line.end
                 self._take(file, line.data)
         result, plan = (_json(self.path / name) for name in (RESULT, PLAN))
-        self.result = result if isinstance(result, dict) else {}
-        entries = [each for each in plan if isinstance(each, dict)] if isinstance(plan, list) else []
+        self.result, entries = as_dict(result), [each for each in as_list(plan) if isinstance(each, dict)]
         self.plan = {str(entry.get("table")): entry for entry in entries}
         self.__dict__.pop("tables", None)
         return self._read_to != before
@@ -162,9 +161,7 @@ class RunFolder(History):
 
     def table_spec(self, table: str) -> dict[str, Any]:
         """The table's entry in schema.yaml; empty where there is none."""
-        tables = self.schema.get("tables")
-        spec = tables.get(table) if isinstance(tables, dict) else None
-        return spec if isinstance(spec, dict) else {}
+        return as_dict(as_dict(self.schema.get("tables")).get(table))
 
     def table_size(self, table: str) -> tuple[int, int] | None:
         """(rows, columns) of a whole table, from schema.yaml."""
@@ -174,9 +171,8 @@ class RunFolder(History):
     @property
     def name(self) -> str:
         """Of the run."""
-        section = self.config.get("run")
-        named = section.get("name") if isinstance(section, dict) else None
-        return str(self.result.get("name") or named or self.path.absolute().name)
+        named = self.result.get("name") or as_dict(self.config.get("run")).get("name")
+        return str(named or self.path.absolute().name)
 
     @cached_property
     def config_text(self) -> str:
@@ -230,7 +226,6 @@ def _json(path: Path) -> Any:
 
 def _mapping(text: str) -> dict[str, Any]:
     try:
-        values = yaml_values(text)
+        return as_dict(yaml_values(text))
     except NotReadable:
         return {}
-    return values if isinstance(values, dict) else {}

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from raytrec.common.formatting import number
+from raytrec.common.formatting import as_list, number
 from raytrec.common.messages import Eval, Final, Measured, Train
 from raytrec.metrics.selection import Figure as Metric
 from raytrec.report.figures import style
@@ -51,7 +51,7 @@ def reliability(run: History) -> Figure | None:
     for curve, colour in zip(curves, cycle(style.LINES)):
         line = {"color": colour, "marker": "o", "markersize": 3.5, "label": curve["name"]}
         above.plot(curve["predicted"], curve["actual"], **line)
-        rows = [number(count) for count in _list(curve["written"].get("rows"))]
+        rows = [number(count) for count in as_list(curve["written"].get("rows"))]
         if len(rows) == len(curve["predicted"]):
             bars = colour if len(curves) > 1 else style.GREY
             below.vlines(curve["predicted"], 0, rows, color=bars, linewidth=4)
@@ -189,14 +189,10 @@ def _last_curves(
             task, _, kind = key.rpartition(".")
             if kind != name or not isinstance(curve, dict):
                 continue
-            first, second = ([number(v) for v in _list(curve.get(each))] for each in keys)
+            first, second = ([number(v) for v in as_list(curve.get(each))] for each in keys)
             if len(first) == len(second) > 0 and not any(map(isnan, first + second)):
                 pair = zip(keys, (first, second), strict=True)
                 found.append({**dict(pair), "name": task or "this model", "written": curve})
         if found:
             return evaluation, found
     return None, []
-
-
-def _list(value: Any) -> list:
-    return value if isinstance(value, list) else []
