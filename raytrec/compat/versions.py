@@ -132,7 +132,7 @@ def private(owner: Any, name: str, package: str) -> Any:
     try:
         return getattr(owner, name)
     except AttributeError:
-        raise missing(f"{_name_of(owner)}.{name}", package) from None
+        raise missing(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}", package) from None
 
 
 def missing(name: str, package: str) -> RunError:
@@ -145,7 +145,3 @@ def missing(name: str, package: str) -> RunError:
         expected=f"{package} {' or '.join(pins)}, which has",
         do="install the versions of requirements/, or adapt raytrec/compat to the new one",
     )
-
-
-def _name_of(owner: Any) -> str:
-    return getattr(owner, "__name__", type(owner).__name__)

@@ -237,11 +237,8 @@ def _stays_below(chunk: pq.ColumnChunkMetaData, rows: int, bound: float, reaches
 
 
 def _is_wrong(chunk: pq.ColumnChunkMetaData, allowed: tuple[float, float] | None, null: bool) -> bool:
-    return (not null and _has_null(chunk)) or (allowed is not None and _outside(chunk, *allowed))
-
-
-def _has_null(chunk: pq.ColumnChunkMetaData) -> bool:
-    return bool(chunk.statistics.has_null_count and chunk.statistics.null_count)
+    has_null = bool(chunk.statistics.has_null_count and chunk.statistics.null_count)
+    return (has_null and not null) or (allowed is not None and _outside(chunk, *allowed))
 
 
 def _outside(chunk: pq.ColumnChunkMetaData, low: float, high: float) -> bool:

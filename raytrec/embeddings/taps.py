@@ -129,7 +129,7 @@ class Taps:
         if self.probing:
             self.input = Input({name: values.detach() for name, values in pooled.items()}, {}, batch)
             for name, values in pooled.items():
-                values.register_hook(lambda gradient, name=name: self._keep(name, gradient))
+                values.register_hook(lambda gradient, name=name: self.input.gradient.update({name: gradient}))
 
     def _count_distinct(self, ids: KeyedJaggedTensor) -> None:
         keys, lengths = tuple(ids.keys()), ids.lengths()
@@ -138,6 +138,3 @@ class Taps:
             self._distinct[keys] = places, places
         distinct = lengths.view(len(keys), -1).sum(1, dtype=torch.int32)
         self._distinct[keys] = self._distinct[keys][0], distinct
-
-    def _keep(self, feature: str, gradient: torch.Tensor) -> None:
-        self.input.gradient[feature] = gradient

@@ -131,7 +131,8 @@ def export(
     config, schema, folder, index = resolve_checkpoint(run, checkpoint, [], allow_code)
     places = absolute(str(data)) if data else config.data.test or config.data.valid or config.data.train
     precision: Precision = quantize or "fp32"
-    target = Target(OutputFolder(out), _binding([index["sha256"], precision, golden_rows, onnx]))
+    binding = json.dumps([index["sha256"], precision, golden_rows, onnx]).encode()
+    target = Target(OutputFolder(out), hashlib.sha256(binding).hexdigest())
     if embed and not (mlflow and target.folder.is_local):
         raise ConfigError(
             "only a local export goes into an MLflow model",
@@ -167,10 +168,6 @@ def export(
         "seconds": round(perf_counter() - began, 3),
     }
     return Exported(metrics, out)
-
-
-def _binding(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def _write(

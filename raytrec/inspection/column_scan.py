@@ -90,16 +90,13 @@ def scan_columns(
     _read_columns(columns, chosen, footers, [c for c in columns if c.name in labels])
     rows = sum(rows for *_, rows in chosen[None])
     seen = {part: place for part, place in (also or {}).items() if part in footers}
-    return Scan(columns, rows, chosen == groups, seen, not_seen, _folders(footers[None]))
+    in_all = sorted(set.intersection(*(set(in_folders(path)) for path in footers[None])))
+    return Scan(columns, rows, chosen == groups, seen, not_seen, in_all)
 
 
 def _footers(place: str) -> dict:
     """file → footer."""
     return {path: read_footer(path) for path in list_files(place, "inspect")}
-
-
-def _folders(footers: dict) -> list[str]:
-    return sorted(set.intersection(*(set(in_folders(path)) for path in footers)))
 
 
 def _names(footers: dict) -> set[str]:

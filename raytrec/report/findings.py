@@ -61,17 +61,14 @@ BAD = {"failed": "a failure", "hang": "a hang", "not saved": "a checkpoint was n
 
 def findings(run: RunFolder) -> list[str]:
     """Sentences, the most urgent first; empty where all is well."""
+    failed = [f"check {each.check} failed at step {each.step:,}: {each.text}" for each in run.failures]
     return [
-        *_shortened(_checks(run), "failed checks"),
+        *_shortened(failed, "failed checks"),
         *_shortened(_story(run), "events"),
         *_model(run),
         *_ranks(run),
         *_tables(run),
     ]
-
-
-def _checks(run: RunFolder) -> list[str]:
-    return [f"check {check.check} failed at step {check.step:,}: {check.text}" for check in run.failures]
 
 
 def _story(run: RunFolder) -> list[str]:

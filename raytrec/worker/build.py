@@ -183,7 +183,7 @@ class ManagedRows(ManagedBatches):
             name: {shard.rows for part in (table.weight, *table.state.values()) for shard in part.local}
             for name, table in self._tables.items()
         }
-        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_pre_hook(lambda _, inputs: self.begin_rows(inputs[0]))
 
     def assign(self, batch: Batch, step: int) -> Batch:
         """See ManagedBatches. It also finds out which of the rows this rank's shards have: here a GPU still
@@ -218,6 +218,3 @@ class ManagedRows(ManagedBatches):
                 for shard in parts.local:
                     its_rows = rows[places[shard.rows]] - shard.rows.start
                     shard.write(its_rows, shard.values.new_zeros(len(its_rows), *shard.values.shape[1:]))
-
-    def _before_forward(self, model: Any, inputs: tuple[Batch, ...]) -> None:
-        self.begin_rows(inputs[0])

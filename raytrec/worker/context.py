@@ -105,6 +105,8 @@ class WorkerContext:
         if name not in self.task.datasets:
             return None
         data = self.task.config.data
+        # Skipped rows are noted in the run folder; what is evaluated again has none to write to.
+        skipped = f"{self.task.config.run.dir}/{SKIPPED}" if "train" in self.task.datasets else None
         return Stream(
             self.task.datasets[name],
             order,
@@ -112,17 +114,12 @@ class WorkerContext:
             world=self.world,
             readers=data.readers,
             read_on=data.read_on,
-            faults=Faults(data.on_error == "skip", self._skipped),
+            faults=Faults(data.on_error == "skip", skipped),
             buffer_bytes=int(data.buffer_gib * 2**30),
             pin_memory=self.device.type == "cuda",
             features=resolve_features(self.task.schema, self.task.config.model),
             train=name == "train",
         )
-
-    @property
-    def _skipped(self) -> str | None:
-        """Where skipped rows are noted: in the run folder. What is evaluated again has none to write to."""
-        return f"{self.task.config.run.dir}/{SKIPPED}" if "train" in self.task.datasets else None
 
     def streams(self, train: Order, evaluation: Order):
         """The Streams of training, of evaluations while training, of the last one, and of the items of

@@ -97,7 +97,7 @@ def overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
         (kind, name): f"{label} {where}"
         for kind, where in ((Train, "in training"), (Eval, "in evaluations (diamonds: final ones)"))
         for name, label in metrics.items()
-        if any(points(run, each, name)[0] for run in runs for each in _with_final(kind))
+        if any(points(run, each, name)[0] for run in runs for each in {kind, Final if kind is Eval else kind})
     }
     pictures = []
     for (kind, name), title in found.items():
@@ -116,10 +116,6 @@ def overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
         made.legend(ncols=2, loc="outside lower left")
         pictures.append(made)
     return pictures
-
-
-def _with_final(kind: type[Measured]) -> tuple[type[Measured], ...]:
-    return (Eval, Final) if kind is Eval else (kind,)
 
 
 def _measured(run: History) -> list[Metric]:

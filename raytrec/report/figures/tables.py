@@ -89,7 +89,7 @@ def health(run: RunFolder) -> Figure | None:
         axes.yaxis.set_major_formatter(style.PERCENT if is_share else style.PLAIN)
         style.few_ticks(axes.yaxis, 3)
         style.restart_lines(axes, run.restarts, label=None)
-        axes.legend(*_reversed(axes.get_legend_handles_labels()), loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
     style.step_axis(panels[-1])
     return made
 
@@ -106,7 +106,3 @@ def _borders(steps: list[int]) -> np.ndarray:
         return np.array([steps[0] - 1, steps[0]])
     middles = (np.array(steps[1:]) + np.array(steps[:-1])) / 2
     return np.array([2 * steps[0] - middles[0], *middles, 2 * steps[-1] - middles[-1]])
-
-
-def _reversed(parts: tuple[list, list]) -> tuple[list, list]:
-    return parts[0][::-1], parts[1][::-1]
