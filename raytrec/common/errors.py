@@ -169,6 +169,26 @@ def hint(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{near}'?" if near else ""
 
 
+def unknown(
+    what: str,
+    word: str,
+    known: Iterable[str],
+    where: str,
+    expected: str = "",
+    do: str | None = None,
+    kind: type[RaytrecError] = ConfigError,
+) -> RaytrecError:
+    """The error for a word that is not among those known, with the nearest one.
+
+    Args:
+        expected: default: one of those known.
+    """
+    known = list(known)
+    return kind(
+        what + hint(word, known), where=where, expected=expected or f"one of {', '.join(known)}", do=do
+    )
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text that is not blank; its type where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
-from raytrec.common.errors import ConfigError, hint
+from raytrec.common.errors import ConfigError, hint, unknown
 
 PYTHON_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:name
 T = TypeVar("T")
@@ -98,11 +98,8 @@ class Registry(Generic[T]):
             return parts[name]
         if PYTHON_PATH.fullmatch(name):
             return find_code(name, self._kind, where, folder)
-        raise ConfigError(
-            f"there is no {self._kind} '{name}'" + hint(name, list(parts)),
-            where=where,
-            expected=f"{', '.join(parts)}, or module:name for one of your own",
-        )
+        expected = f"{', '.join(parts)}, or module:name for one of your own"
+        raise unknown(f"there is no {self._kind} '{name}'", name, parts, where, expected)
 
 
 def modules_of(package: str) -> list[str]:

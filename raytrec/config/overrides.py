@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from raytrec.common.errors import ConfigError, hint, some
+from raytrec.common.errors import ConfigError, some, unknown
 from raytrec.common.reading import NotReadable, yaml_values
 from raytrec.common.redaction import hide, hide_yaml
 from raytrec.config.schema import scalar
@@ -58,11 +58,9 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
         shown = some(key.strip()) if equals else some(hide(override))  # what is after = may be a secret
         raise ConfigError(f"{shown} is not an override", where="command line", expected="section.key=value")
     if len(parts) == 1 and parts[0] not in sections:
-        raise ConfigError(
-            f"there is no section {some(parts[0])}" + hint(parts[0], list(sections)),
-            where="command line",
-            expected="section.key=value, or section={key: value, …} for a whole section",
-        )
+        expected = "section.key=value, or section={key: value, …} for a whole section"
+        what = f"there is no section {some(parts[0])}"
+        raise unknown(what, parts[0], sections, "command line", expected)
     try:
         value = yaml_values(text) if text else None
     except NotReadable as error:
@@ -92,11 +90,8 @@ def _entry(values: list, name: str, key: str) -> dict[str, Any]:
     entries = [each for each in values if isinstance(each, dict)]
     names = [str(each.get("name") or each.get("label")) for each in entries]
     if name not in names:
-        raise ConfigError(
-            f"there is no '{name}'" + hint(name, names),
-            where=f"command line, {key}",
-            expected=f"one of {', '.join(names)}" if names else "a section",
-        )
+        expected = "" if names else "a section"
+        raise unknown(f"there is no '{name}'", name, names, f"command line, {key}", expected)
     return entries[names.index(name)]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrec.checkpoint.index import INDEX
-from raytrec.common.errors import ConfigError, SchemaError, hint
+from raytrec.common.errors import ConfigError, SchemaError, unknown
 from raytrec.common.storage import absolute, open_filesystem
 from raytrec.config.schema import Schema
 from raytrec.driver.evaluation import resolve_checkpoint
@@ -79,11 +79,8 @@ def _parse(tables: Sequence[str], schema: Schema) -> dict[str, str]:
         if not equals or not (kind in ("managed", "hash") or kind.partition(":")[0] == "resize"):
             raise ConfigError(f"--table {text}", expected=f"TABLE=KIND, where KIND is {TABLE_KINDS}")
         if table not in schema.tables:
-            raise SchemaError(
-                f"there is no table '{table}'{hint(table, schema.tables)}",
-                where=f"--table {text}",
-                expected=", ".join(schema.tables),
-            )
+            what, where = f"there is no table '{table}'", f"--table {text}"
+            raise unknown(what, table, schema.tables, where, kind=SchemaError)
         if table in found:
             raise ConfigError(f"--table names {table} twice", expected="one kind for each table")
         found[table] = kind

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raytrec.common.errors import ConfigError, DataError, SchemaError, hint
+from raytrec.common.errors import ConfigError, DataError, SchemaError, unknown
 from raytrec.common.storage import parts_beside, train_part
 from raytrec.config.schema import Schema
 from raytrec.inspection.column_roles import (
@@ -103,11 +103,8 @@ def inspect(
 
 def _check_there(named: list[str], names: list[str], uri: str) -> None:
     if missing := [name for name in named if name not in names]:
-        raise SchemaError(
-            f"there is no column '{missing[0]}'" + hint(missing[0], names),
-            where=uri,
-            expected=", ".join(names[:50]),
-        )
+        what, expected = f"there is no column '{missing[0]}'", ", ".join(names[:50])
+        raise unknown(what, missing[0], names, uri, expected, kind=SchemaError)
 
 
 def _check_some_label(findings: list[Finding], uri: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from math import isnan
 from typing import Any
 
-from raytrec.common.errors import ConfigError, hint
+from raytrec.common.errors import ConfigError, unknown
 from raytrec.common.formatting import number
 from raytrec.config.evaluation import EvalSection
 from raytrec.config.run_config import RunConfig
@@ -184,11 +184,9 @@ class Selection:
             key = key.removeprefix(f"{next(iter(self.of))}.")
         if key in able:
             return able[key]
-        raise ConfigError(
-            f"{where} is {key}, which is not a metric of the tasks that has a direction{hint(key, able)}",
-            where=where,
-            expected=f"one of {', '.join(able)}" if able else "a metric with a direction among tasks.metrics",
-        )
+        what = f"{where} is {key}, which is not a metric of the tasks that has a direction"
+        expected = "" if able else "a metric with a direction among tasks.metrics"
+        raise unknown(what, key, able, where, expected)
 
 
 def ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:

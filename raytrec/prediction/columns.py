@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from raytrec.common.errors import DataError, hint
+from raytrec.common.errors import DataError, unknown
 from raytrec.config.transform_columns import columns_before, needed_transforms
 from raytrec.config.transforms import Transform
 from raytrec.data.arrow import empty_table, find_column, leaf_names, select_schema, type_at
@@ -58,12 +58,9 @@ class CarriedColumns:
         }
         if missing := [name for name in self.names if name not in kinds]:
             known = [*leaf_names(arrow), *self.folders]
-            raise DataError(
-                f"there is no column '{missing[0]}' to carry{hint(missing[0], known)}",
-                where=uri,
-                expected=f"one of {', '.join(known)}",
-                do="correct --columns (default: data.reserve_columns of the run)",
-            )
+            what = f"there is no column '{missing[0]}' to carry"
+            do = "correct --columns (default: data.reserve_columns of the run)"
+            raise unknown(what, missing[0], known, uri, do=do, kind=DataError)
         return pa.schema([(name, _plain(kinds[name])) for name in self.names])
 
     def read(self, part: Part) -> pa.Table:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import log
 from typing import TYPE_CHECKING, Literal
 
-from raytrec.common.errors import ConfigError, hint
+from raytrec.common.errors import ConfigError, unknown
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.data.read_plan import TaskRows
@@ -195,11 +195,7 @@ def _check_mask(task: Task, of_name: Mapping[str, Task], where: str) -> None:
 
 def _label(label: str | None, schema: Schema, where: str) -> str:
     if label is not None and label not in schema.labels:
-        raise ConfigError(
-            f"the schema has no label '{label}'" + hint(label, schema.labels),
-            where=f"{where}.label",
-            expected=f"one of {', '.join(schema.labels)}",
-        )
+        raise unknown(f"the schema has no label '{label}'", label, schema.labels, f"{where}.label")
     return label or schema.labels[0]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from raytrec.common.errors import ConfigError, hint, some
+from raytrec.common.errors import ConfigError, some, unknown
 from raytrec.common.reading import NotReadable, yaml_values
 from raytrec.common.storage import read_text
 from raytrec.config.overrides import apply_override, as_texts
@@ -166,11 +166,7 @@ def _draw(key: str, how: Any, where: str) -> Draw:
         raise ConfigError(f"{key}: {some(how)} is not a way to draw it", where=where, expected=EXPECTED)
     ((kind, values),) = how.items()
     if kind not in DRAW_KINDS:
-        raise ConfigError(
-            f"{key}: there is no way to draw '{kind}'" + hint(str(kind), DRAW_KINDS),
-            where=where,
-            expected=f"one of {', '.join(DRAW_KINDS)}",
-        )
+        raise unknown(f"{key}: there is no way to draw '{kind}'", str(kind), DRAW_KINDS, where)
     found = tuple(values) if isinstance(values, list) else ()
     found = found if kind == "choice" else tuple(_number(value, kind) for value in found)
     if mistake := _mistake(kind, found):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
 
-from raytrec.common.errors import ConfigError, hint
+from raytrec.common.errors import ConfigError, unknown
 from raytrec.common.registry import Registry
 from raytrec.config.base import Few, NonNegativeFloat, Number, Section
 from raytrec.config.schema import Schema
@@ -70,11 +70,7 @@ class ModelSection(Section):
         )
         for table in named:
             if table not in schema.tables:
-                raise ConfigError(
-                    f"'{table}' is not a table" + hint(table, list(schema.tables)),
-                    where=f"model.lookup_l2.{table}",
-                    expected=f"one of {', '.join(schema.tables)}",
-                )
+                raise unknown(f"'{table}' is not a table", table, schema.tables, f"model.lookup_l2.{table}")
         found = {f: named[spec.table] for f, spec in schema.sparse.items() if named.get(spec.table)}
         for feature in found:
             if schema.sparse[feature].weights:
@@ -162,11 +158,8 @@ def matching(patterns: Sequence[str], names: Sequence[str], where: str) -> set[s
     for pattern in patterns:
         of_pattern = {name for name in names if fnmatchcase(name, pattern)}
         if not of_pattern:
-            raise ConfigError(
-                f"no feature or dense column is named, or matches, '{pattern}'" + hint(pattern, list(names)),
-                where=where,
-                expected=f"names or patterns of {', '.join(names)}",
-            )
+            what = f"no feature or dense column is named, or matches, '{pattern}'"
+            raise unknown(what, pattern, names, where, f"names or patterns of {', '.join(names)}")
         found |= of_pattern
     return found
 
@@ -178,12 +171,8 @@ def check_task_name(name: str, tasks: Collection[str], where: str) -> None:
         ConfigError: it does not.
     """
     if name not in tasks:
-        raise ConfigError(
-            f"no task is called '{name}'" + hint(name, list(tasks)),
-            where=where,
-            expected=f"one of {', '.join(tasks)}",
-            do="name an entry of tasks: its name, which by default is its label",
-        )
+        do = "name an entry of tasks: its name, which by default is its label"
+        raise unknown(f"no task is called '{name}'", name, tasks, where, do=do)
 
 
 def check_heads(heads: int, width: int, what: str) -> None:
@@ -239,10 +228,9 @@ def check_lengths(schema: Schema, config: ModelSection) -> None:
     known = [feature for feature, spec in schema.sparse.items() if spec.pooling == "sequence"]
     for name in lengths if isinstance(lengths, dict) else ():
         if name not in known:
-            raise ConfigError(
-                f"'{name}' is not a sequence feature" + hint(name, known),
-                where=f"model.max_length.{name}",
-                expected=f"features of pooling: sequence, of {', '.join(known) or 'which there are none'}",
+            expected = f"features of pooling: sequence, of {', '.join(known) or 'which there are none'}"
+            raise unknown(
+                f"'{name}' is not a sequence feature", name, known, f"model.max_length.{name}", expected
             )
 
 
@@ -257,11 +245,7 @@ def feature_of(schema: Schema, feature: str, key: str, *, sequence: bool = False
         ConfigError: it cannot.
     """
     if feature not in schema.sparse:
-        raise ConfigError(
-            f"'{feature}' is not a feature" + hint(feature, list(schema.sparse)),
-            where=key,
-            expected=f"one of {', '.join(schema.sparse)}",
-        )
+        raise unknown(f"'{feature}' is not a feature", feature, schema.sparse, key)
     pooling = schema.sparse[feature].pooling
     if sequence and pooling != "sequence":
         raise ConfigError(
@@ -283,12 +267,9 @@ def side_feature_place(schema: Schema, feature: str, column: str, where: str) ->
     """
     columns = schema.sparse[feature].side_features
     if column not in columns:
-        raise ConfigError(
-            f"'{column}' is not a side feature of {feature}" + hint(column, columns),
-            where=where,
-            expected=f"a side feature of {feature}: {', '.join(columns) or 'there are none'}",
-            do=f"set side_features: [{column}] on {feature} in schema.yaml",
-        )
+        expected = f"a side feature of {feature}: {', '.join(columns) or 'there are none'}"
+        do = f"set side_features: [{column}] on {feature} in schema.yaml"
+        raise unknown(f"'{column}' is not a side feature of {feature}", column, columns, where, expected, do)
     return columns.index(column)
 
 

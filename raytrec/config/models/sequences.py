@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from raytrec.common.errors import ConfigError, hint
+from raytrec.common.errors import ConfigError, unknown
 from raytrec.config.base import Few, PositiveFloat
 from raytrec.config.models.base import (
     Dropout,
@@ -76,11 +76,7 @@ class TargetedSection(ModelSection):
         if self.target in bags:
             return self.target
         if self.target is not None:
-            raise ConfigError(
-                f"'{self.target}' is not a feature" + hint(self.target, bags),
-                where="model.target",
-                expected=f"one of {', '.join(bags)}",
-            )
+            raise unknown(f"'{self.target}' is not a feature", self.target, bags, "model.target")
         if len(same) != 1:
             raise ConfigError(
                 f"for which feature is {sequence} to be read? {len(same)} others look up its table",
