@@ -16,14 +16,13 @@ from raytrec.checkpoint.files import find
 from raytrec.checkpoint.rows import StoredTable, table_names
 from raytrec.cluster.session import on_node, ray_session
 from raytrec.common.errors import RunError, hint
-from raytrec.common.formatting import as_dict
 from raytrec.common.messages import EVENTS, METRICS
 from raytrec.common.reading import (
     MOST_YAML_BYTES,
     NotReadable,
-    json_values,
     open_regular,
     read_bytes,
+    read_json_dict,
     yaml_values,
 )
 from raytrec.common.storage import absolute
@@ -66,7 +65,8 @@ def news(run: str, since: dict[str, int]) -> dict[str, Any]:
     state, note = _state(folder), driver_of(folder)  # first: what a run writes at its end is then read
     told = {name: _new_lines(folder / name, since.get(name, 0)) for name in GROWING}
     read = {name: since.get(name, 0) + len(data) for name, data in told.items()}
-    about = {"folder": str(folder), "state": state, "error": note.get("error"), "result": _result(folder)}
+    result = read_json_dict(folder / RESULT, MOST_BYTES)
+    about = {"folder": str(folder), "state": state, "error": note.get("error"), "result": result}
     return {
         "lines": {name: data.decode(errors="replace") for name, data in told.items()},
         "since": read,
@@ -149,13 +149,6 @@ def run_folder(run: str) -> Path:
     if run in ("", ".", "..") or not _is_run(folder):
         raise _none(run)
     return folder
-
-
-def _result(folder: Path) -> dict[str, Any]:
-    try:
-        return as_dict(json_values(read_bytes(folder / RESULT, MOST_BYTES)))
-    except (OSError, NotReadable):  # there is none
-        return {}
 
 
 def _is_run(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from raytrec.common.errors import RaytrecError, RunError, os_errors
 from raytrec.common.formatting import or_0
 from raytrec.common.messages import EVENTS, METRICS
-from raytrec.common.reading import NotReadable, json_values, read_bytes
+from raytrec.common.reading import read_json_dict
 from raytrec.compat.ray_core import job_id
 from raytrec.tracking.run_folder import messages_of
 
@@ -75,12 +75,7 @@ def record_driver(folder: Path) -> Iterator[float]:
 
 def driver_of(folder: Path) -> dict[str, Any]:
     """The content of driver.json; empty where there is none. RUNNING may be of a process that died."""
-    try:
-        note = json_values(read_bytes(folder / NOTE))
-    except (OSError, NotReadable):
-        return {}
-    if not isinstance(note, dict):
-        return {}
+    note = read_json_dict(folder / NOTE)
     sound = {key: note[key] for key, kind in FIELDS.items() if isinstance(note.get(key), kind)}
     if isinstance(error := note.get("error"), dict):
         sound["error"] = {key: str(error[key]) if error.get(key) else None for key in ERROR_PARTS}

@@ -16,8 +16,8 @@ from time import monotonic, sleep
 from typing import Any
 
 from raytrec.common.errors import ConfigError
-from raytrec.common.formatting import as_dict, count
-from raytrec.common.reading import NotReadable, json_values, read_bytes
+from raytrec.common.formatting import count
+from raytrec.common.reading import read_json_dict
 from raytrec.common.redaction import hide_all
 from raytrec.compat.mlflow_ import leave_out_dispensable
 from raytrec.config.run_config import RunConfig
@@ -169,11 +169,7 @@ class Delivery:
 
     def _read_tags(self) -> dict[str, str]:
         """The tags of the run folder, without secrets; empty while there are none."""
-        try:
-            tags = as_dict(json_values(read_bytes(self._folder / TAGS)))
-        except (OSError, NotReadable):
-            return {}
-        return hide_all({key: str(value) for key, value in tags.items()})
+        return hide_all({key: str(value) for key, value in read_json_dict(self._folder / TAGS).items()})
 
     def _write_lines(self) -> None:
         """Writes batch after batch; of one that the store refuses, each record alone."""
