@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -111,8 +111,6 @@ def tune(
     from raytrec.tuning.outcome import print_outcome
     from raytrec.tuning.tune import tune as run
 
-    options: dict[str, Any] = {"grace_steps": grace_steps, "reduction_factor": reduction_factor}
-    options |= {"at_once": at_once, "resume": resume, "resume_latest": resume_latest}
     try:
         search = run(
             config,
@@ -121,8 +119,12 @@ def tune(
             trials=trials,
             metric=metric,
             seed=seed,
+            at_once=at_once,
+            grace_steps=grace_steps,
+            reduction_factor=reduction_factor,
+            resume=resume,
+            resume_latest=resume_latest,
             allow_code=allow_code,
-            **options,
         )
     except Interrupted as interrupt:  # the search has reported it
         raise typer.Exit(128 + interrupt.signal) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -29,8 +29,10 @@ def evaluate(
     begin_early()
     from raytrec.driver.evaluation import evaluate as again
 
-    options: dict[str, Any] = {"batch_size": batch_size, "overrides": overrides, "allow_code": allow_code}
-    show(again(run, data, workers=workers, **options), json)
+    result = again(
+        run, data, workers=workers, batch_size=batch_size, overrides=overrides, allow_code=allow_code
+    )
+    show(result, json)
 
 
 def predict(
@@ -62,9 +64,18 @@ def predict(
     begin_early()
     from raytrec.prediction.predict import predict as run_predict
 
-    options: dict[str, Any] = {"workers": workers, "checkpoint": checkpoint, "overrides": overrides}
-    options |= {"columns": columns, "vectors": vectors}
-    show(run_predict(run, data, out, allow_code=allow_code, **options), json)
+    result = run_predict(
+        run,
+        data,
+        out,
+        columns=columns,
+        vectors=vectors,
+        workers=workers,
+        checkpoint=checkpoint,
+        overrides=overrides,
+        allow_code=allow_code,
+    )
+    show(result, json)
 
 
 def index(
@@ -98,9 +109,20 @@ def index(
     begin_early()
     from raytrec.retrieval.build import index as build
 
-    options: dict[str, Any] = {"workers": workers, "checkpoint": checkpoint, "overrides": overrides}
-    options |= {"item": item, "columns": columns, "faiss": faiss, "queries": queries}
-    show(build(run, items, out, allow_code=allow_code, **options), json)
+    result = build(
+        run,
+        items,
+        out,
+        item=item,
+        columns=columns,
+        faiss=faiss,
+        queries=queries,
+        workers=workers,
+        checkpoint=checkpoint,
+        overrides=overrides,
+        allow_code=allow_code,
+    )
+    show(result, json)
 
 
 def export(
@@ -132,9 +154,19 @@ def export(
     again."""
     from raytrec.exporting.export import export as run_export
 
-    options: dict[str, Any] = {"checkpoint": checkpoint, "quantize": quantize, "allow_code": allow_code}
-    options |= {"onnx": onnx, "mlflow": mlflow, "embed": embed}
-    show(run_export(run, out, data=data, golden_rows=golden_rows, **options), json)
+    result = run_export(
+        run,
+        out,
+        checkpoint=checkpoint,
+        quantize=quantize,
+        data=data,
+        golden_rows=golden_rows,
+        onnx=onnx,
+        mlflow=mlflow,
+        embed=embed,
+        allow_code=allow_code,
+    )
+    show(result, json)
 
 
 def convert(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -34,9 +34,18 @@ def serve(
     """Serve an export over HTTP, on Ray Serve, until Ctrl-C."""
     from raytrec.serving.command import serve as run
 
-    options: dict[str, Any] = {"log_requests": log_requests, "log_sample": log_sample}
-    options |= {"no_token": no_token, "allow_code": allow_code}
-    run(uri, name=name, address=address, replicas=replicas, host=host, port=port, **options)
+    run(
+        uri,
+        name=name,
+        address=address,
+        replicas=replicas,
+        host=host,
+        port=port,
+        no_token=no_token,
+        allow_code=allow_code,
+        log_requests=log_requests,
+        log_sample=log_sample,
+    )
 
 
 def promote(
