@@ -1,6 +1,8 @@
-"""What a step over sequences costs as they get longer: read id by id, against the mean of all ids.
+"""What a step over sequences costs: as they get longer, and by models of the next item.
 
-    python benchmarks/sequences.py [--lengths 10,50,100,200,500] [--workers 1,2]
+    python benchmarks/sequences.py [--only lengths,models] [--lengths 10,50,100,200,500] [--workers 1,2]
+
+lengths: sequences that are read id by id, against the mean of all ids. models: next_item.py.
 
 Id by id, TorchRec's EmbeddingCollection gives the vector of each of at most L ids; the mean is pooled by its
 EmbeddingBagCollection, and only sums travel between ranks. Both sides train 512 rows a rank on CPU, out of
@@ -8,7 +10,8 @@ memory, with a row-wise table of 100,000 × 16 and next to no dense work; collat
 They take turns of some steps each, and of each side the best turn counts. `full` lists have as many ids as
 the model reads (half as many to half as many again), `short` ones a tenth of it.
 
-Prints a table; writes benchmarks/results/sequences.json and docs/images/sequences.png.
+Prints tables; writes benchmarks/results/sequences.json, docs/images/sequences.png and a table of
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
+import documents
+import next_item
 import typer
-from documents import keep
 from rank_group import Ranks, take_turns
 from sequences_side import BATCH
 
@@ -74,30 +78,53 @@ def draw(points: list[dict[str, Any]]) -> None:
     figure.savefig(PICTURE, dpi=130)
 
 
+def document(found: dict[str, Any]) -> str:
+    """The table of docs/benchmarks.md, of results; empty before models have been measured."""
+    return next_item.table_of(found["models"]) if found.get("models") else ""
+
+
+def put(points: list[dict[str, Any]], point: dict[str, Any], *keys: str) -> None:
+    """Adds a point in the place of an older one of the same keys."""
+    points[:] = [p for p in points if any(p[key] != point[key] for key in keys)] + [point]
+    print(json.dumps(point), flush=True)
+
+
 def main(
+    only: Annotated[str, typer.Option(help="What is measured.")] = "lengths,models",
     lengths: Annotated[str, typer.Option(help="Ids that are read, at most.")] = "10,50,100,200,500",
     workers: Annotated[str, typer.Option(help="Numbers of ranks.")] = "1,2",
     rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 5,
-    smallest: Annotated[bool, typer.Option("--smallest", help="One point, and write nothing.")] = False,
+    smallest: Annotated[bool, typer.Option("--smallest", help="One point each, and write nothing.")] = False,
 ) -> None:
-    """Prints the table; writes benchmarks/results/sequences.json."""
-    chosen = [int(text) for text in ("3" if smallest else lengths).split(",")]
-    points = [] if smallest or not RESULTS.exists() else json.loads(RESULTS.read_text())["points"]
+    """Prints the tables; writes benchmarks/results/sequences.json."""
+    rounds, tree = 1 if smallest else rounds, HERE.parent
+    chosen = [int(text) for text in ("3" if smallest else lengths).split(",")] * ("lengths" in only)
+    cases = (next_item.SMALLEST if smallest else next_item.CASES) if "models" in only else {}
+    found = {} if smallest or not RESULTS.exists() else json.loads(RESULTS.read_text())
+    points, of_models = found.get("points", []), found.get("models", [])
     for world in [int(text) for text in ("1" if smallest else workers).split(",")]:
         with ExitStack() as stack:
-            sides = {side: Ranks("sequences_side.py", HERE.parent, world, stack) for side in SIDES}
+            sides = {side: Ranks("sequences_side.py", tree, world, stack) for side in SIDES}
             for length in chosen:
                 for fill, share in FILLS.items():
                     ids = max(1, round(length * share))
-                    figures = measure(sides, length, ids, world, 1 if smallest else rounds)
+                    figures = measure(sides, length, ids, world, rounds)
                     point = {"workers": world, "length": length, "fill": fill, "ids": ids, **figures}
-                    print(json.dumps(point), flush=True)
-                    keys = "workers", "length", "fill"
-                    points = [p for p in points if any(p[key] != point[key] for key in keys)] + [point]
+                    put(points, point, "workers", "length", "fill")
+        with ExitStack() as stack:
+            worlds = {"plain": 1, "raytrec": world}
+            sides = {side: Ranks("next_item_side.py", tree, n, stack) for side, n in worlds.items()}
+            for (model, shape), sizes in cases.items():
+                figures = next_item.measure(sides, model, sizes, rounds)
+                point = {"model": model, "shape": shape, "workers": world, **figures}
+                put(of_models, point, "model", "shape", "workers")
     points.sort(key=lambda p: (p["workers"], p["fill"], p["length"]))
-    print(table_of(points))
+    of_models.sort(key=lambda p: (p["workers"], [*next_item.CASES].index((p["model"], p["shape"]))))
+    found = {"cpus": os.cpu_count(), "points": points, "models": of_models}
+    print(table_of(points), document(found), sep="\n\n")
     if not smallest:
-        keep(RESULTS, {"cpus": os.cpu_count(), "points": points})
+        documents.keep(RESULTS, found)
+        documents.fill("docs/benchmarks.md", "sequences", document(found))
         draw(points)
 
 

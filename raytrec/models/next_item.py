@@ -12,6 +12,7 @@ from torch.nn.functional import embedding, layer_norm, scaled_dot_product_attent
 from raytrec.config.models.sequences import HstuSection, NextItemSection, SasrecSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import IDS, Sequence, dim_of
+from raytrec.models.parts.dropout import Dropout
 from raytrec.models.parts.packed import Packed, pack_ids
 from raytrec.models.parts.sampled import Queries, SampledLoss, result
 from raytrec.models.parts.shared import Candidates, SharedNegatives
@@ -50,7 +51,7 @@ class NextItem(nn.Module, ABC):
         self.dim = dim_of(schema, config.item)
         self.queries = Queries(outputs, vectors, self.dim)
         self.positions = nn.Parameter(torch.randn(config.max_length, self.dim) * 0.02)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.loss = SampledLoss.of(schema, config, config.item)
         self.shared = SharedNegatives.of(schema, config, self.loss)
 
@@ -173,9 +174,9 @@ class Block(nn.Module):
         hidden = config.feedforward or dim
         self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
         self.attention = Attention(dim, config.heads, config.attention_dropout)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.network = nn.Sequential(
-            nn.Linear(dim, hidden), nn.ReLU(), nn.Dropout(config.dropout), nn.Linear(hidden, dim)
+            nn.Linear(dim, hidden), nn.ReLU(), Dropout(config.dropout), nn.Linear(hidden, dim)
         )
 
     def forward(self, x_ND: torch.Tensor, packed: Packed) -> torch.Tensor:
@@ -259,7 +260,7 @@ class Layer(nn.Module):
         super().__init__()
         self.heads, self.length, width = config.heads, config.max_length, config.width or dim
         self.inputs, self.output = nn.Linear(dim, 4 * width, bias=False), nn.Linear(width, dim)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.distances = nn.Parameter(torch.randn(config.max_length) * 0.02)
         self.times = None if config.time is None else nn.Parameter(torch.randn(BUCKETS) * 0.02)
         nn.init.normal_(self.inputs.weight, std=0.02)
@@ -267,7 +268,8 @@ class Layer(nn.Module):
 
     def forward(self, x_ND: torch.Tensor, packed: Packed, buckets: list[torch.Tensor] | None) -> torch.Tensor:
         of_all_NW = silu(self.inputs(layer_norm(x_ND, x_ND.shape[1:])))
-        gate_NW, others_NW = of_all_NW.tensor_split([of_all_NW.shape[1] // 4], dim=1)
+        width = of_all_NW.shape[1] // 4
+        gate_NW, others_NW = of_all_NW.split([width, 3 * width], dim=1)
         read_NW = self._read(others_NW, packed, buckets)
         read_NW = gate_NW * layer_norm(read_NW, read_NW.shape[1:])
         return x_ND + self.output(self.dropout(read_NW))
@@ -287,7 +289,7 @@ class Layer(nn.Module):
         value_nTd, query_nTd, key_nTd = by_head.flatten(1, 2).unbind(0)  # n = b · heads
         bias = self._bias(length, buckets_bTT).to(query_nTd.dtype)
         scores_nTT = torch.baddbmm(bias, query_nTd, key_nTd.transpose(1, 2))
-        read_nTd = torch.bmm(silu(scores_nTT).tril(), value_nTd) / self.length
+        read_nTd = torch.bmm(silu(scores_nTT).tril_(), value_nTd) / self.length
         return read_nTd.unflatten(0, (rows, self.heads)).transpose(1, 2).flatten(2)
 
     def _bias(self, length: int, buckets_bTT: torch.Tensor | None) -> torch.Tensor:

@@ -1,0 +1,134 @@
+"""SASRec and HSTU as one writes them by hand in plain torch, for one process: padded, without raytrec.
+
+The same layers, loss, dropout and optimizer as raytrec's (raytrec/models/next_item.py), independently: rows
+are padded to the longest of the batch, oldest id first, so that causal attention needs no mask of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class PlainModel(nn.Module):
+    """Loss of a batch: every item of a history, and the row's own, predicted from what was before it.
+
+    Args:
+        shape: of benchmarks/next_item.py.
+    """
+
+    def __init__(self, shape: dict):
+        super().__init__()
+        self.dim, self.length, self.shared = shape["dim"], shape["length"], shape["share_negatives"]
+        self.temperature = 0.05
+        self.items = nn.Embedding(shape["items"] + 1, self.dim, padding_idx=shape["items"])
+        nn.init.uniform_(self.items.weight, -(self.dim**-0.5), self.dim**-0.5)
+        self.positions = nn.Embedding(self.length, self.dim)
+        nn.init.normal_(self.positions.weight, std=0.02)
+        self.dropout = nn.Dropout(shape["dropout"])
+        make = SasrecBlock if shape["model"] == "sasrec" else HstuBlock
+        self.blocks = nn.ModuleList(make(shape) for _ in range(shape["blocks"]))
+        self.norm = nn.LayerNorm(self.dim) if shape["model"] == "sasrec" else nn.Identity()
+
+    def forward(self, ids: torch.Tensor, there: torch.Tensor, negatives: torch.Tensor) -> torch.Tensor:
+        """The mean over rows of Σ over places ÷ max_length.
+
+        Args:
+            ids: int64 [B, T + 1], each row's history and its own item. there: bool [B, T].
+            negatives: int64 [B, K].
+        """
+        vectors = self.items(ids)
+        x = self.dropout(vectors[:, :-1] * self.dim**0.5 + self.positions.weight[: there.shape[1]])
+        for block in self.blocks:
+            x = block(x)
+        query = F.normalize(self.norm(x), dim=-1) / self.temperature
+        own = (query * F.normalize(vectors[:, 1:], dim=-1)).sum(-1)
+        drawn = F.normalize(self.items(negatives), dim=-1)
+        if self.shared:
+            query, own = query[there], own[there]
+            same = ids[:, 1:][there].unsqueeze(1) == negatives.view(-1)
+            scores = (query @ drawn.view(-1, self.dim).T).masked_fill(same, -torch.inf)
+            losses = F.softplus(scores.logsumexp(-1) - own)
+        else:
+            losses = F.softplus((query @ drawn.transpose(1, 2)).logsumexp(-1) - own)[there]
+        return losses.sum() / (self.length * len(ids))
+
+
+class SasrecBlock(nn.Module):
+    """Attention, and a network of two layers: [B, T, D] → [B, T, D]."""
+
+    def __init__(self, shape: dict):
+        super().__init__()
+        dim, hidden, self.heads = shape["dim"], shape["feedforward"], shape["heads"]
+        self.norm_1, self.norm_2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.dropout = nn.Dropout(shape["dropout"])
+        self.network = nn.Sequential(
+            nn.Linear(dim, hidden), nn.ReLU(), nn.Dropout(shape["dropout"]), nn.Linear(hidden, dim)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, dim = x.shape
+        qkv = self.qkv(self.norm_1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        read = F.scaled_dot_product_attention(*qkv.unbind(0), is_causal=True)
+        x = x + self.dropout(self.out(read.transpose(1, 2).reshape(rows, length, dim)))
+        return x + self.dropout(self.network(self.norm_2(x)))
+
+
+class HstuBlock(nn.Module):
+    """Pointwise attention with a bias of each distance: [B, T, D] → [B, T, D]."""
+
+    def __init__(self, shape: dict):
+        super().__init__()
+        dim, self.heads, self.length = shape["dim"], shape["heads"], shape["length"]
+        self.uvqk, self.out = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(dim, dim)
+        self.distances = nn.Parameter(torch.randn(self.length) * 0.02)
+        self.dropout = nn.Dropout(shape["dropout"])
+        places = torch.arange(self.length)
+        self.register_buffer("back", (places.unsqueeze(1) - places).clamp(min=0))
+        self.register_buffer("causal", torch.ones(self.length, self.length).tril())
+        nn.init.normal_(self.uvqk.weight, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, dim = x.shape
+        u, v, q, k = F.silu(self.uvqk(F.layer_norm(x, (dim,)))).chunk(4, -1)
+        v, q, k = (part.view(rows, length, self.heads, -1).transpose(1, 2) for part in (v, q, k))
+        bias = self.distances[self.back[:length, :length]]
+        weights = F.silu(q @ k.transpose(2, 3) + bias) * self.causal[:length, :length]
+        read = (weights @ v).transpose(1, 2).reshape(rows, length, dim) / self.length
+        return x + self.out(self.dropout(u * F.layer_norm(read, (dim,))))
+
+
+class PlainStep:
+    """Trains the plain model; `train` as raytrec's Step has it.
+
+    Adam moves every row of the table, as raytrec's does on CPU, where FBGEMM has no kernel for it.
+    """
+
+    def __init__(self, shape: dict):
+        self.model = PlainModel(shape)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), fused=True)
+
+    def train(self, batches: Iterator[tuple[torch.Tensor, ...]], steps: int) -> Iterator[torch.Tensor]:
+        """Trains on so many batches, yielding the loss after each."""
+        for _ in range(steps):
+            loss = self.model(*next(batches))
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            yield loss.detach()
+
+
+def padded(offsets: np.ndarray, ids: np.ndarray, own: np.ndarray, negatives: np.ndarray, shape: dict):
+    """A batch of the plain model: of rows whose ids are one after the other, the oldest first."""
+    lengths = np.diff(offsets)
+    places = np.arange(lengths.max() + 1)
+    there = places[:-1] < lengths[:, None]
+    padded_ids = np.full((len(lengths), len(places)), shape["items"])
+    padded_ids[:, :-1][there] = ids
+    padded_ids[np.arange(len(lengths)), lengths] = own
+    return tuple(torch.from_numpy(part) for part in (padded_ids, there, negatives))

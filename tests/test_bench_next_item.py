@@ -1,0 +1,60 @@
+"""`make bench-sequences` holds raytrec against the same model in plain torch."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import on_ranks
+
+BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
+
+
+def losses(rank, world, shape):
+    """[of raytrec, of plain torch] of the first steps, from the same weights without dropout."""
+    sys.path.append(BENCHMARKS)
+    import torch
+    from next_item_side import plain_of, raytrec_of
+
+    from raytrec.embeddings.tables import tables
+
+    (ours, batches), (plain, padded) = raytrec_of(shape, 0, 1), plain_of(shape)
+    dense = ours.head.model.state_dict()
+    with torch.no_grad():
+        (table,) = tables(ours.model).values()
+        plain.model.items.weight[:-1] = table.weight.dense()
+        plain.model.positions.weight.copy_(dense.pop("positions"))
+        own = [v for name, v in plain.model.named_parameters() if name not in TABLES]
+        order = sasrec_order(shape["blocks"]) if shape["model"] == "sasrec" else hstu_order(shape["blocks"])
+        for name, weight in zip(order, own, strict=True):
+            weight.copy_(dense.pop(name))
+    assert not dense, dense.keys()
+    return [
+        [float(out.loss) for out in ours.train(batches, 6)],
+        [float(loss) for loss in plain.train(padded, 6)],
+    ]
+
+
+TABLES = {"items.weight", "positions.weight"}
+
+
+def sasrec_order(blocks):
+    parts = "norms.0", "norms.1", "attention.inputs", "attention.output", "network.0", "network.3"
+    names = [f"blocks.{block}.{part}" for block in range(blocks) for part in parts] + ["norm"]
+    return [f"{name}.{kind}" for name in names for kind in ("weight", "bias")]
+
+
+def hstu_order(blocks):
+    parts = "distances", "inputs.weight", "output.weight", "output.bias"
+    return [f"layers.{block}.{part}" for block in range(blocks) for part in parts]
+
+
+@pytest.mark.parametrize("model", ["sasrec", "hstu"])
+@pytest.mark.parametrize("share_negatives", [False, True])
+def test_both_sides_learn_the_same(model, share_negatives, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from next_item import ML1M
+
+    more = {"model": model, "share_negatives": share_negatives, "items": 3000}
+    shape = ML1M | more | {"rows": 6, "negatives": 3, "dropout": 0.0}
+    ((ours, plain),) = on_ranks(1, losses, shape)
+    assert ours == pytest.approx(plain, rel=1e-4, abs=1e-5)
