@@ -98,9 +98,10 @@ def in_one_kernel(weights: Iterable[torch.Tensor]) -> bool | None:
 
 
 def _in_one_pass(config: EmbeddingOptim, weights: Iterable[torch.Tensor]) -> dict[str, bool]:
-    """What has one kernel on CPU update a whole table, which is larger than any cache: for Adam, 1 pass over
-    weights, gradients and state instead of 6."""
-    takes_it = "fused" in signature(optimizer_of(config.name).torch_class()).parameters
+    """What has torch update tables on CPU in one pass over weights, gradients and state, instead of Adam's 6,
+    where FBGEMM has no kernel there for them, however large they are."""
+    known = optimizer_of(config.name)
+    takes_it = "cpu" not in known.devices and "fused" in signature(known.torch_class()).parameters
     fits = all(weight.is_cpu and weight.dtype == torch.float32 for weight in weights)
     return {"fused": True} if takes_it and fits else {}
 

@@ -115,3 +115,19 @@ def rates(rank, world):
 
 def test_the_schedule_is_a_factor_of_every_rate():
     assert on_ranks(1, rates)[0] == pytest.approx([0.075, 0.3])
+
+
+def passes(rank, world):
+    """The calls of a kernel of Adam in a step."""
+    from torch.profiler import profile
+
+    step = build(config(world, PLANS["row-wise"], "adam", 0.1))
+    given = batches(2, rank, world)[1]
+    train(step, given)
+    with profile() as profiled:
+        train(step, given)
+    return {e.key: e.count / len(given) for e in profiled.key_averages() if "_fused_adam_" in e.key}
+
+
+def test_tables_without_a_kernel_are_updated_in_one_pass():
+    assert on_ranks(1, passes)[0] == {"aten::_fused_adam_": 1}
