@@ -45,11 +45,13 @@ class PlainModel(nn.Module):
         x = self.dropout(vectors[:, :-1] * self.dim**0.5 + self.positions.weight[: there.shape[1]])
         for block in self.blocks:
             x = block(x)
-        query = F.normalize(self.norm(x), dim=-1) / self.temperature
-        own = (query * F.normalize(vectors[:, 1:], dim=-1)).sum(-1)
+        states, following = self.norm(x), vectors[:, 1:]
         drawn = F.normalize(self.items(negatives), dim=-1)
         if self.shared:
-            query, own = query[there], own[there]
+            states, following = states[there], following[there]
+        query = F.normalize(states, dim=-1) / self.temperature
+        own = (query * F.normalize(following, dim=-1)).sum(-1)
+        if self.shared:
             same = ids[:, 1:][there].unsqueeze(1) == negatives.view(-1)
             scores = (query @ drawn.view(-1, self.dim).T).masked_fill(same, -torch.inf)
             losses = F.softplus(scores.logsumexp(-1) - own)
