@@ -10,7 +10,7 @@ class Dropout(nn.Dropout):
     """nn.Dropout; on CPU its rate is a multiple of 2⁻¹⁶, and it takes a quarter of the time.
 
     torch (2.13.0) draws a random number for each value there, which takes longer than most layers. This takes
-    16 of the 64 bits that its generator gives at a time.
+    16 of the 64 bits that its generator gives at a time. What is compiled has torch's.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
