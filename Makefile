@@ -21,6 +21,7 @@
 # make bench-metrics  what metrics of evaluations take of a rank's memory, at 100,000 to 10,000,000 rows
 # make bench-tiers  what tables in memory and in files take of memory, and how fast they train (docs/sharding.md)
 # make bench-sequences  what a step over sequences costs as they get longer
+# make bench-requests  what rows that are requests with candidates save, against a row for each
 # make bench-precision  what fp16 tables and quantized collectives cost in AUC
 # make bench-ids  what managed ids cost, against a table without them
 # make bench-ids-resume  distinct ids through few rows, resumed by other numbers of workers: what is equal
@@ -55,7 +56,7 @@ DATA ?= .
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-serve bench-start bench-metrics bench-sequences bench-ids bench-precision quality quality-smoke gpu-check bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve bench-ids-resume bench-ids-quality weight map
+.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-serve bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve bench-ids-resume bench-ids-quality weight map
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -133,6 +134,9 @@ bench-metrics: install
 
 bench-sequences: install
 	$(BIN)/python -W ignore benchmarks/sequences.py
+
+bench-requests: install
+	$(BIN)/python -W ignore benchmarks/grouped.py
 
 bench-ids: install
 	$(BIN)/python -W ignore benchmarks/ids.py

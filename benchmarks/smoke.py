@@ -57,6 +57,7 @@ TARGETS = {
     "bench-memory": "-W ignore benchmarks/memory.py --smallest",
     "bench-metrics": "-W ignore benchmarks/metric_memory.py --smallest",
     "bench-sequences": "-W ignore benchmarks/sequences.py --smallest",
+    "bench-requests": "-W ignore benchmarks/grouped.py --smallest",
     "bench-ids": "-W ignore benchmarks/ids.py --smallest",
     "bench-tiers": "-W ignore benchmarks/tiers.py --smallest --folder {folder}/tiers",
     "bench-ids-resume": "-W ignore benchmarks/ids_resume.py --smallest",

@@ -113,7 +113,9 @@ def test_points_off_their_law_are_kinks(bench):
     assert of(False, 7.0, 7.5, 8.0, 14.0)["kinks"] == [1000.0]
 
 
-@pytest.mark.parametrize("name", ["growth", "start", "share", "ids", "ids_quality", "sequences", "tiers"])
+@pytest.mark.parametrize(
+    "name", ["growth", "start", "share", "ids", "ids_quality", "sequences", "tiers", "grouped"]
+)
 def test_the_page_has_the_figures_of_the_last_measurement(bench, name):
     from importlib import import_module
 

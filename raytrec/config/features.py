@@ -5,7 +5,8 @@ Reader, model, planner and checks share this one description. No torch here.
 What a model reads id by id is decided here. A sequence of which it reads at most L ids is one key of a batch,
 the most recent L ids of each row, the most recent first. A table that such a sequence looks up gives the
 vector of each id (TorchRec's EmbeddingCollection), for all features that read it: those of them that are bags
-are summed behind the lookup. All other tables give sums of bags (EmbeddingBagCollection).
+are summed behind the lookup. So does a table that candidates look up, with one id each. All other tables give
+sums of bags (EmbeddingBagCollection).
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ class Features:
 
     def is_mean(self, feature: str) -> bool:
         """Whether a feature's bags are averaged."""
-        return self.schema.sparse[feature].pooling != "sum" and feature not in self.sequences
+        one = feature in self.sequences or feature in self.schema.candidates
+        return self.schema.sparse[feature].pooling != "sum" and not one
 
     @cached_property
     def tables_by_id(self) -> dict[str, list[str]]:
         """Tables that give the vector of each id → all features that read them, in the schema's order."""
-        tables = {self.schema.sparse[feature].table for feature in self.sequences}
+        by_id = [*self.sequences, *self.schema.of_candidates(self.schema.sparse)]
+        tables = {self.schema.sparse[feature].table for feature in by_id}
         found: dict[str, list[str]] = {table: [] for table in self.schema.tables if table in tables}
         for feature, spec in self.schema.sparse.items():
             if spec.table in found:

@@ -19,6 +19,11 @@ A `schema.yaml` next to the data:
       tag:   {rows: 5000, dim: 16, out_of_range: hash}
       film:  {rows: 100000, dim: 16, ids: managed}
 
+A row may be a request with several candidates, each of them an example: `candidates` names the labels, dense
+columns and features that are lists of one value for each; the others belong to the request.
+
+    candidates: [label, price, film_id]
+
 `raytrec inspect` adds `scale`, by which dense columns are brought to one size, and `statistics` of the sparse
 features, by which plans count lookups; nothing that is trained depends on these.
 
@@ -157,6 +162,9 @@ class Schema(BaseModel):
     """Table name → its size."""
     statistics: dict[str, Statistics] = Field(default_factory=dict)
     """Sparse feature → what its ids are like."""
+    candidates: list[str] = Field(default_factory=list)
+    """Labels, dense columns and sparse features that are lists: one value for each candidate of the row's
+    request, and as many in all of them. Default: a row is one example."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Schema:
@@ -172,6 +180,7 @@ class Schema(BaseModel):
             raise ValueError(f"statistics: there is no sparse feature {', '.join(unknown)}")
         if unknown := sorted(set(self.scale) - set(self.dense)):
             raise ValueError(f"scale: there is no dense column {', '.join(unknown)}")
+        self._check_candidates()
         for name in self.tables:
             if name != table_name(name) or not name:
                 raise ValueError(
@@ -191,6 +200,32 @@ class Schema(BaseModel):
         if leaked:
             raise ValueError(f"sparse: label {', '.join(sorted(leaked))} is also an input")
         return self
+
+    def _check_candidates(self) -> None:
+        known = [*self.labels, *self.dense, *self.sparse]
+        for name in self.candidates:
+            if name not in known:
+                raise ValueError(
+                    f"candidates: there is no label, dense column or sparse feature '{name}'"
+                    + hint(name, known)
+                )
+            spec = self.sparse.get(name)
+            if spec and (spec.weights or spec.pooling == "sequence"):
+                raise ValueError(
+                    f"candidates: {name} has weights or is a sequence; a candidate has one id of a feature"
+                )
+        if self.candidates and not self.of_candidates(self.sparse):
+            raise ValueError(
+                "candidates: there is no sparse feature among them, by whose ids they are counted"
+            )
+
+    def of_candidates(self, names: Collection[str]) -> list[str]:
+        """Those of some labels, dense columns or features that are of candidates, in their order."""
+        return [name for name in names if name in self.candidates]
+
+    def of_requests(self, names: Collection[str]) -> list[str]:
+        """The others: those of a row."""
+        return [name for name in names if name not in self.candidates]
 
     def column_of(self, feature: str) -> str:
         """The Parquet column that holds a sparse feature's ids."""
@@ -221,7 +256,8 @@ class Schema(BaseModel):
             "statistics": self.statistics,
         }
         kept = {key: {name: of for name, of in part.items() if name in names} for key, part in parts.items()}
-        return self.model_copy(update={"dense": dense} | kept)
+        candidates = [name for name in self.candidates if name in (*self.labels, *names)]
+        return self.model_copy(update={"dense": dense, "candidates": candidates} | kept)
 
     @property
     def managed(self) -> list[str]:
@@ -312,6 +348,8 @@ class Schema(BaseModel):
         for name, found in self.statistics.items():
             lines += ["statistics:"] if "statistics:" not in lines else []
             lines.append(f"  {scalar(name)}: {json.dumps(found.model_dump())}")
+        if self.candidates:
+            lines.append(f"candidates: [{', '.join(map(scalar, self.candidates))}]")
         return "\n".join(lines) + "\n"
 
 

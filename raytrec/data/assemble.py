@@ -44,6 +44,8 @@ class Assembled:
     keys: torch.Tensor | None
     reserved: pa.Table | None
     side_features: Mapping[str, torch.Tensor] | None
+    requests: torch.Tensor | None = None
+    dense_of_candidates: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Chunk:
 
     Attributes:
         matrices: labels, dense, ids, task_weights, keys: [n, columns]; lengths: int32 [n, list columns].
-        lists: ids.NAME, weights.NAME, changed → place among the list columns.
+        lists: ids.NAME, weights.NAME, candidates, changed → place among the list columns.
         values: of each list column.
         offsets: int32 [n + 1, list columns]; all of a row at once, because pieces of rows are small and many.
         present: bool [n]; None: all.
@@ -154,7 +156,8 @@ class Assembler:
         self._features, self._keys = list(schema.sparse), features.keys
         self._column = {name: i for i, name in enumerate(form.singles)}
         self._all_single = form.singles == self._keys
-        places = [schema.dense.index(name) for name in form.schema.dense]
+        self._counted_by = next(iter(form.schema.of_candidates(form.schema.sparse)), None)
+        places = [schema.dense.index(name) for name in form.schema.of_requests(form.schema.dense)]
         self._dense_places = None if len(places) == len(schema.dense) else places
         # Of each matrix of a Batch, how many columns and which type; None: it has no such matrix.
         self._matrices = {
@@ -175,6 +178,8 @@ class Assembler:
             present = np.concatenate([piece.present() for piece in pieces])
             values[:rows] = present
         lists = _Lists(pieces)
+        if self._counted_by:
+            matrices |= self._candidates(lists, rows)
         side_features = {
             name: self._joined([], torch.float64, width) for name, width in self._side_features.items()
         }
@@ -188,7 +193,25 @@ class Assembler:
             matrices["keys"],
             self._reserved(pieces, present) if self._form.plan.reserved.columns else None,
             side_features or None,
+            matrices.get("requests"),
+            matrices.get("dense_of_candidates"),
         )
+
+    def _candidates(self, lists: _Lists, rows: int) -> dict[str, torch.Tensor | None]:
+        """What each candidate of the rows has, and its row."""
+        counts = lists.lengths(f"ids.{self._counted_by}") if rows else np.zeros(0, np.int32)
+        widths, count = self._form.of_candidates, int(counts.sum())
+        flat = np.concatenate(lists.values("candidates")) if rows and sum(widths) else np.zeros(0, np.float32)
+        columns = np.split(flat.reshape(count, sum(widths)), np.cumsum(widths)[:2], axis=1)
+        requests, values = self._memory(count, torch.int64)
+        values[:] = np.repeat(np.arange(rows), counts)
+        found: dict[str, torch.Tensor | None] = {"requests": requests}
+        for name, of_name in zip(("labels", "dense_of_candidates", "task_weights"), columns, strict=True):
+            width = of_name.shape[1] if name != "labels" else self._matrices[name][0]
+            tensor, values = self._memory((count, width), torch.float32)
+            values[:] = of_name if of_name.shape[1] else 0
+            found[name] = tensor if width or name != "task_weights" else None
+        return found
 
     def _matrix(self, name: str, pieces: list[Rows], rows: int, padded_rows: int) -> torch.Tensor | None:
         """The rows of a matrix one after the other, then 0; all 0 where the rows have none."""

@@ -57,6 +57,10 @@ class Batch(Pipelineable):
             ids are the same on all ranks. None: `sparse` has the ids of managed tables as
             they were read; otherwise their rows.
         tower: whose features alone the rows have, so that its vectors are wanted; None: they have all.
+        requests: int64 [N], where rows are requests (schema.candidates): of each of their candidates, in
+            order, its row; None: a row is one example. `labels` and `task_weights` are [N, ...] then, and
+            `dense` is 0 in candidates' columns; `weights` and `keys` stay those of rows.
+        dense_of_candidates: float32 [N, dense columns of candidates], in the schema's order.
         lengths: int32 [sparse features · B], those of `sparse`, always on the host, so that sizes that follow
             from them are known there before the device knows them; default: of a `sparse` that is there.
     """
@@ -75,6 +79,8 @@ class Batch(Pipelineable):
     new_rows: Mapping[str, NewRows] | None = None
     tower: TowerName | None = None
     lengths: torch.Tensor | None = None
+    requests: torch.Tensor | None = None
+    dense_of_candidates: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.lengths is None and self.sparse is not None and self.sparse.device().type == "cpu":
@@ -98,7 +104,8 @@ class Batch(Pipelineable):
 
     def _moved(self) -> dict[str, torch.Tensor | KeyedJaggedTensor]:
         """What a device reads, but side features and new rows."""
-        names = ("dense", "sparse", "labels", "weights", "task_weights", "keys")
+        names = ["dense", "sparse", "labels", "weights", "task_weights", "keys"]
+        names += ["requests", "dense_of_candidates"]
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     def _with(self, move: Callable) -> Batch:

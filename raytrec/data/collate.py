@@ -36,4 +36,6 @@ class Collator(Assembler):
             rows.keys,
             rows.reserved,
             rows.side_features,
+            requests=rows.requests,
+            dense_of_candidates=rows.dense_of_candidates,
         )

@@ -144,7 +144,7 @@ class Footer:
         ]
         groups = (self._metadata.row_group(g) for g in range(self._metadata.num_row_groups))
         return [
-            {why for i, why, excludes in asked if excludes(group.column(i), group.num_rows)}
+            {why for i, why, excludes in asked if excludes(group.column(i))}
             for group in groups
             if group.num_rows
         ]
@@ -158,8 +158,8 @@ class Footer:
     def _one_value(self, place: int) -> float | None:
         known = None
         for group in (self._metadata.row_group(g) for g in range(self._metadata.num_row_groups)):
-            chunk, rows = group.column(place), group.num_rows
-            if not rows or _is_all_null(chunk, rows):
+            chunk = group.column(place)
+            if not group.num_rows or _is_all_null(chunk):
                 continue
             found = chunk.statistics if chunk.is_stats_set else None
             if not (found and found.has_min_max and _number(found.min) and found.min == found.max):
@@ -209,8 +209,8 @@ def _questions(form: Form, made: set[str]) -> Iterator[Question]:
             yield column, partial(_outside, low=0, high=table.rows - 1)
 
 
-def _conditions(task: TaskRows) -> Iterator[tuple[str, str, Callable[[pq.ColumnChunkMetaData, int], bool]]]:
-    """(column, why no row counts, whether a chunk of so many rows shows it)."""
+def _conditions(task: TaskRows) -> Iterator[tuple[str, str, Callable[[pq.ColumnChunkMetaData], bool]]]:
+    """(column, why no row counts, whether a chunk shows it)."""
     if task.nulls == "skip":
         yield task.label, f"its label '{task.label}' is null in every row", _is_all_null
     for mask in (task.mask, task.mask_label):
@@ -221,14 +221,14 @@ def _conditions(task: TaskRows) -> Iterator[tuple[str, str, Callable[[pq.ColumnC
         yield task.sample_weight, why, partial(_stays_below, bound=0, reaches=False)
 
 
-def _is_all_null(chunk: pq.ColumnChunkMetaData, rows: int) -> bool:
+def _is_all_null(chunk: pq.ColumnChunkMetaData) -> bool:
     found = chunk.statistics if chunk.is_stats_set else None
-    return bool(found and found.has_null_count and found.null_count == rows)
+    return bool(found and found.has_null_count and found.null_count == chunk.num_values)
 
 
-def _stays_below(chunk: pq.ColumnChunkMetaData, rows: int, bound: float, reaches: bool) -> bool:
+def _stays_below(chunk: pq.ColumnChunkMetaData, bound: float, reaches: bool) -> bool:
     """Whether there is no value above a bound, or, if it `reaches`, none at it either."""
-    if _is_all_null(chunk, rows):
+    if _is_all_null(chunk):
         return True
     found = chunk.statistics if chunk.is_stats_set else None
     if not (found and found.has_min_max and _number(found.max)):

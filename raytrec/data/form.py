@@ -10,6 +10,8 @@
     keys       fixed_size_list<int64>[key columns]  (absent without)
     reserved.NAME  any     of each reserved column, as it is (absent without)
     present    bool      false: a row that is skipped (only under data.on_error: skip)
+    candidates list<float32>  of each candidate of the row: its labels, dense columns and task_weights (only
+                         where rows are requests; the columns above have what is the request's, then)
     changed    list<int32>  in one row of many, for all of those: for each sparse feature, how many ids were
                          brought into range, then how many there are (only where a table takes such ids)
 
@@ -95,7 +97,14 @@ class Form:
 
     def _is_list(self, feature: str) -> bool:
         spec = self.schema.sparse[feature]
-        return feature in self.lists or spec.weights is not None or bool(spec.side_features)
+        listed = feature in self.lists or feature in self.schema.candidates
+        return listed or spec.weights is not None or bool(spec.side_features)
+
+    @cached_property
+    def of_candidates(self) -> tuple[int, int, int]:
+        """How many labels, dense columns and task weights each candidate has."""
+        dense = self.schema.of_candidates(self.schema.dense)
+        return len(self.plan.labels), len(dense), len(self.plan.tasks) * self.plan.weighs_tasks
 
     @cached_property
     def counts_changes(self) -> bool:
@@ -153,6 +162,7 @@ class Form:
         keys: Sequence[np.ndarray] = (),
         reserved: Sequence[pa.Array] = (),
         side_features: Mapping[str, np.ndarray] | None = None,
+        candidates: tuple[np.ndarray, Sequence[np.ndarray]] | None = None,
     ) -> pa.Table:
         """A table of this form.
 
@@ -164,7 +174,16 @@ class Form:
             task_weights, keys, reserved: n values for each task (none where no task weighs rows), key column
                 and reserved column.
             side_features: of each feature that has some: float64 [offsets[n], its side features].
+            candidates: (offsets int32 [n + 1] from 0, their dense columns), where rows are requests; labels
+                and task_weights then have offsets[n] values.
         """
+        columns: dict[str, pa.Array] = {}
+        if candidates:
+            starts, beside = candidates
+            if of_each := [*labels, *beside, *task_weights]:
+                flat = _matrix(of_each, int(starts[-1]), np.float32).flatten()
+                columns["candidates"] = pa.ListArray.from_arrays(starts * np.int32(len(of_each)), flat)
+            labels, task_weights = [], ()
         matrices = {
             "labels": (labels, np.float32),
             "dense": (dense, np.float32),
@@ -172,7 +191,7 @@ class Form:
             "task_weights": (task_weights, np.float32),
             "keys": (keys, np.int64),
         }
-        columns = {name: _matrix(of, rows, dtype) for name, (of, dtype) in matrices.items() if of}
+        columns |= {name: _matrix(of, rows, dtype) for name, (of, dtype) in matrices.items() if of}
         for name, (offsets, ids, weights) in zip(self.bags, bags, strict=True):
             columns[f"ids.{name}"] = pa.ListArray.from_arrays(offsets, ids.astype(self.id_dtype, copy=False))
             if weights is not None:
@@ -201,18 +220,23 @@ class Form:
         for name in self.bags:
             weights = np.empty(0, np.float32) if self.schema.sparse[name].weights else None
             bags.append((np.zeros(rows + 1, np.int32), np.empty(0, self.id_dtype), weights))
+        each, candidates = zeros, None  # of labels and task weights
+        if self.schema.candidates:
+            each = np.empty(0, np.float32)
+            candidates = np.zeros(rows + 1, np.int32), [each] * self.of_candidates[1]
         return self.table(
-            [zeros] * len(self.plan.labels),
-            [zeros] * len(self.schema.dense),
+            [each] * len(self.plan.labels),
+            [zeros] * len(self.schema.of_requests(self.schema.dense)),
             [none] * len(self.singles),
             bags,
             rows,
-            task_weights=[zeros] * (len(self.plan.tasks) if self.plan.weighs_tasks else 0),
+            task_weights=[each] * (len(self.plan.tasks) if self.plan.weighs_tasks else 0),
             keys=[np.zeros(rows, np.int64)] * len(self.plan.reserved.keys),
             reserved=[pa.nulls(rows, self.types.get(name, pa.null())) for name in self.plan.reserved.columns],
             side_features={
                 n: np.empty((0, len(self.schema.sparse[n].side_features))) for n in self.with_side_features
             },
+            candidates=candidates,
         )
 
 

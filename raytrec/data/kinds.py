@@ -73,12 +73,21 @@ def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
         DataError: a column of the wrong type, with the transform, or name, by which it becomes a right one.
     """
     schema = form.schema
+    for name in schema.of_candidates([*form.plan.labels, *schema.dense, *schema.sparse]):
+        column = schema.column_of(name) if name in schema.sparse else name
+        _check_candidates(arrow.field(column).type, column, uri)
+
+    def of_one(column: str) -> pa.DataType:
+        kind = arrow.field(column).type
+        in_tasks = schema.candidates and column not in schema.columns  # masks and weights may be either
+        return value_type(kind) if column in schema.candidates or in_tasks else kind
+
     for column in form.plan.labels:
-        if not (types.is_null(plain(arrow.field(column).type)) and form.plan.skips_nulls(column)):
-            _check_number(arrow.field(column).type, column, "label", uri)
+        if not (types.is_null(plain(of_one(column))) and form.plan.skips_nulls(column)):
+            _check_number(of_one(column), column, "label", uri)
     for read in form.plan.columns_of_tasks:
-        if read.role != "mask" or not types.is_null(plain(arrow.field(read.column).type)):
-            _check_number(arrow.field(read.column).type, read.column, read.role, uri)
+        if read.role != "mask" or not types.is_null(plain(of_one(read.column))):
+            _check_number(of_one(read.column), read.column, read.role, uri)
     for column in form.plan.reserved.names:
         if column not in form.from_folders:
             kind = plain(arrow.field(column).type)
@@ -90,7 +99,7 @@ def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
             if column in form.plan.reserved.groups:
                 _check_group(plain(kind), column, uri)
     for column in schema.dense:
-        _check_number(arrow.field(column).type, column, "dense column", uri)
+        _check_number(of_one(column), column, "dense column", uri)
     for feature, spec in schema.sparse.items():
         column = schema.column_of(feature)
         text_allowed = schema.tables[spec.table].takes_text
@@ -164,6 +173,19 @@ def _check_reserved(kind: pa.DataType, column: str, is_key: bool, uri: str) -> N
     if is_list(kind) or types.is_nested(kind) or (is_key and types.is_interval(kind)):
         advice = _field_of(kind, column) or _by_hand()
         raise _unfit(f"reserved column '{column}'", kind, column, uri, "one value a row", advice)
+
+
+def _check_candidates(kind: pa.DataType, column: str, uri: str) -> None:
+    if not is_list(plain(kind)):
+        expected = "a list in each row, with a value for each of the row's candidates"
+        raise _unfit(
+            f"'{column}', of candidates,",
+            kind,
+            column,
+            uri,
+            expected,
+            "leave it out of schema.yaml, candidates",
+        )
 
 
 def _check_list(kind: pa.DataType, column: str, uri: str) -> None:

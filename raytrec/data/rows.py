@@ -25,6 +25,7 @@ from raytrec.data.fragments import Dataset
 from raytrec.data.hashing import group_keys
 from raytrec.data.order import Item, Part
 from raytrec.data.partitions import reserved_array
+from raytrec.data.requests import CandidatePlace, candidates_of
 from raytrec.data.row_weights import label_of, task_weights
 from raytrec.data.transform import Draw, apply_transforms
 
@@ -179,24 +180,31 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
         column = schema.sparse[name].weights
         return table[column] if column else None
 
+    def dense(names: list[str], of: pa.Table, at: Place) -> list[np.ndarray]:
+        return [scaled(of[name], name, at, schema.scale.get(name)) for name in names]
+
+    examples, at = candidates_of(table, form, place) if schema.candidates else (table, place)
     lists = [bags(table[schema.column_of(name)], weights(name), *spec(name)) for name in form.bags]
     ends = {name: offsets for name, (offsets, _, _) in zip(form.bags, lists, strict=True)}
-    labels = {name: label_of(table[name], name, form, place) for name in form.plan.labels}
+    labels = {name: label_of(examples[name], name, form, at) for name in form.plan.labels}
     reserved = {name: reserved_array(table, name, form, place) for name in form.plan.reserved.names}
     return form.table(
         [values for values, _ in labels.values()],
-        [scaled(table[name], name, place, schema.scale.get(name)) for name in schema.dense],
+        dense(schema.of_requests(schema.dense), table, place),
         [single(table[schema.column_of(name)], *spec(name), form.no_id) for name in form.singles],
         lists,
         table.num_rows,
         tally,
-        task_weights(table, labels, form, place) if form.plan.weighs_tasks else (),
+        task_weights(examples, labels, form, at) if form.plan.weighs_tasks else (),
         [group_keys(reserved[name]) for name in form.plan.reserved.keys],
         [reserved[name] for name in form.plan.reserved.columns],
         {
             name: side_features(table, name, schema.sparse[name], ends[name], place)
             for name in form.with_side_features
         },
+        (at.offsets, dense(schema.of_candidates(schema.dense), examples, at))
+        if isinstance(at, CandidatePlace)
+        else None,
     )
 
 

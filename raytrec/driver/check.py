@@ -85,7 +85,7 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
 
     Its schema, plan, kernels, optimizers and collectives are the real ones, on its own cluster and number of
     workers; tables are cut to 199 rows, batches are random and small, dropout is off, and train.matmul and
-    plan.qcomms are fp32. No data is read.
+    plan.qcomms are fp32. Rows are examples, not requests with candidates. No data is read.
 
     Raises:
         ConfigError, SchemaError: what is wrong with the input. RunError: when a worker failed.
@@ -99,7 +99,7 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
     began = perf_counter()
     config = resolve(load_config(source, overrides), source, "check")
     folder = Path(config.run.dir)
-    schema = Schema.load(config.data.schema_uri)
+    schema = Schema.load(config.data.schema_uri).model_copy(update={"candidates": []})
     check_fit(config, schema, here=False)  # tables are cut down
     with os_errors("cannot write the folder", where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)

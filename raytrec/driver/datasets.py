@@ -16,10 +16,11 @@ from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.transform_columns import columns_before, needed_transforms
-from raytrec.data.arrow import is_text, one_array, value_type
+from raytrec.data.arrow import find_column, is_list, is_text, one_array, plain, type_at, value_type
 from raytrec.data.columns import Place
 from raytrec.data.decode import SKIPPED, Faults, decode
-from raytrec.data.fragments import Dataset, RowGroup, list_files, scan
+from raytrec.data.footers import read_footer
+from raytrec.data.fragments import Dataset, RowGroup, list_files, name_of, scan
 from raytrec.data.hashing import NULL_KEY, group_keys
 from raytrec.data.read_plan import ReadPlan, Reserved
 from raytrec.data.rows import check_accused
@@ -76,6 +77,27 @@ def open_inputs(
         read_labels=False,
     )
     return scan(places, plan, key, skip=config.data.on_error == "skip")
+
+
+def as_examples(schema: Schema, places: str | list[str]) -> Schema:
+    """The schema by which predictions, indexes and exports read rows: with one candidate each.
+
+    Raises:
+        DataError: the rows of the places have lists of candidates.
+    """
+    if not schema.candidates:
+        return schema
+    arrow = read_footer(list_files(places, "--data")[0]).schema.to_arrow_schema()
+    for name in schema.of_candidates([*schema.dense, *schema.sparse]):
+        path = find_column(arrow, schema.column_of(name) if name in schema.sparse else name)
+        if path and is_list(plain(type_at(arrow, path))):
+            raise DataError(
+                f"'{name}' has a list of candidates",
+                where=name_of(places),
+                expected="a row for each candidate, where scores and vectors are made of them",
+                do="write such rows (schema.yaml, candidates, is only for training), and name them: --data",
+            )
+    return schema.model_copy(update={"candidates": []})
 
 
 def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Dataset]) -> dict[str, Dataset]:

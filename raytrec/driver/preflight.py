@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from raytrec.checkpoint.files import find
 from raytrec.checkpoint.table_starts import schema_of, table_starts
 from raytrec.cluster.host_checks import check_before_run
@@ -27,8 +29,9 @@ from raytrec.embeddings.planner.footprint import (
 from raytrec.embeddings.planner.validation import check_decay
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.columns import check_reserved
+from raytrec.tasks.losses import BatchLoss
 from raytrec.tasks.options import check_model_learns
-from raytrec.tasks.task import columns_of, needs_vectors, resolve_tasks
+from raytrec.tasks.task import Task, columns_of, needs_vectors, resolve_tasks
 from raytrec.tracking.store import check_address
 from raytrec.worker.loop import total_steps
 
@@ -67,9 +70,10 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     if config.tracking.enabled and config.tracking.uri:
         check_address(config.tracking.uri)
     features = resolve_features(schema, config.model)
-    if config.train.compile == "graphs" and features.sequences:
+    varying = [*features.sequences, *schema.of_candidates(schema.sparse)]
+    if config.train.compile == "graphs" and varying:
         raise ConfigError(
-            f"the model reads {some(list(features.sequences))} id by id: sizes change from batch to batch",
+            f"the model reads {some(varying)} id by id: sizes change from batch to batch",
             where="train.compile=graphs",
             expected="a model whose batches all have one size",
             do="set train.compile=true",
@@ -77,6 +81,7 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     tasks = resolve_tasks(config.tasks, schema)
     check_model(schema, config.model, needs_vectors(tasks), columns_of(tasks))
     check_model_learns(tasks, config.model)
+    check_candidates(config, schema, tasks)
     check_reserved(tasks, config.eval.slices, config.data.reserve_columns)
     selection, keeping = Selection(tasks, config.eval), config.checkpoint
     if keeping.keep_best or keeping.best_metric:
@@ -87,6 +92,27 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
         if config.train.compile:
             require_compiler("cuda" if built_for() == "cuda" and config.scaling.device != "cpu" else "cpu")
         check_memory(config, schema)
+
+
+def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -> None:
+    """Refuses what is not made for rows that are requests with candidates.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    refused = {
+        "model.lookup_l2": bool(config.model.l2_factors(schema)),
+        "model.negatives": config.model.own_loss,
+        "eval.retrieval": config.eval.retrieval is not None,
+    }
+    refused |= {f"tasks[{i}].loss": isinstance(task.loss, BatchLoss) for i, task in enumerate(tasks)}
+    if schema.candidates and (found := [key for key, used in refused.items() if used]):
+        raise ConfigError(
+            f"{found[0]} cannot be used where rows are requests with candidates (schema.yaml, candidates)",
+            where=found[0],
+            expected="a loss of single examples, such as bce; no negatives, lookup_l2 or eval.retrieval",
+            do="leave it out, or write a row for each candidate and remove candidates from schema.yaml",
+        )
 
 
 def check_drawn(config: RunConfig, schema: Schema) -> None:

@@ -34,7 +34,7 @@ class PooledEmbeddings(FixedDtype):
     Returns (forward):
         dict of feature → float32 [B, dim of its table]. With bag ids i and weights wᵢ (1 when there are
         none): sum is Σ wᵢ·eᵢ, mean is Σ wᵢ·eᵢ ÷ Σ wᵢ, and an empty bag (or Σ wᵢ = 0) is 0. A sequence that is
-        read id by id is [B, L, dim]: the wᵢ·eᵢ in the order of its ids, then 0.
+        read id by id is [B, L, dim]: the wᵢ·eᵢ in the order of its ids, then 0. Of candidates [N, dim].
     """
 
     def __init__(
@@ -135,6 +135,7 @@ class Inputs(nn.Module):
     def __init__(self, features: Features):
         super().__init__()
         sparse, self._sequences = features.schema.sparse, dict(features.sequences)
+        self._of_candidates = frozenset(features.schema.of_candidates(sparse))
         self._weighted = {feature for feature, spec in sparse.items() if spec.weights}
         self.means = BagMeans([features.is_mean(feature) for feature in sparse])
 
@@ -158,6 +159,8 @@ class Inputs(nn.Module):
                 vectors_ND = vectors_ND * weights[feature].unsqueeze(1)
             if feature in self._sequences:
                 sequences[feature] = padded(vectors_ND, found.offsets(), self._sequences[feature])
+            elif feature in self._of_candidates:
+                bags[feature] = vectors_ND
             else:
                 bags[feature] = bag_sums(vectors_ND, found.lengths())
         given = self.means(bags, sparse) | sequences

@@ -22,7 +22,7 @@ from raytrec.common.formatting import bytes_text, number, percent
 from raytrec.common.output_folder import OutputFolder
 from raytrec.common.storage import absolute, open_filesystem
 from raytrec.driver.console import Pairs, RunConsole, Summary
-from raytrec.driver.datasets import open_inputs
+from raytrec.driver.datasets import as_examples, open_inputs
 from raytrec.driver.evaluation import resolve_checkpoint
 from raytrec.exporting.compare import compare_precisions
 from raytrec.exporting.golden import check_golden, golden_rows_of, golden_scores
@@ -143,7 +143,7 @@ def export(
     with RunConsole(config.run.name) as console:
         if (manifest := target.complete()) is None:
             console.phase("exporting the dense model")
-            trained = read_trained(config, schema, folder, index)
+            trained = read_trained(config, as_examples(schema, places), folder, index)
             manifest = _write(target, trained, places, precision, golden_rows, onnx, console)
         logged = {}
         if tracked:

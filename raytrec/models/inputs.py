@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.config.features import Features
@@ -101,6 +102,82 @@ def side_by_side(values_Nn: torch.Tensor, lengths_B: torch.Tensor, length: int) 
     place_N = torch.arange(len(row_N), device=row_N.device) - starts_B[row_N]
     whole = values_Nn.new_zeros(len(lengths_B), length, values_Nn.shape[1])
     return whole.index_put_((row_N, place_N), values_Nn)
+
+
+REQUESTS = "requests of examples"  # among a model's inputs, where it encodes each request once: Requests
+
+
+class Requests(NamedTuple):
+    """The rows of a batch that are requests, some of whose inputs are [R, ...].
+
+    Attributes:
+        of: int64 [N], the request of each example.
+        dense: float32 [R, dense columns]; 0 in those of candidates.
+    """
+
+    of: torch.Tensor
+    dense: torch.Tensor
+
+
+class Examples:
+    """Makes a model's inputs of those of requests, an example for each candidate.
+
+    Args:
+        encoded: features that the model itself reads request by request (`once`); they are left as they are.
+    """
+
+    def __init__(self, schema: Schema, encoded: Collection[str] = ()):
+        columns = schema.of_candidates(schema.dense)
+        self._columns = [schema.dense.index(name) for name in columns]
+        self._of_candidates = schema.of_candidates(schema.sparse)
+        self._left = {*self._of_candidates, *encoded}
+        self._encodes = bool(encoded)
+
+    def __call__(
+        self,
+        dense_Rn: torch.Tensor,
+        inputs: Mapping[str, Any],
+        requests_N: torch.Tensor,
+        dense_of_candidates: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Dense columns [N, n] and inputs, [N, ...] each; in place of none, of one: few layers take no rows.
+
+        Args:
+            requests_N: of each candidate. dense_of_candidates: float32 [N, their columns].
+        """
+        if not len(requests_N):
+            requests_N, dense_of_candidates = requests_N.new_zeros(1), pad(dense_of_candidates, (0, 0, 0, 1))
+            inputs = {**inputs, **{name: pad(inputs[name], (0, 0, 0, 1)) for name in self._of_candidates}}
+        dense_Nn = dense_Rn.index_select(0, requests_N)
+        for place, column in enumerate(self._columns):
+            dense_Nn[:, column] = dense_of_candidates[:, place]
+        given = dict(inputs)
+        bags = [
+            name for name, of in inputs.items() if name not in self._left and not isinstance(of, Sequence)
+        ]
+        if bags:  # at once: there may be hundreds
+            widths = [inputs[name].shape[1] for name in bags]
+            wide_NS = torch.cat([inputs[name] for name in bags], 1).index_select(0, requests_N)
+            given |= zip(bags, wide_NS.split(widths, 1), strict=True)
+        for name, of in inputs.items():
+            if isinstance(of, Sequence) and name not in self._left:
+                parts = of._replace(lengths=None if requests_N.is_cuda else of.lengths)
+                given[name] = Sequence(*(None if x is None else x.index_select(0, requests_N) for x in parts))
+        if self._encodes:
+            given[REQUESTS] = Requests(requests_N, dense_Rn)
+        return dense_Nn, given
+
+
+def once(
+    encode: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor],
+    dense: torch.Tensor,
+    inputs: dict[str, Any],
+) -> torch.Tensor:
+    """What a model makes of each row's request, [N, ...]: made once where several rows have the same."""
+    requests = inputs.get(REQUESTS)
+    if requests is None:
+        return encode(dense, inputs)
+    return encode(requests.dense, inputs).index_select(0, requests.of)
 
 
 class Constant(nn.Module):

@@ -11,7 +11,7 @@ from torch.nn.functional import embedding, layer_norm, scaled_dot_product_attent
 
 from raytrec.config.models.sequences import HstuSection, NextItemSection, SasrecSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import IDS, Sequence, dim_of
+from raytrec.models.inputs import IDS, Sequence, dim_of, once
 from raytrec.models.parts.dropout import Dropout
 from raytrec.models.parts.packed import Packed, pack_ids
 from raytrec.models.parts.sampled import Queries, SampledLoss, result
@@ -88,7 +88,7 @@ class NextItem(nn.Module, ABC):
             own_B = self._own_loss(states_ND, packed, inputs)
         elif self.config.own_loss:
             own_B = item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
-        query = self._query(states_ND, packed) / self.config.temperature
+        query = once(lambda *_: self._query(states_ND, packed), dense, inputs) / self.config.temperature
         return result(query, item_BD, self.outputs, self.vectors, own_B)
 
     @torch.compiler.disable

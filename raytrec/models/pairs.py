@@ -7,7 +7,7 @@ from torch import nn
 
 from raytrec.config.models.retrieval import MfSection, NcfSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import IDS, dim_of, mlp
+from raytrec.models.inputs import IDS, dim_of, mlp, once
 from raytrec.models.parts.sampled import Queries, SampledLoss, absence, result
 from raytrec.models.parts.shared import Candidates, SharedNegatives
 
@@ -53,9 +53,10 @@ class MatrixFactorization(nn.Module):
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
         item_BD, bias_BT = self.item(dense, inputs), None
         if self.bias is not None:
-            bias_BT = inputs[self.config.user][:, -1:] + self.bias
+            bias_BT = once(lambda _, given: given[self.config.user][:, -1:], dense, inputs) + self.bias
         own_B = self._own_loss(item_BD, inputs, bias_BT) if self.config.own_loss else None
-        return result(self.query(dense, inputs), item_BD, self.outputs, self.vectors, own_B, bias_BT)
+        query = once(self.query, dense, inputs)
+        return result(query, item_BD, self.outputs, self.vectors, own_B, bias_BT)
 
     def _own_loss(self, item_BD: torch.Tensor, inputs: dict, bias_BT: torch.Tensor | None) -> torch.Tensor:
         """float32 [B]; 0 in evaluations."""

@@ -13,12 +13,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from raytrec.common.machine import require_compiler
 from raytrec.config.evaluation import TowerName
 from raytrec.config.features import resolve_features
+from raytrec.config.models import PythonSection
+from raytrec.config.models.base import ModelSection
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models import build_model
-from raytrec.models.inputs import Sequences
+from raytrec.models.inputs import Examples, Sequences
 
 
 class Recommender(nn.Module):
@@ -55,6 +57,7 @@ class ModelCall:
 
     Args:
         sequences: makes the model's inputs of what was looked up; default: they are that.
+        examples: makes inputs of requests those of their candidates; default: rows are examples.
         bf16: have the model multiply matrices in bfloat16 (autocast), and its logits made float32 again.
 
     Attributes:
@@ -63,8 +66,10 @@ class ModelCall:
 
     graph_rows: int | None = None
 
-    def __init__(self, sequences: Sequences | None = None, bf16: bool = False):
-        self._sequences, self._bf16 = sequences, bf16
+    def __init__(
+        self, sequences: Sequences | None = None, bf16: bool = False, examples: Examples | None = None
+    ):
+        self._sequences, self._bf16, self._examples = sequences, bf16, examples
 
     def __call__(
         self,
@@ -75,6 +80,8 @@ class ModelCall:
         tower: TowerName | None = None,
         side_features: Mapping[str, torch.Tensor] | None = None,
         lengths: torch.Tensor | None = None,
+        requests: torch.Tensor | None = None,
+        dense_of_candidates: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The logits; or one tower's vectors, float32 [B, width].
 
@@ -82,12 +89,16 @@ class ModelCall:
             dense: float32 [B, dense columns]. embeddings: of PooledEmbeddings. sparse: of stride B.
             tower: of a model that retrieves (raytrec/models); None: logits.
             side_features: of sequences. lengths: of `sparse`, on the host (Batch.lengths).
+            requests, dense_of_candidates: as in data.batch.Batch.
         """
         inputs: Mapping[str, Any] = embeddings
         if self._sequences:
             inputs = self._sequences(embeddings, sparse, side_features, lengths)
+        if requests is not None and self._examples is not None:
+            dense, inputs = self._examples(dense, inputs, requests, dense_of_candidates)
         called = getattr(model, tower) if tower else model
         given = self.run(called, dense, inputs)
+        given = given if requests is None else given[: len(requests)]
         return last_vectors(given) if tower else given
 
     def run(self, called: Callable[..., torch.Tensor], dense: torch.Tensor, *inputs: Any) -> torch.Tensor:
@@ -130,8 +141,17 @@ def build_recommender(
     model = build_model(schema, config.model, outputs, vectors, tasks).to(device)
     constraints, features = resolve_constraints(config, schema), resolve_features(schema, config.model)
     sequences = Sequences(features, config.model.reads_ids(schema)) if features.sequences else None
-    call = ModelCall(sequences, config.train.matmul == "bf16")
+    examples = Examples(schema, _encoded(config.model, schema)) if schema.candidates else None
+    call = ModelCall(sequences, config.train.matmul == "bf16", examples)
     return Recommender(PooledEmbeddings(schema, constraints, features.sequences), model, call)
+
+
+def _encoded(model: ModelSection, schema: Schema) -> set[str]:
+    """Features that the model encodes once for each request: those of its query, if none is a candidate's."""
+    if not model.retrieves or isinstance(model, PythonSection):
+        return set()
+    members = model.tower_members(schema)["query"]
+    return set() if schema.of_candidates(members) else members & {*schema.sparse}
 
 
 def compile_dense(

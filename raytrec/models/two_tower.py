@@ -7,7 +7,7 @@ from torch import nn
 
 from raytrec.config.models.retrieval import TwoTowerSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import IDS, Sequence, mlp
+from raytrec.models.inputs import IDS, Sequence, mlp, once
 from raytrec.models.parts.fields import SideBySide
 from raytrec.models.parts.sampled import SampledLoss
 from raytrec.models.parts.shared import Candidates, SharedNegatives
@@ -81,7 +81,7 @@ class TwoTower(nn.Module):
         return self._vectors("item", dense, pooled)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        query, item_BD = self.query(dense, pooled), self.item(dense, pooled)
+        query, item_BD = once(self.query, dense, pooled), self.item(dense, pooled)
         if self.queries == 1 and not self.vectors and not self.config.own_loss:
             return self.scale * (query * item_BD).sum(1) + self.bias
         query_BQD = self.scale.view(-1, 1) * query.view(-1, self.queries, self.width)

@@ -27,7 +27,7 @@ from raytrec.data.fragments import Dataset, list_files, read_footer
 from raytrec.data.partitions import in_folders, type_of_folders
 from raytrec.data.rows import check_accused
 from raytrec.driver.console import Pairs, RunConsole, Summary
-from raytrec.driver.datasets import open_inputs, part_of_tower
+from raytrec.driver.datasets import as_examples, open_inputs, part_of_tower
 from raytrec.driver.evaluation import resolve_checkpoint, scratch_folder
 from raytrec.driver.launch import run_group
 from raytrec.driver.recorder import Watch
@@ -122,6 +122,7 @@ def predict(
     changes = [f"scaling.num_workers={workers}"] if workers else []
     changes += as_texts(overrides)
     config, schema, folder, index = resolve_checkpoint(place, checkpoint, changes, allow_code)
+    schema = as_examples(schema, data)
     tasks = resolve_tasks(config.tasks, schema)
     scores, below = [VECTOR] if vectors else score_names(tasks), check_place(out, data)
     chosen = choose_columns(columns, config.data.reserve_columns, scores)

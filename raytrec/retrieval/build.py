@@ -19,7 +19,7 @@ from raytrec.config.schema import Schema
 from raytrec.data.fragments import Dataset, list_files, read_footer
 from raytrec.data.order import Part
 from raytrec.driver.console import Pairs, RunConsole, Summary
-from raytrec.driver.datasets import check_items, open_inputs, part_of_tower
+from raytrec.driver.datasets import as_examples, check_items, open_inputs, part_of_tower
 from raytrec.driver.evaluation import resolve_checkpoint
 from raytrec.prediction.folder import VECTOR, PredictionFolder
 from raytrec.prediction.manifest import split_names
@@ -114,6 +114,7 @@ def index(
         require_faiss()
     overrides = as_texts(overrides)
     config, schema, folder, about = resolve_checkpoint(place, checkpoint, overrides, allow_code)
+    schema = as_examples(schema, items)
     key = item or (config.eval.retrieval.item if config.eval.retrieval else "item")
     asked = _queries(config, schema, queries) if faiss else None
     part = part_of_tower(config, schema, "item", "raytrec index")

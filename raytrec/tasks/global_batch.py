@@ -2,6 +2,8 @@
 
     loss = Σ over the rows of the global batch of the row's loss ÷ rows of the global batch
 
+Of requests with candidates, each candidate is a row here.
+
 A row's loss counts by its weight in the task: 0 where it has no label or a mask excludes it, else its sample
 weight. Such rows stay among those that are divided by. Losses of several tasks are multiplied by their
 `weight` and added.
@@ -46,7 +48,11 @@ def require_gradient_division() -> None:
 
 
 def rank_loss(
-    losses_B: torch.Tensor, weights_B: torch.Tensor, rows: int, world: int, weight: float = 1.0
+    losses_B: torch.Tensor,
+    weights_B: torch.Tensor,
+    rows: int | torch.Tensor,
+    world: int,
+    weight: float = 1.0,
 ) -> torch.Tensor:
     """The scalar that one rank calls backward on.
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from raytrec.common.collectives import Peers
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -82,6 +83,7 @@ class Objective:
             parts[name] = parts[name] + own if name in parts else own
 
         weights = self._weights(batch)
+        examples = batch.global_rows if batch.requests is None else self._examples(batch.labels)
         for task, own, own_B in zip(self.tasks, self._of_tasks(logits), weights, strict=True):
             labels_B = batch.labels[:, task.column]
             factors_B = task.factors(labels_B, own_B)
@@ -92,7 +94,7 @@ class Objective:
                 factors_B = losses.new_ones(())
             else:
                 losses = task.loss.of_rows(own, labels_B)
-            parts[task.name] = rank_loss(losses, factors_B, batch.global_rows, self.world, task.weight)
+            parts[task.name] = rank_loss(losses, factors_B, examples, self.world, task.weight)
         if self.own_loss:
             name = OF_MODEL if self._own_task is None else self.tasks[self._own_task].name
             add(name, self._of_model(logits, batch, weights))
@@ -100,6 +102,11 @@ class Objective:
             lengths_B = self._lengths(looked_up)
             add(OF_MODEL, rank_loss(lengths_B, batch.weights, batch.global_rows, self.world))
         return parts
+
+    def _examples(self, labels: torch.Tensor) -> torch.Tensor:
+        """How many candidates the global batch has, at least 1; a collective."""
+        own = labels.new_full((), len(labels))
+        return Peers(own.device, alone=self.world == 1).sum(own).clamp(min=1)
 
     def _lengths(self, looked_up: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Half of each row's Σ factor · ‖vector‖², float32 [B]."""
@@ -142,7 +149,8 @@ class Objective:
         rows_of_rank = batch.global_rows / self.world
         parts = {name: part.detach() * rows_of_rank for name, part in (losses or {}).items()}
         # In training there are no keys of slices, which come last.
-        of_column = {} if batch.keys is None else dict(zip(self.keys, batch.keys.unbind(1), strict=False))
+        keys = batch.keys if batch.keys is None or batch.requests is None else batch.keys[batch.requests]
+        of_column = {} if keys is None else dict(zip(self.keys, keys.unbind(1), strict=False))
         tasks = {}
         of_tasks = zip(self.tasks, self._of_tasks(logits.detach()), self._weights(batch), strict=True)
         for task, given, own_B in of_tasks:
@@ -160,8 +168,10 @@ class Objective:
 
     def _weights(self, batch: Batch) -> Sequence[torch.Tensor]:
         """The weights of each task's rows, [B]."""
-        given = batch.task_weights
-        return [batch.weights] * len(self.tasks) if given is None else given.unbind(1)
+        if batch.task_weights is not None:
+            return batch.task_weights.unbind(1)
+        each = batch.weights if batch.requests is None else batch.labels.new_ones(len(batch.labels))
+        return [each] * len(self.tasks)
 
     def _of_tasks(self, logits: torch.Tensor) -> Sequence[torch.Tensor]:
         """What the model gives for each task: [B], [B, classes], or vectors [B, 2·D]."""
@@ -216,6 +226,6 @@ class Scoring(Objective):
         losses: Mapping[str, torch.Tensor] | None = None,
     ) -> Outputs:
         """Labels are 0, and every row counts in every task."""
-        labels = batch.weights.new_zeros(len(batch.weights), 1 + max(task.column for task in self.tasks))
+        labels = batch.labels.new_zeros(len(batch.labels), 1 + max(task.column for task in self.tasks))
         unlabelled = replace(batch, labels=labels, task_weights=None, keys=None)
         return super().outputs(loss, logits, unlabelled, losses)

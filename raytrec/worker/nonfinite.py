@@ -210,10 +210,13 @@ def dump(
 
     batch = batch.to(torch.device("cpu"))
     real = batch.weights > 0
-    columns: dict[str, Any] = {n: batch.labels[real, i].numpy() for i, n in enumerate(schema.labels)}
-    columns |= {name: batch.dense[real, i].numpy() for i, name in enumerate(schema.dense)}
+    beside = iter([] if batch.dense_of_candidates is None else batch.dense_of_candidates.unbind(1))
+    columns: dict[str, Any] = {n: _values(batch, batch.labels[:, i]) for i, n in enumerate(schema.labels)}
+    for i, name in enumerate(schema.dense):
+        of_candidates = name in schema.candidates
+        columns[name] = _values(batch, next(beside)) if of_candidates else batch.dense[real, i].numpy()
     if batch.task_weights is not None:  # a label of factor 0 may be none
-        columns[TASK_WEIGHTS] = list(batch.task_weights[real].numpy())
+        columns[TASK_WEIGHTS] = _values(batch, batch.task_weights)
     for name in schema.sparse:
         rows = [ids for ids, good in zip(_ids(batch.sparse, name), real.tolist(), strict=True) if good]
         if name in sequences:  # the oldest first again
@@ -223,6 +226,14 @@ def dump(
     place.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(columns), place)
     return str(place)
+
+
+def _values(batch: Batch, values: torch.Tensor) -> list:
+    """Of each row that there is, its part of [B, ...]; of requests a list of their candidates' [N, ...]."""
+    if batch.requests is None:
+        return list(values[batch.weights > 0].numpy())
+    of_rows = values.split(torch.bincount(batch.requests, minlength=len(batch.weights)).tolist())
+    return [list(row.numpy()) for row, there in zip(of_rows, batch.weights > 0, strict=True) if there]
 
 
 def _ids(sparse: KeyedJaggedTensor, feature: str) -> list[list[int]]:

@@ -85,7 +85,15 @@ class Head(nn.Module):
         self, pooled: dict[str, torch.Tensor], batch: Batch, tower: TowerName | None = None
     ) -> torch.Tensor:
         return self.call(
-            self.model, batch.dense, pooled, batch.sparse, tower, batch.side_features, batch.lengths
+            self.model,
+            batch.dense,
+            pooled,
+            batch.sparse,
+            tower,
+            batch.side_features,
+            batch.lengths,
+            batch.requests,
+            batch.dense_of_candidates,
         )
 
 

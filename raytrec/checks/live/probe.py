@@ -21,7 +21,7 @@ from raytrec.config.tables import QCommsSection
 from raytrec.data.batch import Batch
 from raytrec.embeddings.initial import initial_values
 from raytrec.embeddings.planner.qcomms import Rounding, backward_rounding, forward_rounding, gradient_factor
-from raytrec.embeddings.row_gradients import add_row_gradients, each_key, found
+from raytrec.embeddings.row_gradients import Key, add_row_gradients, each_id, each_key, found
 from raytrec.embeddings.tables import Table
 
 BAGS = 4  # of each feature and rank, in addition to the longest one
@@ -125,18 +125,23 @@ class Parity(Check):
         looking = is_looking(dist.get_rank(), dist.get_world_size(), self._turn)
         self._turn += 1
         first = (batch.weights > 0).nonzero().squeeze(1)[: BAGS if looking else 0]
-        features, sequences = self.run.schema.sparse, self.run.features.sequences
         return {
             feature: some_bags(
                 key,
-                first,
+                first[first < len(key.lengths)],
                 self.run.features.is_mean(feature),
                 self.run.device,
-                looking,
-                sequences.get(feature),
+                looking and len(key.lengths) > 0,
+                self.run.features.sequences.get(feature),
             )
-            for feature, key in zip(features, each_key(batch.sparse, len(features)), strict=True)
+            for feature, key in self._keys(batch)
         }
+
+    def _keys(self, batch: Batch) -> Iterator[tuple[str, Key]]:
+        """The ids of each feature; of candidates, each is a bag."""
+        schema = self.run.schema
+        for feature, key in zip(schema.sparse, each_key(batch.sparse, len(schema.sparse)), strict=True):
+            yield feature, each_id(key) if feature in schema.candidates else key
 
     def _wanted(self, bags: dict[str, Bags]) -> dict[str, torch.Tensor]:
         """Table → int64 [R], sorted: the rows that the bags of any rank hold."""
@@ -191,10 +196,8 @@ class Parity(Check):
     ) -> None:
         """Adds up what this rank's bags give to the gradient of rows, and the sizes of what is added up."""
         seen, features = self.run.taps.input, self.run.schema.sparse
-        for (feature, spec), key in zip(
-            features.items(), each_key(seen.batch.sparse, len(features)), strict=True
-        ):
-            gradient, table = seen.gradient.get(feature), spec.table
+        for feature, key in self._keys(seen.batch):
+            gradient, table = seen.gradient.get(feature), features[feature].table
             if gradient is None or not len(rows[table]):
                 continue
             grad_SD, slot = flat(gradient), slots(key, self.run.features.sequences.get(feature))

@@ -1,0 +1,127 @@
+"""Rows that are requests, as they are read: their candidates, and what is wrong with them."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from reading import DirectStream, batch_of, read
+from request_rows import CANDIDATES, LISTS, PARTS, SCHEMA, repeated, table
+
+from raytrec.common.errors import DataError, SchemaError
+from raytrec.config.schema import Schema
+from raytrec.data.decode import Faults
+from raytrec.data.fragments import scan
+from raytrec.data.order import Order
+from raytrec.data.read_plan import ReadPlan, TaskRows
+from raytrec.worker.nonfinite import dump
+
+TASK = TaskRows("y", "y", mask="shown", sample_weight="w")
+
+
+def write(path, rows=30, group=10, **columns):
+    made = table(rows, 1)
+    for name, values in columns.items():
+        place = made.column_names.index(name)
+        made = made.set_column(place, name, pa.array(values, made.schema.field(name).type))
+    pq.write_table(made, path, row_group_size=group)
+    return made
+
+
+def test_a_batch_has_the_candidates_of_its_rows_in_order(tmp_path):
+    made = write(tmp_path / "a.parquet")
+    batch = batch_of(*read(tmp_path / "a.parquet", ReadPlan(SCHEMA, tasks=(TASK,))), padding=2)
+    rows = repeated(made)
+    assert batch.requests.tolist() == rows["row"].to_pylist()
+    assert batch.labels[:, 0].tolist() == rows["y"].to_pylist()
+    assert batch.sparse["item"].values().tolist() == rows["item"].to_pylist()
+    price = np.float32((rows["price"].to_numpy() - 1) / 2)
+    assert np.allclose(batch.dense_of_candidates[:, 0], price, atol=1e-7)
+    assert np.allclose(batch.dense[:30, 0], made["age"]) and not batch.dense[:, 1].any()
+    assert np.allclose(batch.task_weights[:, 0], rows["w"].to_numpy() * rows["shown"].to_numpy())
+    assert batch.sparse["user"].values().tolist() == made["user"].to_pylist()
+    assert batch.weights.tolist() == [1] * 30 + [0] * 2 and batch.global_rows == 30
+
+
+def test_every_step_of_a_stream_has_what_it_would_have_had_from_the_start(tmp_path):
+    write(tmp_path / "a.parquet", 90)
+    data, order = scan(str(tmp_path), ReadPlan(SCHEMA)), Order(12, 4)
+    for rank in range(2):
+        stream = DirectStream(data, order, rank=rank, world=2)
+        whole, rest = list(stream.batches(1)), list(stream.batches(1, 3))
+        assert len(rest) == len(whole) - 3
+        for one, other in zip(whole[3:], rest, strict=True):
+            assert one.requests.equal(other.requests) and one.labels.equal(other.labels)
+            assert one.sparse["item"].values().equal(other.sparse["item"].values())
+
+
+@pytest.mark.parametrize(
+    "name,row,value,text",
+    [
+        ("price", 17, [1.0], "'price' has 1 values, and 'y' has"),
+        ("item", 25, list(range(9)), "'item' has 9 values, and 'y' has"),
+        ("shown", 3, [1] * 8, "'shown' has 8 values, and 'y' has"),
+        ("y", 12, None, "column 'y' has a null in place of a list"),
+        ("shop", 29, None, "column 'shop' has a null in place of a list"),
+        ("price", 8, [None, 1.0], "column 'price' has a null"),
+        ("y", 8, [2, 0], "label 'y' is 2"),
+        ("item", 8, [99, 0], "id 99 of feature 'item' is not in table 'item'"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_file_row_and_column(tmp_path, name, row, value, text):
+    rows = table(30, 1).to_pylist()
+    if row == 8:
+        for other in (*CANDIDATES, "shown"):
+            rows[8][other] = [0, 1]
+    else:
+        rows[row]["y"] = rows[row]["y"] if name == "y" else [0, 1]
+        for other in {*CANDIDATES, "shown"} - {"y", name}:
+            rows[row][other] = [0] * len(rows[row]["y"] or [])
+    rows[row][name] = value
+    pq.write_table(pa.Table.from_pylist(rows, table(30, 1).schema), tmp_path / "a.parquet", row_group_size=10)
+    plan = ReadPlan(SCHEMA, tasks=(TASK,))
+    with pytest.raises(DataError) as error:
+        read(tmp_path / "a.parquet", plan)
+    where = error.value.where
+    assert text in error.value.what
+    assert where.endswith(f"a.parquet, row group {row // 10}, column {name}, row {row % 10}"), where
+    kept = batch_of(*read(tmp_path / "a.parquet", plan, Faults(skip=True)))
+    assert kept.weights.sum() == 29 and row not in kept.requests.tolist()
+
+
+@pytest.mark.parametrize("name", ["y", "price", "item"])
+def test_a_column_of_candidates_is_a_list(tmp_path, name):
+    made = table(30, 1)
+    single = pa.array([1] * 30)
+    pq.write_table(made.set_column(made.column_names.index(name), name, single), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=f"'{name}', of candidates, is of type int64"):
+        scan(str(tmp_path), ReadPlan(SCHEMA))
+
+
+@pytest.mark.parametrize(
+    "named,text",
+    [
+        (["y", "prise"], "no label, dense column or sparse feature 'prise'; did you mean 'price'"),
+        (["y", "item", "tags"], "tags has weights or is a sequence"),
+        (["y", "item", "history"], "history has weights or is a sequence"),
+        (["y", "price"], "there is no sparse feature among them"),
+    ],
+)
+def test_a_schema_names_candidates_that_it_has(named, text):
+    with pytest.raises(SchemaError, match=text):
+        Schema.parse(PARTS | {"candidates": named}, "test")
+
+
+def test_the_text_of_a_schema_names_its_candidates():
+    assert Schema.parse(yaml.safe_load(SCHEMA.to_yaml()), "test") == SCHEMA
+    assert SCHEMA.part({"item", "user"}).candidates == ["y", "item"]
+
+
+def test_a_batch_that_is_kept_has_lists(tmp_path):
+    made = write(tmp_path / "a.parquet", 12)
+    batch = batch_of(*read(tmp_path / "a.parquet", ReadPlan(SCHEMA, tasks=(TASK,))), padding=1)
+    kept = pq.read_table(dump(batch, SCHEMA, str(tmp_path), 5, 0))
+    assert kept["y"].to_pylist() == made["y"].to_pylist()
+    assert kept["item"].to_pylist() == made["item"].to_pylist()
+    assert [len(price) for price in kept["price"].to_pylist()] == [len(y) for y in made["y"].to_pylist()]
+    assert set(kept.column_names) >= LISTS

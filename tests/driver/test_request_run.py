@@ -1,0 +1,103 @@
+"""A whole run over requests: trained, checked, resumed in an epoch, evaluated, predicted with, exported."""
+
+import json
+import shutil
+
+import checkpoints
+import numpy as np
+import parquet
+import pyarrow.parquet as pq
+import pytest
+import request_rows
+import small
+import torch
+
+from raytrec.common.errors import ConfigError, DataError
+from raytrec.config.run_config import load_config
+from raytrec.driver import run as driver
+from raytrec.driver.evaluation import evaluate
+from raytrec.driver.preflight import check_fit
+from raytrec.exporting.export import export
+from raytrec.prediction.predict import predict
+from raytrec.scoring.load import load as load_export
+
+MODEL = {"name": "din", "target": "item", "max_length": 5, "attention_mlp": [4], "top_mlp": [8]}
+TOWERS = {"name": "mf", "user": "user", "item": "item"}
+OFTEN = {"checks__every_steps": 2, "tracking__every_steps": 2, "checkpoint__every_steps": 5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Requests, and in flat/ a row for each candidate."""
+    folder = tmp_path_factory.mktemp("requests")
+    for seed, (split, rows) in enumerate({"train": 300, "valid": 101, "test": 103}.items()):
+        made = request_rows.table(rows, seed)
+        for place, of in (folder, made), (folder / "flat", request_rows.repeated(made)):
+            (place / split).mkdir(parents=True)
+            pq.write_table(of, place / split / "a.parquet", row_group_size=50)
+    (folder / "schema.yaml").write_text(request_rows.SCHEMA.to_yaml())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder, ray_cluster, tmp_path_factory):
+    values = parquet.settings(folder, tmp_path_factory.mktemp("run") / "run", data__global_batch_size=32)
+    values |= {"model": MODEL}
+    for key, value in OFTEN.items():
+        section, _, name = key.partition("__")
+        values.setdefault(section, {})[name] = value
+    return driver.train(values)
+
+
+def test_its_checks_pass_and_it_counts_requests(run):
+    checks = [json.loads(line) for line in (run.path / "checks.jsonl").read_text().splitlines()]
+    assert {line["check"] for line in checks if line["passed"]} >= {"parity", "conservation"}
+    assert all(line["passed"] for line in checks)
+    assert run.metrics["eval.rows"] == 103
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_that_is_resumed_within_an_epoch_ends_as_it_would_have(run, tmp_path, workers):
+    other = tmp_path / "run"
+    shutil.copytree(run.path, other)
+    (other / "result.json").unlink()
+    shutil.rmtree(checkpoints.newest(other))
+    driver.train(None, [f"scaling.num_workers={workers}"], resume=other)
+    one, new = (checkpoints.whole(checkpoints.newest(place)) for place in (run.path, other))
+    for name, values in one.items():
+        torch.testing.assert_close(new[name], values, rtol=0, atol=1e-5 if workers == 1 else 0)
+
+
+def test_rows_of_single_candidates_are_scored_and_exported(run, folder, tmp_path):
+    flat = folder / "flat" / "test"
+    predict(run.path, flat, tmp_path / "out", columns=["y"])
+    out = pq.read_table(tmp_path / "out")
+    export(run.path, tmp_path / "export", data=str(flat))
+    rows = pq.read_table(flat).drop(["y"])
+    scores = load_export(tmp_path / "export").predict(rows)
+    assert len(out) == rows.num_rows
+    assert np.allclose(out["score"].to_numpy(), np.asarray(scores["score"]), atol=1e-6)
+    figures = evaluate(run.path, str(folder / "test"), workers=1).metrics
+    label, score = (out[name].to_numpy().astype(np.float64) for name in ("y", "score"))
+    loss = -np.mean(label * np.log(score) + (1 - label) * np.log(1 - score))
+    assert figures["eval.logloss"] == pytest.approx(loss, abs=1e-6) and figures["eval.rows"] == 103
+    for command in (predict, export):
+        with pytest.raises(DataError, match="has a list of candidates"):
+            command(run.path, **{"data": str(folder / "test"), "out": str(tmp_path / "other")})
+
+
+@pytest.mark.parametrize(
+    "key,changes",
+    [
+        ("model.lookup_l2", {"model": {"name": "dlrm", "lookup_l2": {"user": 0.1}}}),
+        ("tasks[0].loss", {"tasks": [{"loss": "bpr", "group": "g"}]}),
+        ("eval.retrieval", {"model": TOWERS, "eval": {"retrieval": {"items": "x", "item": "item"}}}),
+        ("train.compile=graphs", {"train": {"compile": "graphs"}}),
+    ],
+)
+def test_what_is_not_made_for_requests_is_refused(key, changes):
+    config = small.config(1, {}).model_dump(by_alias=True) | changes
+    config["data"] |= {"reserve_columns": ["g"], "valid": "unused"}
+    with pytest.raises(ConfigError) as error:
+        check_fit(load_config(config), request_rows.SCHEMA, here=False)
+    assert error.value.where == key

@@ -1,0 +1,82 @@
+"""Requests with 0 to 5 candidates each, and the same with a row for each candidate."""
+
+import numpy as np
+import pyarrow as pa
+
+from raytrec.config.schema import Schema
+
+CANDIDATES = ["y", "price", "item", "shop"]
+PARTS = {
+    "labels": ["y"],
+    "dense": ["age", "price", "hour"],
+    "scale": {"price": {"mean": 1.0, "std": 2.0}},
+    "sparse": {
+        "user": {"table": "user"},
+        "history": {"table": "item", "pooling": "sequence"},
+        "tags": {"table": "tag", "pooling": "mean", "weights": "tag_weights"},
+        "item": {"table": "item"},
+        "shop": {"table": "shop", "pooling": "mean"},
+    },
+    "tables": {
+        "user": {"rows": 40, "dim": 8},
+        "item": {"rows": 30, "dim": 8},
+        "tag": {"rows": 7, "dim": 8},
+        "shop": {"rows": 5, "dim": 8},
+    },
+}
+REPEATED = Schema.parse(PARTS, "repeated")
+SCHEMA = Schema.parse(PARTS | {"candidates": CANDIDATES}, "requests")
+LISTS = frozenset({"history"})
+
+
+def table(rows, seed, most=5):
+    """Requests as a file has them; one in six has no candidate."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, most + 1, rows)
+
+    def lists(lengths, draw):
+        return [draw(n).tolist() for n in lengths]
+
+    tags = rng.integers(0, 4, rows)
+    return pa.table(
+        {
+            "user": rng.integers(0, 40, rows),
+            "age": rng.normal(size=rows),
+            "hour": rng.normal(size=rows),
+            "history": lists(rng.integers(0, 9, rows), lambda n: rng.integers(0, 30, n)),
+            "tags": lists(tags, lambda n: rng.integers(0, 7, n)),
+            "tag_weights": lists(tags, lambda n: rng.random(n)),
+            "row": np.arange(rows),
+            "w": rng.random(rows),
+            "y": lists(counts, lambda n: rng.integers(0, 2, n)),
+            "price": lists(counts, lambda n: rng.normal(size=n)),
+            "item": lists(counts, lambda n: rng.integers(0, 30, n)),
+            "shop": lists(counts, lambda n: rng.integers(0, 5, n)),
+            "shown": lists(counts, lambda n: rng.integers(0, 2, n)),
+        }
+    )
+
+
+def repeated(requests):
+    """A row for each candidate."""
+    rows = requests.to_pylist()
+    listed = [*CANDIDATES, "shown"]
+    found = [row | {k: row[k][i] for k in listed} for row in rows for i in range(len(row["y"]))]
+    kinds = [(f.name, f.type.value_type if f.name in listed else f.type) for f in requests.schema]
+    return pa.Table.from_pylist(found, pa.schema(kinds))
+
+
+def batch_of(requests, schema, features=None, padding=0, plan=None, global_rows=None):
+    """A Batch of a table, as a run reads it."""
+    from raytrec.data.assemble import Rows
+    from raytrec.data.collate import Collator
+    from raytrec.data.columns import Place
+    from raytrec.data.form import Form
+    from raytrec.data.read_plan import ReadPlan
+    from raytrec.data.rows import canonical
+
+    form = Form(plan or ReadPlan(schema), lists=LISTS)
+    made = canonical(requests, form, Place("test", 0, 0)).combine_chunks().to_batches()
+    rows = requests.num_rows
+    pieces = [Rows.of(piece) for piece in made]
+    return Collator(form, features)(pieces, rows + padding, global_rows or rows)

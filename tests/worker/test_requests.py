@@ -1,0 +1,157 @@
+"""Requests with lists of candidates train what rows of single candidates do, and plain torch."""
+
+from functools import partialmethod
+
+import pytest
+import request_rows as of_requests
+import small
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import nn
+
+STEPS, ROWS = 4, 12
+TASKS = [
+    {"label": "y", "metrics": ["auc", "logloss"]},
+    {"label": "y", "name": "seen", "mask": "shown", "sample_weight": "w"},
+]
+TOWERS = {"query": ["user", "age", "hour", "history", "tags"], "item": ["item", "price", "shop"]}
+MODELS = {
+    "two_tower": {"name": "two_tower", "towers": TOWERS, "tower_mlp": [6, 4]},
+    "dlrm": {"bottom_mlp": [6], "top_mlp": [6]},
+    "dcn": {"name": "dcn", "top_mlp": [6], "cross_layers": 2},
+    "din": {"name": "din", "target": "item", "max_length": 5, "attention_mlp": [4], "top_mlp": [6]},
+    "bst": {"name": "bst", "target": "item", "max_length": 5, "heads": 2, "feedforward": 8, "top_mlp": [6]},
+    "sasrec": {"name": "sasrec", "history": "history", "item": "item", "max_length": 5, "dropout": 0.0},
+    "mf": {"name": "mf", "user": "user", "item": "item"},
+}
+
+
+def parts(step, rank, world):
+    """This rank's requests of a global batch, of unequal numbers; rank 0 of three has none in step 1."""
+    whole = of_requests.table(ROWS, step)
+    bounds = small_cuts(world, "empty" if world == 3 and step == 1 else "unequal")
+    return whole, whole.slice(bounds[rank], bounds[rank + 1] - bounds[rank]), bounds
+
+
+def small_cuts(world, balance):
+    from raytrec.checks.parity.batches import cuts
+
+    return cuts(ROWS, world, balance)
+
+
+def run(rank, world, name, form, tasks=TASKS, optimizer="rowwise_adagrad", **train):
+    """(weights before, after, losses of steps, figures of an evaluation) of one form of the rows."""
+    from raytrec.config.features import resolve_features
+    from raytrec.metrics.selection import Selection
+    from raytrec.metrics.sums import Sums
+    from raytrec.tasks.columns import read_plan
+    from raytrec.tasks.task import resolve_tasks
+
+    schema = of_requests.SCHEMA if form == "requests" else of_requests.REPEATED
+    kinds = ["row_wise", "table_wise"]
+    config = small.config(world, kinds, optimizer, tasks=tasks, model=MODELS[name], **train)
+    features, learned = resolve_features(schema, config.model), resolve_tasks(config.tasks, schema)
+    on_gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    plan = read_plan(learned, schema)
+    made = []
+    for number in range(STEPS):
+        whole, mine, bounds = parts(number, rank, world)
+        if form == "repeated":
+            whole, mine = of_requests.repeated(whole), of_requests.repeated(mine)
+        padding = ROWS - (bounds[rank + 1] - bounds[rank]) if form == "requests" else 99 - mine.num_rows
+        made.append(
+            of_requests.batch_of(mine, schema, features, padding, plan=plan, global_rows=whole.num_rows)
+        )
+    made = [batch.pin_memory() for batch in made] if on_gpu else made
+    step = small.build(config, schema, device)
+    sums, losses, before = Sums(Selection(learned), device), [], small.weights_of(step)
+    for outputs in step.train(iter(made), STEPS):
+        sums.add(outputs)
+        losses.append(sums.reduce()["loss"])
+    sums = Sums(Selection(learned), device)
+    for outputs in step.evaluate(iter(made)):
+        sums.add(outputs)
+    after = {name: values.cpu() for name, values in small.weights_of(step).items()}
+    return {name: values.cpu() for name, values in before.items()}, after, losses, sums.reduce()
+
+
+def compiled(rank, world, name):
+    """The same with train.compile."""
+    plain = nn.Module.compile
+    nn.Module.compile = partialmethod(plain, backend="aot_eager")
+    torch.compiler.reset()
+    try:
+        return run(rank, world, name, "requests", compile=True)
+    finally:
+        nn.Module.compile = plain
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_requests_train_what_their_repeated_rows_do(name, world):
+    ours = on_ranks(world, run, name, "requests")
+    theirs = on_ranks(world, run, name, "repeated")
+    (before, after, losses, figures), (others_before, others, their_losses, their_figures) = (
+        ours[0],
+        theirs[0],
+    )
+    assert small.largest_difference(before, others_before) == 0
+    assert small.largest_difference(after, others) <= 1e-6
+    assert small.largest_difference(after, before) > 1e-3
+    assert losses == pytest.approx(their_losses, abs=1e-6)
+    assert figures.pop("rows") == ROWS * STEPS and their_figures.pop("rows") != ROWS * STEPS
+    assert figures == pytest.approx(their_figures, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["two_tower", "dcn", "din", "sasrec"])
+def test_requests_train_alike_on_gpus_and_compiled(name):
+    one = on_ranks(2, run, name, "requests")[0]
+    for other in on_ranks(2, run, name, "requests", device="cuda")[0], on_ranks(2, compiled, name)[0]:
+        assert small.largest_difference(one[1], other[1]) <= 1e-5
+        assert other[2] == pytest.approx(one[2], abs=1e-5)
+        assert other[3] == pytest.approx(one[3], abs=1e-5)
+
+
+def plain_logits(weights, request):
+    """The two towers written once more from their definition, for each candidate of a request."""
+
+    def tower(name, x):
+        for layer in ("hidden.0", "last"):
+            names = (f"towers.{name}.{layer}.{part}" for part in ("weight", "bias"))
+            x = nn.functional.linear(x.relu() if layer == "last" else x, *(weights[n] for n in names))
+        return x
+
+    def mean(table, ids, factors):
+        total = sum((f * weights[table][i] for i, f in zip(ids, factors, strict=True)), torch.zeros(8))
+        return total / (sum(factors) or 1)
+
+    dense = torch.tensor([request["age"], request["hour"]], dtype=torch.float32)
+    history = mean("item", request["history"], [1.0] * len(request["history"]))
+    tags = mean("tag", request["tags"], request["tag_weights"])
+    query = tower("query", torch.cat([dense, weights["user"][request["user"]], history, tags]))
+    found = []
+    for price, item, shop in zip(request["price"], request["item"], request["shop"], strict=True):
+        scaled = torch.tensor([(price - 1) / 2], dtype=torch.float32)
+        vector = tower("item", torch.cat([scaled, weights["item"][item], weights["shop"][shop]]))
+        found.append(weights["scale"] * query @ vector + weights["bias"])
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_requests_train_what_plain_torch_does(world):
+    before, after, losses, _ = on_ranks(world, run, "two_tower", "requests", TASKS[:1], "sgd")[0]
+    weights = {name: nn.Parameter(values.clone()) for name, values in before.items()}
+    optimizer, expected = torch.optim.SGD(weights.values(), lr=0.1), []
+    for step in range(STEPS):
+        requests = of_requests.table(ROWS, step).to_pylist()
+        logits = torch.stack([logit for request in requests for logit in plain_logits(weights, request)])
+        labels = torch.tensor([y for request in requests for y in request["y"]], dtype=torch.float32)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, abs=1e-6)
+    assert small.largest_difference(after, {n: p.detach() for n, p in weights.items()}) <= 1e-6
