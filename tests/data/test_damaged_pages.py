@@ -43,7 +43,7 @@ def places(path):
     """(column, its pages) in the order of the file."""
     footer, file = pq.read_metadata(path), pa.OSFile(str(path))
     for i in range(footer.num_columns):
-        found = pages._pages((str(path), file.size(), 0), footer, 0, i)
+        found = pages._pages(pages._Cut((str(path), file.size(), 0), footer, 0, 0, 0), i)
         found.look_up(lambda at, size: file.read_at(size, at))
         yield footer.schema.column(i).path.removesuffix(".list.element"), found
 
