@@ -184,11 +184,10 @@ def _one_for_each(
 ) -> pa.Array:
     """The flat values of a column of lists as long as those of a feature's ids."""
     ends, flat = unnest(one_array(column))
-    if not np.array_equal(offsets, ends):
-        lengths, ids = np.diff(ends), np.diff(offsets)
-        row = int((lengths != ids).argmax())
+    if unlike := first_unlike(ends, offsets):
+        row, length, ids = unlike
         raise DataError(
-            f"'{name}' has {lengths[row]} values for {ids[row]} ids of '{feature}'",
+            f"'{name}' has {length} values for {ids} ids of '{feature}'",
             where=place.of(name, row),
             expected="one value for each id",
         )
@@ -201,6 +200,19 @@ def _one_for_each(
             do="correct the data; or skip such rows: data.on_error=skip",
         )
     return flat
+
+
+def first_unlike(ends: np.ndarray, offsets: np.ndarray) -> tuple[int, int, int] | None:
+    """The first row whose lists have different lengths, and these; None: there is none.
+
+    Args:
+        ends, offsets: of two columns of lists, int32 [n + 1] from 0.
+    """
+    if np.array_equal(ends, offsets):
+        return None
+    lengths, others = np.diff(ends), np.diff(offsets)
+    row = int((lengths != others).argmax())
+    return row, int(lengths[row]), int(others[row])
 
 
 def rows_of(offsets: np.ndarray) -> Callable[[int], int]:

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from raytrec.common.errors import DataError
 from raytrec.config.schema import scalar
 from raytrec.data.arrow import is_list, one_array, unnest
-from raytrec.data.columns import Place, rows_of
+from raytrec.data.columns import Place, first_unlike, rows_of
 from raytrec.data.form import Form
 
 
@@ -59,11 +59,10 @@ def candidates_of(table: pa.Table, form: Form, place: Place) -> tuple[pa.Table, 
             )
         ends, values = unnest(array)
         offsets, first = (ends, name) if offsets is None else (offsets, first)
-        if not np.array_equal(offsets, ends):
-            lengths, others = np.diff(ends), np.diff(offsets)
-            row = int((lengths != others).argmax())
+        if unlike := first_unlike(ends, offsets):
+            row, length, other = unlike
             raise DataError(
-                f"'{name}' has {lengths[row]} values, and '{first}' has {others[row]}",
+                f"'{name}' has {length} values, and '{first}' has {other}",
                 where=place.of(name, row),
                 expected="one value for each candidate of the row",
                 do=f"correct the data, or schema.yaml, candidates: [{scalar(first)}, {scalar(name)}, …]",
