@@ -8,14 +8,14 @@ To each it answers with a line, [seconds, CPU seconds], of collating and trainin
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
-from rank_group import join_group, time_steps
+from rank_group import batches_of, serve_steps
 
 DIM, REQUESTS, PIECES, COLUMNS = 16, 256, 4, 100
 ITEMS, SHOWN = {"item": {"rows": 3706, "dim": DIM}, "user": {"rows": 6040, "dim": DIM}}, 5
@@ -79,54 +79,42 @@ def repeated(requests: pa.Table, candidates: list[str], count: int) -> pa.Table:
     return pa.table(columns)
 
 
-class Side:
-    """A model, and batches of rows for it.
+def build(rank: int, world: int, case: str, grouped: bool) -> tuple[Any, Iterator[Any]]:
+    """(Step, its batches).
 
     Args:
         grouped: a row is a request; else one of its candidates.
     """
+    from raytrec.config.features import resolve_features
+    from raytrec.config.run_config import RunConfig
+    from raytrec.config.schema import Schema
+    from raytrec.data.assemble import Rows
+    from raytrec.data.collate import Collator
+    from raytrec.data.columns import Place
+    from raytrec.data.form import Form
+    from raytrec.data.read_plan import ReadPlan
+    from raytrec.data.rows import canonical
+    from raytrec.worker.build import build_step
 
-    def __init__(self, rank: int, world: int, case: str, grouped: bool):
-        from raytrec.config.features import resolve_features
-        from raytrec.config.run_config import RunConfig
-        from raytrec.config.schema import Schema
-        from raytrec.data.assemble import Rows
-        from raytrec.data.collate import Collator
-        from raytrec.data.columns import Place
-        from raytrec.data.form import Form
-        from raytrec.data.read_plan import ReadPlan
-        from raytrec.data.rows import canonical
-        from raytrec.worker.build import build_step
-
-        parts, model, candidates, count = CASES[case]
-        named = {"candidates": ["label", *candidates]} if grouped else {}
-        schema = Schema.parse({"labels": ["label"], **parts, **named}, case)
-        self._rows = REQUESTS if grouped else REQUESTS * count
-        config = RunConfig.model_validate(
-            {
-                "data": {"train": "unused", "global_batch_size": self._rows * world},
-                "scaling": {"num_workers": world},
-                "model": model,
-            }
-        )
-        form = Form(ReadPlan(schema), lists=frozenset({"history"}) & set(schema.sparse))
-        tables = [requests_of(case, PIECES * rank + i) for i in range(PIECES)]
-        tables = tables if grouped else [repeated(table, candidates, count) for table in tables]
-        read = [canonical(table, form, Place(case, 0, 0)).combine_chunks() for table in tables]
-        self._pieces = [Rows.of(table.to_batches()[0]) for table in read]
-        self._collate = Collator(form, resolve_features(schema, config.model))
-        self._world, self._at = world, 0
-        self._step, _ = build_step(config, schema, torch.device("cpu"))
-
-    def train(self, steps: int) -> tuple[float, float]:
-        """(seconds, CPU seconds) of so many steps."""
-        return time_steps(self._step, self._batches(), steps)
-
-    def _batches(self) -> Any:
-        while True:
-            rows = self._pieces[self._at % PIECES]
-            yield self._collate([rows], self._rows, self._rows * self._world, self._at)
-            self._at += 1
+    parts, model, candidates, count = CASES[case]
+    named = {"candidates": ["label", *candidates]} if grouped else {}
+    schema = Schema.parse({"labels": ["label"], **parts, **named}, case)
+    rows = REQUESTS if grouped else REQUESTS * count
+    config = RunConfig.model_validate(
+        {
+            "data": {"train": "unused", "global_batch_size": rows * world},
+            "scaling": {"num_workers": world},
+            "model": model,
+        }
+    )
+    form = Form(ReadPlan(schema), lists=frozenset({"history"}) & set(schema.sparse))
+    tables = [requests_of(case, PIECES * rank + i) for i in range(PIECES)]
+    tables = tables if grouped else [repeated(table, candidates, count) for table in tables]
+    read = [canonical(table, form, Place(case, 0, 0)).combine_chunks() for table in tables]
+    pieces = [Rows.of(table.to_batches()[0]) for table in read]
+    collate = Collator(form, resolve_features(schema, config.model))
+    step, _ = build_step(config, schema, torch.device("cpu"))
+    return step, batches_of(collate, pieces, rows, rows * world)
 
 
 def serve(rank: int, world: int, store: str) -> None:
@@ -134,16 +122,7 @@ def serve(rank: int, world: int, store: str) -> None:
     from raytrec.common.memory import keep_memory
 
     keep_memory()  # as runs do
-    join_group(rank, world, store)
-    side = None
-    for line in sys.stdin:
-        told = json.loads(line)
-        if "case" in told:
-            side = Side(rank, world, told["case"], told["grouped"])
-            answer = side.train(2)
-        else:
-            answer = side.train(told["steps"])
-        print(json.dumps(answer), flush=True)
+    serve_steps(rank, world, store, lambda told: build(rank, world, told["case"], told["grouped"]))
 
 
 if __name__ == "__main__":

@@ -52,9 +52,7 @@ SMALLEST = {("hstu", "MovieLens-1M"): ML1M | {"rows": 4}}
 def measure(sides: dict[str, Ranks], model: str, shape: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Tokens (ids of histories) a second, and CPU-µs of a token over all processes, of each side."""
     shape = shape | {"model": model}
-    begun = {
-        side: ranks.tell(shape=shape, plain=SIDES[side], steps=2)["s"] / 2 for side, ranks in sides.items()
-    }
+    begun = {side: ranks.tell(shape=shape, plain=SIDES[side])["s"] / 2 for side, ranks in sides.items()}
     tokens = int(lengths_of(shape).sum())
     found = take_turns(sides, begun, rounds, tokens, turn_s=0.8)
     return {

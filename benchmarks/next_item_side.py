@@ -8,7 +8,6 @@ it answers with a line, [seconds, CPU seconds], of collating and training togeth
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from itertools import cycle
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from next_item_plain import PlainStep, padded
-from rank_group import join_group, time_steps
+from rank_group import serve_steps
 
 PIECES = 4  # batches, that are trained over and over
 
@@ -99,13 +98,11 @@ def plain_of(shape: dict[str, Any]) -> tuple[Any, Iterator[Any]]:
 
 def serve(rank: int, world: int, store: str) -> None:
     """Does what the lines say, until there are none."""
-    join_group(rank, world, store)
-    for line in sys.stdin:
-        told = json.loads(line)
-        if "shape" in told:
-            shape, plain = told["shape"], told["plain"]
-            step, batches = plain_of(shape) if plain else raytrec_of(shape, rank, world)
-        print(json.dumps(time_steps(step, batches, told["steps"])), flush=True)
+
+    def of(told: dict[str, Any]) -> tuple[Any, Iterator[Any]]:
+        return plain_of(told["shape"]) if told["plain"] else raytrec_of(told["shape"], rank, world)
+
+    serve_steps(rank, world, store, of)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
+from itertools import cycle
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -67,6 +68,24 @@ def time_steps(step: Any, batches: Iterator[Any], steps: int) -> tuple[float, fl
     for _ in step.train(batches, steps):
         pass
     return perf_counter() - began, process_time() - used
+
+
+def batches_of(collate: Any, pieces: list[Any], rows: int, global_rows: int) -> Iterator[Any]:
+    """Batches of these pieces of rows, over and over, without end."""
+    return (collate([piece], rows, global_rows, at) for at, piece in enumerate(cycle(pieces)))
+
+
+def serve_steps(
+    rank: int, world: int, store: str, build: Callable[[dict], tuple[Any, Iterator[Any]]]
+) -> None:
+    """Does what the lines of JSON say, until there are none: {"steps"} trains so many steps; of any other,
+    `build` makes a Step and its batches, of which two are trained."""
+    join_group(rank, world, store)
+    for line in sys.stdin:
+        told = json.loads(line)
+        if "steps" not in told:
+            step, batches = build(told)
+        print(json.dumps(time_steps(step, batches, told.get("steps", 2))), flush=True)
 
 
 def take_turns(

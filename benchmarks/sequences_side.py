@@ -8,13 +8,13 @@ To each it answers with a line, [seconds, CPU seconds], of collating and trainin
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from rank_group import join_group, time_steps
+from rank_group import batches_of, serve_steps
 from torch import nn
 
 DIM, ROWS, BATCH, PIECES = 16, 100_000, 512, 4
@@ -36,51 +36,39 @@ class Means(nn.Module):
         return self.logit(torch.cat([mean_BD, inputs["item"]], 1)).squeeze(1)
 
 
-class Side:
-    """A model, and batches of rows for it.
+def build(rank: int, world: int, length: int | None, ids: int) -> tuple[Any, Iterator[Any]]:
+    """(Step, its batches).
 
     Args:
         length: how many ids are read, at most; None: the mean of all.
     """
+    from raytrec.config.features import resolve_features
+    from raytrec.config.run_config import RunConfig
+    from raytrec.config.schema import Schema
+    from raytrec.data.assemble import Rows
+    from raytrec.data.collate import Collator
+    from raytrec.data.form import Form
+    from raytrec.data.read_plan import ReadPlan
+    from raytrec.worker.build import build_step
 
-    def __init__(self, rank: int, world: int, length: int | None, ids: int):
-        from raytrec.config.features import resolve_features
-        from raytrec.config.run_config import RunConfig
-        from raytrec.config.schema import Schema
-        from raytrec.data.assemble import Rows
-        from raytrec.data.collate import Collator
-        from raytrec.data.form import Form
-        from raytrec.data.read_plan import ReadPlan
-        from raytrec.worker.build import build_step
-
-        history = {"table": "item", "pooling": "sequence"}
-        sparse = {"item": {"table": "item"}, "history": history}
-        tables = {"item": {"rows": ROWS, "dim": DIM}}
-        values = {"labels": ["y"], "dense": [], "sparse": sparse, "tables": tables}
-        schema = Schema.parse(values, "sequences")
-        config = RunConfig.model_validate(
-            {
-                "data": {"train": "unused", "global_batch_size": BATCH * world},
-                "scaling": {"num_workers": world},
-                "model": {"name": "sequences_side:Means", "max_length": length},
-                "plan": {"tables": TABLES},
-            }
-        )
-        form = Form(ReadPlan(schema), lists=frozenset({"history"}))
-        self._rows = [Rows.of(rows_of(form, ids, PIECES * rank + i)) for i in range(PIECES)]
-        self._collate = Collator(form, resolve_features(schema, config.model))
-        self._world, self._at = world, 0
-        self._step, _ = build_step(config, schema, torch.device("cpu"))
-
-    def train(self, steps: int) -> tuple[float, float]:
-        """(seconds, CPU seconds) of so many steps."""
-        return time_steps(self._step, self._batches(), steps)
-
-    def _batches(self) -> Any:
-        while True:
-            rows = self._rows[self._at % PIECES]
-            yield self._collate([rows], BATCH, BATCH * self._world, self._at)
-            self._at += 1
+    history = {"table": "item", "pooling": "sequence"}
+    sparse = {"item": {"table": "item"}, "history": history}
+    tables = {"item": {"rows": ROWS, "dim": DIM}}
+    values = {"labels": ["y"], "dense": [], "sparse": sparse, "tables": tables}
+    schema = Schema.parse(values, "sequences")
+    config = RunConfig.model_validate(
+        {
+            "data": {"train": "unused", "global_batch_size": BATCH * world},
+            "scaling": {"num_workers": world},
+            "model": {"name": "sequences_side:Means", "max_length": length},
+            "plan": {"tables": TABLES},
+        }
+    )
+    form = Form(ReadPlan(schema), lists=frozenset({"history"}))
+    pieces = [Rows.of(rows_of(form, ids, PIECES * rank + i)) for i in range(PIECES)]
+    collate = Collator(form, resolve_features(schema, config.model))
+    step, _ = build_step(config, schema, torch.device("cpu"))
+    return step, batches_of(collate, pieces, BATCH, BATCH * world)
 
 
 def rows_of(form: Any, ids: int, seed: int) -> Any:
@@ -95,16 +83,11 @@ def rows_of(form: Any, ids: int, seed: int) -> Any:
 
 def serve(rank: int, world: int, store: str) -> None:
     """Does what the lines say, until there are none."""
-    join_group(rank, world, store)
-    side = None
-    for line in sys.stdin:
-        told = json.loads(line)
-        if "length" in told:
-            side = Side(rank, world, told["length"] if told["by_id"] else None, told["ids"])
-            answer = side.train(2)
-        else:
-            answer = side.train(told["steps"])
-        print(json.dumps(answer), flush=True)
+
+    def of(told: dict[str, Any]) -> tuple[Any, Iterator[Any]]:
+        return build(rank, world, told["length"] if told["by_id"] else None, told["ids"])
+
+    serve_steps(rank, world, store, of)
 
 
 if __name__ == "__main__":
