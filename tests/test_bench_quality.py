@@ -1,6 +1,7 @@
 """`make quality` in parts: its rows, what interruptions leave, budgets, the table in the documents."""
 
 import json
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,7 @@ def measured(quality, monkeypatch, tmp_path):
 
 
 def test_each_row_has_a_configuration_that_gives_its_figures(quality):
-    rows = [row for row in quality.read_rows() if row.model != quality.LOGISTIC]
+    rows = [row for row in quality.read_rows() if row.model not in quality.RIVALS]
     there = {path.stem for path in quality.JOBS.glob("*.yaml") if not path.stem.endswith(".schema")}
     assert {row.name for row in rows} == there and len(rows) == len(there)
     for row in rows:
@@ -118,7 +119,7 @@ def test_the_table(quality):
         ("toys", "mf", "a", "0.5000 ± 0.1414", "2", "0.5", "12,345", "1,000", "10"),
         ("", "", "b", "1.0000 ± 0.0000", "2", "", "", "", ""),
     ]
-    logistic = replace(row, model=quality.LOGISTIC)
+    logistic = replace(row, model="logistic regression")
     without = {name: value for name, value in runs[1].items() if name != "rows_per_s"}
     (line, _) = lines_of([logistic], {"toys_logistic": {"runs": [without]}})
     assert line[5:] == ("0.5", "12,345", "", "10")
@@ -147,6 +148,34 @@ def test_logistic_regression(quality, monkeypatch, tmp_path):
     quality.measure(row, folder, 5, 100.0)
     alone = quality.measure_logistic(folder, {"AUC": "income"}, ["race", "sex"])
     assert alone["figures"]["AUC"] < 1 and alone["parameters"] < run["parameters"]
+
+
+def test_popularity(quality, tmp_path):
+    from quality_rivals import DAY_S, DAYS
+    from quality_sources import write_sources
+
+    write_sources(tmp_path)
+    row = quality.chosen(quality.read_rows(), "ml100k_time_popularity")[0]
+    folder = quality.prepare(row, tmp_path, tmp_path / "out")
+    items = {item["item_key"]: item["item"] for item in pq.read_table(folder / "items").to_pylist()}
+    lines = (tmp_path / "ml-100k/u.data").read_text().splitlines()
+    met = [(int(when), items[int(item)]) for _, item, _, when in map(str.split, lines)]
+
+    def figures(split, days):
+        places = []
+        for held in pq.read_table(folder / split).to_pylist():
+            counts = dict.fromkeys(items.values(), 0.0)
+            for when, item in met:
+                if when < held["time"]:
+                    counts[item] += 1e-6 + (when >= held["time"] - days * DAY_S)
+            own = counts[held["item"]]
+            places.append(sum(n > own for item, n in counts.items() if item not in held["seen"]))
+        of_top = [1 / math.log2(place + 2) for place in places if place < 10]
+        return len(of_top) / len(places), sum(of_top) / len(places)
+
+    best = max(DAYS, key=lambda days: figures("valid", days)[1])
+    found = quality.RIVALS["popularity"](folder, row.metrics, [])["figures"]
+    assert list(found.values()) == pytest.approx(figures("test", best))
 
 
 def test_made_up_sources_are_what_the_recipes_read(quality, tmp_path):

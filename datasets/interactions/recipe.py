@@ -4,11 +4,12 @@ Rows of train, valid and test:
 
     label         1: the user met the item; 0: a candidate or a drawn negative
     user, item    ids from 0, in the order in which they appear in the source
-    history       what the user met before, the most recent last (rows.py: of which splits)
+    history       what the user met before, the most recent last (rows.py: of which splits); with --split
+                  time and --negatives 0 up to the row itself, as a service would know it
     history_time  when, if the source has times
     time          of the row, if the source has times; of a candidate that of a row of its user
     item_count    how often the item occurs in train, at least 1
-    seen          with --negatives 0, in valid and test: all that the user met in the splits before
+    seen          with --negatives 0, in valid and test: all that the user met before
     …             side features of users and items, where a recipe has some
 
 items/ has a row for each item: item, item_key (what the source calls it), item_count and side features;
@@ -27,7 +28,7 @@ from raytrec_datasets.interactions.events import TEST, VALID, Columns, Interacti
 from raytrec_datasets.interactions.layouts import read_interactions
 from raytrec_datasets.interactions.rows import Rows
 from raytrec_datasets.interactions.sides import Sides, read_sides
-from raytrec_datasets.interactions.splits import divide
+from raytrec_datasets.interactions.splits import BY_TIME, divide
 from raytrec_datasets.writing import Output, SplitWriter, progress
 
 from raytrec.common.errors import ConfigError
@@ -124,8 +125,10 @@ def write_rows(output: Output, data: Interactions, chosen: Choices, sides: Sides
     of_item = {side.name: side.of(data.items) for side in sides.item}
     inputs = {side.name for side in sides.features}
     in_rows = ({name: v for name, v in of.items() if name in inputs} for of in (of_user, of_item))
+    ranked = not chosen.negatives
+    go_on = ranked and chosen.split == BY_TIME
     rows = Rows(
-        data, split, chosen.max_length, chosen.seed, *in_rows, not chosen.negatives, chosen.with_valid
+        data, split, chosen.max_length, chosen.seed, *in_rows, ranked, chosen.with_valid, go_on
     )
     with output, progress("interactions", len(data)) as advance:
         each = chosen.rows == "each"

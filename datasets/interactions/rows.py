@@ -62,7 +62,8 @@ class Rows:
 
     The history of a row of train is what its user met in train before it; that of a row of valid, everything
     in train; and of test, in train and valid: the last `length` of it. Rows of a user in valid or test have
-    one history, so that they can be ranked against each other.
+    one history, so that they can be ranked against each other; if they `go_on`, each has what its user met
+    before it, in its own split, too.
 
     Args:
         data: in the order of Interactions.order.
@@ -72,6 +73,7 @@ class Rows:
         of_user, of_item: side features: column → a value for each id.
         seen: rows of valid and test have all that their user met in the splits before.
         with_valid: train has what is in valid, too.
+        go_on: histories go on in valid and test; not with candidates.
     """
 
     def __init__(
@@ -84,15 +86,16 @@ class Rows:
         of_item: dict[str, pa.Array] | None = None,
         seen: bool = False,
         with_valid: bool = False,
+        go_on: bool = False,
     ):
         self._data, self._split, self._length, self._seed = data, split, length, seed
-        self._seen = seen
+        self._seen, self._go_on = seen, go_on
         self._sides = (of_user or {}, of_item or {})
         self._trained = split <= (VALID if with_valid else TRAIN)
         self._past = {
             TRAIN: Past(data, self._trained),
-            VALID: Past(data, split == TRAIN),
-            TEST: Past(data, split != TEST),
+            VALID: Past(data, split <= VALID if go_on else split == TRAIN),
+            TEST: Past(data, split <= TEST if go_on else split != TEST),
         }
         self.items = len(data.items)
         self.counts = np.bincount(self._past[TRAIN].item, minlength=self.items)
@@ -176,7 +179,7 @@ class Rows:
         if self._data.time is not None:
             time = self._data.time[here]
             time = np.concatenate([time, time[_in_turn(user, others[0])]])
-        end = past.offsets[users + 1]
+        end = np.flatnonzero(here[self._split <= split]) if self._go_on else past.offsets[users + 1]
         start = np.maximum(past.offsets[users], end - self._length)
         return Targets(users, np.concatenate([item, others[1]]), label, start, end, time).part(order)
 
@@ -224,8 +227,8 @@ class Rows:
         if past.time is not None:
             columns["time"] = pa.array(rows.time).cast(self._data.time_type)
         if self._seen and split != TRAIN:
-            first, end = past.offsets[rows.user], past.offsets[rows.user + 1]
-            columns["seen"] = slices(past.item, first, end - first)
+            first = past.offsets[rows.user]
+            columns["seen"] = slices(past.item, first, rows.end - first)
         columns["item_count"] = np.maximum(self.counts[rows.item], 1)
         for ids, sides in zip((rows.user, rows.item), self._sides, strict=True):
             columns |= {name: values.take(pa.array(ids)) for name, values in sides.items()}

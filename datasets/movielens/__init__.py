@@ -41,15 +41,16 @@ def prepare(
     rows: Annotated[
         Rows,
         Option(
-            help="Of leave-one-out: rows of train, for each pair, or each user and --history of its films."
+            help="Of leave-one-out: rows of train, for each pair, or each user and --history of its films. Of "
+            "time: user writes such rows, too, and interactions instead of ratings."
         ),
     ] = "each",
     with_valid: WithValid = False,
     force: Force = False,
 ) -> None:
     """MovieLens 100K, 1M, 20M, 25M or 32M in their original layouts, label: rating ≥ 4; or leave-one-out with
-    given candidates (NAME.test.negative), label: seen. --split leave-one-out of any of them: the columns of
-    `raytrec prepare interactions`, and features of users and films."""
+    given candidates (NAME.test.negative), label: seen. --split leave-one-out of any of them, or time with
+    --rows user: the columns of `raytrec prepare interactions`, and features of users and films."""
     from raytrec_datasets.movielens.recipe import write
 
     write(out, source, split, seed, history, dim, download, force, negatives, candidates, rows, with_valid)

@@ -1,4 +1,4 @@
-"""Each user's last film left out for the test.
+"""Ratings as interactions: each user's last film left out for the test, or the last tenth of all in time.
 
 From the ratings of any set, in the order of time; or from leave-one-out with given candidates
 (candidates.py), whose test pairs and candidates stay what they are. Then the order of the other films is that
@@ -28,7 +28,7 @@ from raytrec.common.errors import DataError
 SEQUENCES, USERS, MOVIES = "sequences.parquet", "users.dat", "movies.dat"
 
 
-def write_leave_one_out(output: Output, source: Path, chosen: Choices) -> None:
+def write_interactions(output: Output, source: Path, chosen: Choices) -> None:
     """Writes the dataset.
 
     Args:

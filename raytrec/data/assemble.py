@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from raytrec.common.errors import DataError
 from raytrec.config.features import Features, resolve_features
 from raytrec.data.form import RESERVED_PREFIX, Form
 
@@ -328,11 +327,7 @@ class Assembler:
         )
 
     def _with_every_id(self, bags: Bags) -> Bags:
-        """Bags of features that have every id once in a global batch, in place of none.
-
-        Raises:
-            DataError: a row has more than the model reads.
-        """
+        """Bags of features that have every id once in a global batch, in place of none."""
         if self._part is None or not self._form.every_id:
             return bags
         (rank, world), rows = self._part, bags.rows
@@ -344,14 +339,6 @@ class Assembler:
         for name, count in self._form.every_id.items():
             bounds = np.arange(rank * rows, (rank + 1) * rows + 1) * count // (world * rows)
             key, of_rows = self._keys.index(name), np.diff(bounds)
-            if of_rows.max() > (most := self._sequences.get(name, 1)):
-                raise DataError(
-                    f"{count:,} ids shared out among the {world * rows:,} rows of a global batch are "
-                    f"{of_rows.max()} a row, and the model reads {most} of {name}",
-                    where=f"model.max_negatives, data.transforms, do: sample, column: {name}",
-                    expected=f"at least {of_rows.max()}",
-                    do=f"set model.max_negatives={of_rows.max()}, or a larger data.global_batch_size",
-                )
             ids[key], counts[key] = torch.arange(bounds[0], bounds[-1]), int(bounds[-1] - bounds[0])
             lengths[key] = torch.from_numpy(of_rows)
         whole, values = self._memory(sum(counts), torch.int64)

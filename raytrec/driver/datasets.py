@@ -194,6 +194,25 @@ def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Da
             )
 
 
+def check_every_id(config: RunConfig, schema: Schema, train: Dataset) -> None:
+    """Looks whether the model reads all ids that each row of a global batch gets by do: sample, count: all.
+
+    Raises:
+        ConfigError: it reads fewer.
+    """
+    sequences, rows = resolve_features(schema, config.model).sequences, config.data.global_batch_size
+    for feature, count in train.form.every_id.items():
+        of_row, most = -(-count // min(rows, train.rows)), sequences.get(feature, 1)
+        if of_row > most:
+            raise ConfigError(
+                f"{count:,} ids shared out among the {min(rows, train.rows):,} rows of a global batch are "
+                f"{of_row} a row, and the model reads {most} of {feature}",
+                where=f"model.max_negatives, data.transforms, do: sample, column: {feature}",
+                expected=f"at least {of_row}",
+                do=f"set model.max_negatives={of_row}, or a larger data.global_batch_size",
+            )
+
+
 def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     data = config.data
     list_files(data.train, "data.train")  # before the schema, which is searched for next to it
@@ -205,6 +224,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
         if (places := getattr(data, name))
     }
     check_lookup_l2(config, schema, datasets)
+    check_every_id(config, schema, datasets["train"])
     datasets |= open_items(config, schema, datasets)
     for dataset in datasets.values():
         check_accused(dataset)

@@ -13,6 +13,7 @@ from reading import parse_transforms as parse
 
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.features import Features
+from raytrec.config.run_config import RunConfig
 from raytrec.config.transform_columns import columns_before, needed_transforms, with_rows
 from raytrec.data import transform
 from raytrec.data.fragments import scan
@@ -20,6 +21,7 @@ from raytrec.data.order import Order, Part
 from raytrec.data.read_plan import ReadPlan
 from raytrec.data.stream import Stream
 from raytrec.data.transform import Draw, apply_transforms
+from raytrec.driver.datasets import check_every_id
 from raytrec.prediction.columns import CarriedColumns
 from raytrec.prediction.spans import SpanOrder, cut_spans, deal
 
@@ -221,12 +223,27 @@ def test_every_id_in_each_global_batch(tmp_path, world):
             assert batch.sparse["row"].values().numel() == int(batch.weights.sum())
     evaluated = DirectStream(made, Order.evaluation(128, 6), rank=0, **place).batches()
     assert not any(batch.sparse["negatives"].values().numel() for batch in evaluated)
-    few = {"world": world, "features": Features(SCHEMA, {"negatives": 1})}
-    with pytest.raises(DataError, match="a row, and the model reads 1 of negatives") as caught:
-        next(iter(DirectStream(made, order, rank=0, train=True, **few).batches()))
-    assert "model.max_negatives=2" in str(caught.value)
     with pytest.raises(ValueError, match="neither vocabulary nor exclude"):
         spec(count="all")
+
+
+def test_too_few_negatives_for_every_id_are_refused_before_workers_start(tmp_path):
+    every = (spec(rows=None, count="all", exclude=[]),)
+    folder = parquet.write(tmp_path / "d", 1003, 0, 90)
+    made = scan(str(folder), ReadPlan(SCHEMA, transforms=with_rows(every, SCHEMA)))
+    model = {"name": "mf", "user": "row", "item": "row", "negatives": "negatives"}
+
+    def check(batch, most):
+        values = {"data": {"train": str(folder), "global_batch_size": batch}}
+        config = RunConfig.model_validate(values | {"model": model | {"max_negatives": most}})
+        check_every_id(config, SCHEMA, made)
+
+    check(128, 2)
+    check(200, 1)
+    check(100_000, 1)  # all 1003 rows
+    with pytest.raises(ConfigError, match="128 rows of a global batch are 2 a row.* reads 1") as caught:
+        check(128, 1)
+    assert "model.max_negatives=2" in str(caught.value)
 
 
 @pytest.mark.usefixtures("ray_cluster")

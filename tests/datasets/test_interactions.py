@@ -205,6 +205,23 @@ def test_tenths(split, tmp_path):
         assert drawn == dict.fromkeys({user for user, *_ in met[name]}, 2)
 
 
+def test_histories_go_on_where_a_time_divides_and_all_items_are_ranked(tmp_path):
+    found = [(user, item, 1000 + n) for n, (user, item, _) in enumerate(events())]
+    given = write_parquet(tmp_path, found)
+    arguments = (*given[1:], "--split", "time", "--negatives", 0, "--max-length", LONGEST)
+    rows = prepared(given[0], tmp_path / "out", *arguments)
+    tenth = len(found) // 10
+    for name, first in (("valid", len(found) - 2 * tenth), ("test", len(found) - tenth)):
+        written = {row["time"]: row for row in rows[name]}
+        assert len(rows[name]) == len(written) == tenth
+        for place in range(first, first + tenth):
+            user, item, time = found[place]
+            before = by_user(found[:place]).get(user, [])
+            assert (written[time]["user"], written[time]["item"]) == (user, item)
+            assert written[time]["seen"] == before and written[time]["history"] == before[-LONGEST:]
+    assert any(len(row["seen"]) > LONGEST for row in rows["test"])
+
+
 def test_negatives_of_train(tmp_path):
     given = write_words(tmp_path, events())
     rows = prepared(given[0], tmp_path / "out", "--train-negatives", 3, "--max-length", 0, "--negatives", 1)

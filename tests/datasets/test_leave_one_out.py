@@ -151,6 +151,25 @@ def test_all_films_are_ranked_for_the_last_one(tmp_path):
     assert {row["user"]: row["history"] for row in rows["test"]} == {u: m[-4:-1] for u, m in order.items()}
 
 
+def test_ratings_divided_by_a_time_as_interactions(tmp_path):
+    ratings = test_movielens.make_ratings()
+    (tmp_path / "in").mkdir()
+    test_movielens.LAYOUTS["100k"](tmp_path / "in", ratings)
+    arguments = ("--split", "time", "--rows", "user", "--negatives", 0, "--candidates", 0, "--history", 5)
+    rows, _ = prepared(tmp_path / "in", tmp_path / "out", *arguments)
+    tenth = len(ratings) // 10
+    assert [len(rows[name]) for name in ("valid", "test")] == [tenth, tenth]
+    times = sorted(time for *_, time in ratings)
+    assert sorted(row["time"] for row in rows["test"]) == times[-tenth:]
+    assert max(row["time"] for row in rows["train"]) <= times[-2 * tenth]
+    for row in rows["test"]:
+        before = [item for user, item, _, t in ratings if user == row["user"] and t <= row["time"]]
+        assert {*row["history"]} <= {*before} - {row["item"]}
+        assert len(row["history"]) == min(5, len(before) - 1)
+    wrong = run(tmp_path / "in", tmp_path / "other", "--split", "per-user", "--rows", "user")
+    assert "--split leave-one-out or time" in str(wrong.exception)
+
+
 def test_sequences_of_other_films_are_refused(tmp_path):
     original(tmp_path / "in")
     lists = sequences(tmp_path / "in")

@@ -1,0 +1,92 @@
+"""What rows of `make quality` are held against: logistic regression, and what is popular these days.
+
+Each is {seed: 0, figures, parameters, seconds} of a prepared data set: `figures` by what the table calls them.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+
+from raytrec.config.schema import Schema
+
+
+DAY_S, DAYS, TOP = 86_400, (1, 3, 7, 14, 30, 100), 10
+
+
+def measure_logistic(folder: Path, labels: dict[str, str], features: list[str]) -> dict[str, Any]:
+    """Of scikit-learn's, one model for each label.
+
+    It has each dense column at mean 0 and variance 1, and a column of 0 and 1 for each value of a feature
+    with one id a row; L2 penalty, C = 1.
+
+    Args:
+        labels: what the table calls a figure, the AUC on the test split → its label.
+        features: sparse features; none: all that have one id a row, and the dense columns.
+    """
+    from sklearn.compose import make_column_transformer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import roc_auc_score
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import OneHotEncoder, StandardScaler
+
+    began, schema = time.monotonic(), Schema.load(folder / "schema.yaml")
+    train, test = (pq.read_table(folder / split).to_pandas() for split in ("train", "test"))
+    single = [name for name in schema.sparse if not hasattr(train[name].iloc[0], "__len__")]
+    inputs = make_column_transformer(
+        (OneHotEncoder(handle_unknown="ignore"), features or single),
+        (StandardScaler(), [] if features else schema.dense),
+    )
+    figures, parameters = {}, 0
+    for name, label in labels.items():
+        model = make_pipeline(inputs, LogisticRegression(max_iter=1000)).fit(train, train[label])
+        figures[name] = float(roc_auc_score(test[label], model.decision_function(test)))
+        parameters += model[-1].coef_.size + 1
+    seconds = round(time.monotonic() - began, 1)
+    return {"seed": 0, "figures": figures, "parameters": parameters, "seconds": seconds}
+
+
+def measure_popularity(folder: Path, names: dict[str, str], features: list[str]) -> dict[str, Any]:
+    """Of the items that most users met in the days before a row's time, without those that its own has seen.
+
+    How many days is chosen by NDCG in valid, out of DAYS. Where as many users met two items, the one that
+    was met more often ever comes first.
+
+    Args:
+        names: HR@10 and NDCG@10.
+        features: none.
+    """
+    began = time.monotonic()
+    parts = {name: pq.read_table(folder / name).to_pandas() for name in ("train", "valid", "test")}
+    earlier = parts["train"][["user", "history", "history_time"]].explode(["history", "history_time"])
+    met = [earlier.dropna().set_axis(["user", "item", "time"], axis=1)]
+    met = pd.concat([*met, *(part[["user", "item", "time"]] for part in parts.values())], ignore_index=True)
+    met = met.drop_duplicates(["user", "item"]).astype(np.int64).sort_values("time")
+    items, times = met["item"].to_numpy(), met["time"].to_numpy()
+    chosen = max(DAYS, key=lambda days: _popular(parts["valid"], items, times, days)[1])
+    figures = dict(zip(("HR@10", "NDCG@10"), _popular(parts["test"], items, times, chosen), strict=True))
+    seconds = round(time.monotonic() - began, 1)
+    return {"seed": 0, "figures": {n: figures[n] for n in names}, "parameters": 1, "seconds": seconds}
+
+
+def _popular(rows: pd.DataFrame, items: np.ndarray, times: np.ndarray, days: int) -> tuple[float, float]:
+    """HR@10 and NDCG@10 of what was popular in the days before each row."""
+    rows = rows.sort_values("time")
+    counts, ever, found = np.zeros(items.max() + 1), np.zeros(items.max() + 1), []
+    firsts, ends = (np.searchsorted(times, rows["time"] - span) for span in (days * DAY_S, 0))
+    first = end = 0
+    for next_first, next_end, own, seen in zip(firsts, ends, rows["item"], rows["seen"], strict=True):
+        np.add.at(counts, items[end:next_end], 1)
+        np.add.at(ever, items[end:next_end], 1)
+        np.subtract.at(counts, items[first:next_first], 1)
+        first, end = next_first, next_end
+        scores = counts + ever / (end + 1)
+        scores[seen] = -1
+        found.append((scores > scores[own]).sum())
+    places = np.array(found)
+    return float((places < TOP).mean()), float(((places < TOP) / np.log2(places + 2)).mean())
