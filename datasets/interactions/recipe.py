@@ -7,6 +7,7 @@ Rows of train, valid and test:
     history       what the user met before, the most recent last (rows.py: of which splits); with --split
                   time and --negatives 0 up to the row itself, as a service would know it
     history_time  when, if the source has times
+    later         how many items the user met after this one in train; 0 in valid and test
     time          of the row, if the source has times; of a candidate that of a row of its user
     item_count    how often the item occurs in train, at least 1
     seen          with --negatives 0, in valid and test: all that the user met before

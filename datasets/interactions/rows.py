@@ -224,6 +224,8 @@ class Rows:
             columns["history"] = slices(past.item, rows.start, lengths)
             if past.time is not None:
                 columns["history_time"] = slices(past.time, rows.start, lengths, self._data.time_type)
+        last = past.offsets[rows.user + 1] - 1
+        columns["later"] = (last - rows.end if split == TRAIN else np.zeros(len(rows))).astype(np.int32)
         if past.time is not None:
             columns["time"] = pa.array(rows.time).cast(self._data.time_type)
         if self._seen and split != TRAIN:

@@ -10,6 +10,7 @@
       - {do: binarize, columns: [rating], at_least: 4, into: [label]}
       - {do: date_part, columns: [seen_at], part: hour, into: [hour]}
       - {do: age, columns: [joined], until_column: seen_at, unit: days}
+      - {do: decay, columns: [age], half_life: 30, floor: 0.1, into: [recency]}
       - {do: cast, columns: [zip], to: int64}
       - {do: drop_null, columns: [tags]}
       - {do: sample, column: negatives, count: 100, exclude: [item, history]}
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from raytrec.common.registry import PYTHON_PATH
-from raytrec.config.base import Few, NonNegativeFloat, PositiveInt, Section
+from raytrec.config.base import Few, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 OWN = "module:function"
 
@@ -192,6 +193,18 @@ class Age(OnColumns):
     def reads(self) -> list[str]:
         """The columns that it needs."""
         return list(dict.fromkeys([*self.columns, *([self.until_column] if self.until_column else [])]))
+
+
+class Decay(OnColumns):
+    """x becomes floor + (1 - floor) · 2^(-x / half_life), as float32: of an age a weight for tasks'
+    sample_weight, by which old rows count less. Below 0, x is taken for 0."""
+
+    do: Literal["decay"]
+    """decay"""
+    half_life: PositiveFloat
+    """In what the column counts, such as days."""
+    floor: Annotated[NonNegativeFloat, Field(le=1)] = 0.0
+    """What the oldest still have."""
 
 
 class Cast(OnColumns):

@@ -67,6 +67,13 @@ def _log(spec: t.Log, array: pa.Array) -> pa.Array:
     return pc.multiply(pc.sign(number), pc.log1p(pc.abs(number))).cast(pa.float32(), safe=False)
 
 
+@does(t.Decay)
+def _decay(spec: t.Decay, array: pa.Array) -> pa.Array:
+    age = pc.max_element_wise(array.cast(pa.float64(), safe=False), 0.0, skip_nulls=False)
+    left = pc.power(2.0, pc.divide(age, -spec.half_life))
+    return pc.add(pc.multiply(left, 1 - spec.floor), spec.floor).cast(pa.float32(), safe=False)
+
+
 @does(t.Bucketize)
 def _bucketize(spec: t.Bucketize, array: pa.Array) -> pa.Array:
     number = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)  # a null becomes NaN

@@ -154,6 +154,8 @@ def test_rows_of_users_and_what_they_have_seen(source, tmp_path):
         learned.update((row["user"], item) for item in [*row["history"][1:], row["item"]] if row["history"])
         place = by_user(found)[row["user"]].index(row["item"])
         assert row["history"] == by_user(found)[row["user"]][:place][-LONGEST:]
+        assert row["later"] == len(by_user(found)[row["user"]]) - 2 - 1 - place
+    assert not any(row["later"] for split in ("valid", "test") for row in rows[split])
     expected = [(u, item) for u, items in by_user(found).items() for item in items[1:-2]]
     assert learned == Counter(expected)
     for split, place in (("valid", -2), ("test", -1)):
