@@ -1,6 +1,6 @@
 """What rows of `make quality` are held against: logistic regression, and what is popular these days.
 
-Each is {seed: 0, figures, parameters, seconds} of a prepared data set: `figures` by what the table calls them.
+Each is {seed: 0, figures, parameters, seconds} of a prepared data set; figures have the table's names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 from raytrec.config.schema import Schema
-
 
 DAY_S, DAYS, TOP = 86_400, (1, 3, 7, 14, 30, 100), 10
 

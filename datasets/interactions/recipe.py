@@ -128,9 +128,7 @@ def write_rows(output: Output, data: Interactions, chosen: Choices, sides: Sides
     in_rows = ({name: v for name, v in of.items() if name in inputs} for of in (of_user, of_item))
     ranked = not chosen.negatives
     go_on = ranked and chosen.split == BY_TIME
-    rows = Rows(
-        data, split, chosen.max_length, chosen.seed, *in_rows, ranked, chosen.with_valid, go_on
-    )
+    rows = Rows(data, split, chosen.max_length, chosen.seed, *in_rows, ranked, chosen.with_valid, go_on)
     with output, progress("interactions", len(data)) as advance:
         each = chosen.rows == "each"
         counts = {"train": rows.write_train(output.partial / "train", each, chosen.train_negatives, advance)}

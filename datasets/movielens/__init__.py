@@ -41,8 +41,8 @@ def prepare(
     rows: Annotated[
         Rows,
         Option(
-            help="Of leave-one-out: rows of train, for each pair, or each user and --history of its films. Of "
-            "time: user writes such rows, too, and interactions instead of ratings."
+            help="Of leave-one-out: rows of train, for each pair, or each user and --history of its films. "
+            "With --split time, user writes such rows, of interactions instead of ratings."
         ),
     ] = "each",
     with_valid: WithValid = False,

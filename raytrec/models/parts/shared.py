@@ -116,9 +116,7 @@ class SharedNegatives(nn.Module):
         parts_WN2 = _Transpose.apply(here.view(self.peers.world, longest, 2), self.peers)[:, :count]
         return self.loss.join(parts_WN2[..., 0]), parts_WN2[..., 1].sum(0)
 
-    def _held_against(
-        self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: Items
-    ) -> torch.Tensor:
+    def _held_against(self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: Items) -> torch.Tensor:
         """What negatives add to the loss of each query, and how many they are: float32 [N, 2]."""
         cells, most = len(ids_N) * len(negatives.ids), SCORES_AT_ONCE[asked_NE.device.type]
         if cells <= most:
