@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from raytrec.config.models.sequences import DinSection, SequenceSection
 from raytrec.config.schema import Schema
@@ -149,9 +150,15 @@ def score_layers(
     return nn.Sequential(*hidden, nn.Linear((sizes or [4 * dim])[-1], 1, bias=bias))
 
 
-def scores_of(layers: nn.Module, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
-    """What such layers give for each id of a sequence: [B, L]; where there is none, some number."""
-    vectors_BLD = sequence.vectors
-    target_BLD = target_BD.unsqueeze(1).expand_as(vectors_BLD)
-    beside = [vectors_BLD, target_BLD, vectors_BLD - target_BLD, vectors_BLD * target_BLD]
-    return layers(torch.cat(beside, dim=2).flatten(0, 1)).view(vectors_BLD.shape[:2])
+def scores_of(layers: nn.Sequential, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
+    """What such layers give for each id of a sequence: [B, L]; where there is none, some number.
+
+    The first is linear in e, t, e - t and e ⊙ t, so that its part of t is computed once for all ids.
+    """
+    first, vectors_BLD = layers[0], sequence.vectors
+    of_id, of_target, of_difference, of_product = first.weight.chunk(4, dim=1)  # [H, D] each
+    products_BLD = vectors_BLD * target_BD.unsqueeze(1)
+    ids_BLH = linear(vectors_BLD, of_id + of_difference) + linear(products_BLD, of_product)
+    target_BH = linear(target_BD, of_target - of_difference, first.bias)
+    hidden_NH = (ids_BLH + target_BH.unsqueeze(1)).flatten(0, 1)
+    return layers[1:](hidden_NH).view(vectors_BLD.shape[:2])
