@@ -11,14 +11,14 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from raytrec.common import messages
 from raytrec.common.formatting import is_step, number, or_0
-from raytrec.common.messages import Check, Event, Measured, Message, RankLine
+from raytrec.common.messages import Event, Measured, Message, Outcome, RankLine
 
 CLASSES: dict[str, type[Message]] = {
     each.KIND: each
     for each in vars(messages).values()
     if isinstance(each, type) and issubclass(each, Message) and "KIND" in vars(each)
 }
-OF_FILE = {messages.CHECKS: Check, messages.RANKS: RankLine}  # whose lines do not need their kind
+OF_FILE = {messages.CHECKS: Outcome, messages.RANKS: RankLine}  # whose lines do not need their kind
 LATEST_UNIX_S = 1e11  # in the year 5138
 
 

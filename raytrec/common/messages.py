@@ -248,11 +248,14 @@ class Compared(Measured):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check(Message):
-    """The outcome of a live check (checks.live.outcome.Outcome).
+class Outcome(Message):
+    """The outcome of a live check.
 
     Attributes:
-        figure, limit: what was measured, and the largest that passes; None where there is none.
+        check: its name.
+        step: steps trained then.
+        figure, limit: what was measured, and the largest that passes; None where there is none, or no number.
+        text: one sentence for people; on failure what is wrong, of which table or parameter, on which rank.
     """
 
     KIND, FILE = "check", CHECKS

@@ -156,7 +156,7 @@ class Record:
         if message.FILE:
             self._append(message)
         advice: list[str] = []
-        if isinstance(message, messages.Check):
+        if isinstance(message, messages.Outcome):
             self.checks[message.passed] += 1
         elif isinstance(message, messages.RankLine):
             self.times.add(message)

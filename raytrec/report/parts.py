@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrec.common.formatting import as_dict, bytes_text, count, duration, figure, number, percent, ranges
-from raytrec.common.messages import Check, RankLine, Saved
+from raytrec.common.messages import Outcome, RankLine, Saved
 from raytrec.metrics.results import slice_tables
 from raytrec.report.run_timeline import story
 from raytrec.tracking import aggregate
@@ -127,10 +127,10 @@ def table_sheet(run: RunFolder) -> Sheet | None:
 
 def checks(run: RunFolder) -> Sheet | None:
     """One row for each check: how often it passed and failed, and its last figure."""
-    seen: dict[str, list[Check]] = {}
+    seen: dict[str, list[Outcome]] = {}
     for line in run.checks:
         seen.setdefault(line.check, []).append(line)
-    columns: dict[str, Callable[[list[Check]], Cell]] = {
+    columns: dict[str, Callable[[list[Outcome]], Cell]] = {
         "check": lambda lines: Cell(lines[0].check),
         "passed": lambda lines: _number(sum(line.passed for line in lines)),
         "failed": lambda lines: _number(sum(not line.passed for line in lines)),

@@ -7,9 +7,9 @@ from typing import Any
 
 from raytrec.common.messages import (
     PHASES,
-    Check,
     Measured,
     Message,
+    Outcome,
     RankLine,
     RunEvent,
     Start,
@@ -132,19 +132,19 @@ class History:
     """
 
     def __init__(self) -> None:
-        self.failures: list[Check] = []
+        self.failures: list[Outcome] = []
         self.events: list[RunEvent] = []
         self.progress: list[tuple[float, int]] = []
         self.result: dict[str, Any] = {}
         self._metrics: dict[str, list[Measured]] = {}
-        self._checks: dict[str, list[Check]] = {}
+        self._checks: dict[str, list[Outcome]] = {}
         self._intervals = Intervals()
 
     def add(self, message: Message) -> None:
         """Takes a message in the order in which messages were written."""
         if isinstance(message, RankLine):
             self._intervals.add(message)
-        elif isinstance(message, Check):
+        elif isinstance(message, Outcome):
             _replace_later(self._checks.setdefault(message.check, []), message)
             if not message.passed:
                 self.failures.append(message)
@@ -166,7 +166,7 @@ class History:
         return self._intervals.lines()
 
     @property
-    def checks(self) -> list[Check]:
+    def checks(self) -> list[Outcome]:
         """Lines of checks.jsonl, by check and step."""
         return [line for lines in self._checks.values() for line in lines]
 

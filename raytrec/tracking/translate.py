@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any, NamedTuple
 
-from raytrec.common.messages import Check, Final, Measured, Message, RankLine, Result
+from raytrec.common.messages import Final, Measured, Message, Outcome, RankLine, Result
 from raytrec.tracking.aggregate import ADDED, FIGURES, combine_shards, table_bytes
 from raytrec.tracking.history import StepGroups
 
@@ -63,7 +63,7 @@ class Translator:
 
 
 def _of(message: Message) -> Record | None:
-    if isinstance(message, Check):
+    if isinstance(message, Outcome):
         place = f"watch/check/{message.check}"
         named = {place: int(message.passed), f"{place}_figure": message.figure}
     elif not isinstance(message, Measured) or isinstance(message, Final):  # its figures are in the result

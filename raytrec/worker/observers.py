@@ -6,6 +6,7 @@ All are on all ranks; some calls are collectives. A new observer is a class, and
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from time import time
 from typing import Any
 
@@ -190,7 +191,7 @@ class CheckRunner(Observer):
 
     def _report(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
-            self._context.report(messages.Check(unix_s=time(), **outcome.record()))
+            self._context.report(replace(outcome, unix_s=time()))
         if error := verdict(outcomes, self._config):
             raise error
 

@@ -32,7 +32,7 @@ def message(kind, step):
         return messages.Train(step=step, unix_s=1e9 + step, figures={"loss": 1 / step})
     if kind == "check":
         found = {"passed": step % 7 != 0, "figure": step / 10, "limit": 1.0, "text": ""}
-        return messages.Check(check="parity", step=step, unix_s=1e9 + step, **found)
+        return messages.Outcome(check="parity", step=step, unix_s=1e9 + step, **found)
     line = recorded.interval(["user"], kind, RANKS, 100 * step, unix_s=1e9 + step)
     return messages.RankLine(**line | {"seconds": float(step)})
 

@@ -64,7 +64,7 @@ def both(tmp_path_factory):
         if step < 300:  # the last evaluation is in the result
             record.keep(messages.Eval(step=step, figures={**figures, "auc": random.random()}))
         record.keep(
-            messages.Check(
+            messages.Outcome(
                 check="parity", step=step, passed=step != 200, figure=random.random(), limit=1.0, text=""
             )
         )

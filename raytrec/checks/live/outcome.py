@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from raytrec.common.collectives import Peers
 from raytrec.common.formatting import null_nonfinite
+from raytrec.common.messages import Outcome
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -22,31 +23,6 @@ from raytrec.embeddings.tables import Table
 from raytrec.embeddings.taps import Taps
 
 START, STEP, CHECKPOINT = "start", "step", "checkpoint"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of one check.
-
-    Attributes:
-        check: its name.
-        step: steps trained then.
-        passed: whether all is well.
-        figure, limit: what was measured and the largest value that passes; may be None.
-        text: one sentence for people; on failure what is wrong, of which table or parameter, on which rank.
-    """
-
-    check: str
-    step: int
-    passed: bool
-    figure: float | None
-    limit: float | None
-    text: str
-
-    def record(self) -> dict[str, Any]:
-        """As plain values that JSON can hold: a figure that is not finite is None."""
-        values = asdict(self)
-        return null_nonfinite(values)
 
 
 @dataclass(frozen=True)
@@ -151,7 +127,8 @@ class Check:
         """Failed where there are problems: its text has the first three."""
         rest = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         text = "; ".join(problems[:3]) + rest if problems else good
-        return Outcome(self.name, step, not problems, figure, limit, text)
+        values = null_nonfinite({"figure": figure, "limit": limit})
+        return Outcome(check=self.name, step=step, passed=not problems, text=text, **values)
 
 
 def ranks(numbers: list[int]) -> str:

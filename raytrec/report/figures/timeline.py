@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from raytrec.common.formatting import count, duration, short
-from raytrec.common.messages import Check
+from raytrec.common.messages import Outcome
 from raytrec.report.figures import style
 from raytrec.report.run_timeline import Mark, Story, story
 from raytrec.tracking.run_folder import RunFolder
@@ -117,7 +117,7 @@ def checks(run: RunFolder) -> Figure | None:
     return made
 
 
-def _checks_title(checks: list[Check], failed: list[Check]) -> str:
+def _checks_title(checks: list[Outcome], failed: list[Outcome]) -> str:
     if not failed:
         return f"Checks: all {len(checks)} passed"
     first = failed[0]

@@ -49,7 +49,7 @@ def test_those_that_are_off_are_not_chosen():
 def test_one_of_the_users_comes_last_with_its_own_reaction():
     chosen = choose(own("Steady"))
     assert list(chosen)[-1] == "steady" and chosen["steady"].check is Steady
-    failed = [Outcome("steady", 7, False, None, None, "it sways")]
+    failed = [Outcome(check="steady", step=7, passed=False, figure=None, limit=None, text="it sways")]
     assert verdict(failed, own("Steady")) is None, "it only warns"
     error = verdict(failed, own("Steady", "stop"))
     assert error.what == "a check failed: it sways" and error.where == "step 7, steady"

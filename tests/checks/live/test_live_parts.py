@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from raytrec.checks.live.finite import SAMPLED_ROWS, Finite, largest, sample
 from raytrec.checks.live.keys import LONGEST_BAG, some_bags
 from raytrec.checks.live.numerics import GROWTH, Numerics, Sizes
-from raytrec.checks.live.outcome import CheckedRun, Outcome, Position, odd_ones, ranks, read
+from raytrec.checks.live.outcome import Check, CheckedRun, Outcome, Position, odd_ones, ranks, read
 from raytrec.checks.live.probe import error_of
 from raytrec.checks.live.registry import all_checks
 from raytrec.checks.live.replicas import CHUNK, Replicas, _multipliers, fingerprint
@@ -229,7 +229,7 @@ def test_errors_are_seen_against_what_is_added_up():
 
 
 def outcome(check, passed, text="text"):
-    return Outcome(check, 7, passed, float("nan"), 1.0, text)
+    return Outcome(check=check, step=7, passed=passed, figure=None, limit=1.0, text=text)
 
 
 def test_what_ends_a_run():
@@ -243,10 +243,14 @@ def test_what_ends_a_run():
     assert all(check.do for check in all_checks())
 
 
-def test_records_are_json():
-    record = outcome("shards", False).record()
-    assert json.loads(json.dumps(record, allow_nan=False)) == {
-        "check": "shards", "step": 7, "passed": False, "figure": None, "limit": 1.0, "text": "text",
+def test_outcomes_are_json():
+    class Mine(Check):
+        name = "mine"
+
+    found = Mine(None).outcome(7, ["this", "that"], "well", float("nan"), 1.0).line()
+    assert json.loads(json.dumps(found, allow_nan=False)) == {
+        "unix_s": None, "check": "mine", "step": 7, "passed": False, "figure": None, "limit": 1.0,
+        "text": "this; that",
     }  # fmt: skip
 
 
