@@ -200,12 +200,13 @@ def check_every_id(config: RunConfig, schema: Schema, train: Dataset) -> None:
     Raises:
         ConfigError: it reads fewer.
     """
-    sequences, rows = resolve_features(schema, config.model).sequences, config.data.global_batch_size
+    sequences = resolve_features(schema, config.model).sequences
+    rows = max(1, min(config.data.global_batch_size, train.rows))
     for feature, count in train.form.every_id.items():
-        of_row, most = -(-count // min(rows, train.rows)), sequences.get(feature, 1)
+        of_row, most = -(-count // rows), sequences.get(feature, 1)
         if of_row > most:
             raise ConfigError(
-                f"{count:,} ids shared out among the {min(rows, train.rows):,} rows of a global batch are "
+                f"{count:,} ids shared out among the {rows:,} rows of a global batch are "
                 f"{of_row} a row, and the model reads {most} of {feature}",
                 where=f"model.max_negatives, data.transforms, do: sample, column: {feature}",
                 expected=f"at least {of_row}",
