@@ -249,13 +249,10 @@ class Compared(Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome(Message):
-    """The outcome of a live check.
+    """The outcome of a live check, at a step.
 
     Attributes:
-        check: its name.
-        step: steps trained then.
-        figure, limit: what was measured, and the largest that passes; None where there is none, or no number.
-        text: one sentence for people; on failure what is wrong, of which table or parameter, on which rank.
+        figure, limit: what was measured, and the largest that passes; None: there is none, or no number.
     """
 
     KIND, FILE = "check", CHECKS

@@ -15,7 +15,7 @@ from raytrec.models.inputs import IDS, Sequence, dim_of, once
 from raytrec.models.parts.dropout import Dropout
 from raytrec.models.parts.packed import Packed, pack_ids
 from raytrec.models.parts.sampled import Queries, SampledLoss, result
-from raytrec.models.parts.shared import Items, SharedNegatives
+from raytrec.models.parts.shared import ItemBatch, SharedNegatives
 
 BUCKETS = 128  # of times between items; the last takes all that are longer
 FACTOR = log(1.35)  # a bucket's times are 1.35 × as long as those of the one before
@@ -129,7 +129,7 @@ class NextItem(nn.Module, ABC):
         """The same against the negatives of all rows of the global batch."""
         ids, most = inputs[IDS], inputs[self.config.history].present.numel()
         next_BL = torch.cat([ids[self.config.item], ids[self.config.history][:, :-1]], dim=1)
-        own = Items(next_ND, packed.pack(next_BL.unsqueeze(2)).squeeze(1))
+        own = ItemBatch(next_ND, packed.pack(next_BL.unsqueeze(2)).squeeze(1))
         negatives = self._unit(inputs[self.config.negatives].vectors)
         return packed.sum_rows(self.shared(query_ND, own, self.shared.drawn(negatives, inputs), most))
 

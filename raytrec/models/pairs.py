@@ -9,7 +9,7 @@ from raytrec.config.models.retrieval import MfSection, NcfSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import IDS, dim_of, mlp, once
 from raytrec.models.parts.sampled import Queries, SampledLoss, absence, result
-from raytrec.models.parts.shared import Items, SharedNegatives
+from raytrec.models.parts.shared import ItemBatch, SharedNegatives
 
 
 class MatrixFactorization(nn.Module):
@@ -69,7 +69,7 @@ class MatrixFactorization(nn.Module):
             return self.loss.of_vectors(query_BD.unsqueeze(1), item_BD.unsqueeze(1), drawn, bias_B1).squeeze(
                 1
             )
-        own = Items(item_BD, inputs[IDS][self.config.item].squeeze(1))
+        own = ItemBatch(item_BD, inputs[IDS][self.config.item].squeeze(1))
         others = self.shared.drawn(drawn.vectors, inputs)
         return self.shared(
             query_BD, own, others, len(item_BD), None if bias_B1 is None else bias_B1.squeeze(1)

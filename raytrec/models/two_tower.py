@@ -10,7 +10,7 @@ from raytrec.config.schema import Schema
 from raytrec.models.inputs import IDS, Sequence, mlp, once
 from raytrec.models.parts.fields import SideBySide
 from raytrec.models.parts.sampled import SampledLoss
-from raytrec.models.parts.shared import Items, SharedNegatives
+from raytrec.models.parts.shared import ItemBatch, SharedNegatives
 
 
 class TwoTower(nn.Module):
@@ -107,7 +107,7 @@ class TwoTower(nn.Module):
         own = self.queries - 1 - (self.vectors and self.bias is not None)
         bias = None if self.bias is None else self.bias.view(1, -1)[:, -1:]
         if self.shared is not None:
-            rows, items = len(item_BD), Items(item_BD, pooled[IDS][feature].squeeze(1))
+            rows, items = len(item_BD), ItemBatch(item_BD, pooled[IDS][feature].squeeze(1))
             others = self.shared.drawn(of_all, pooled)
             return self.shared(
                 query_BQD[:, own], items, others, rows, None if bias is None else bias.expand(1, rows)[0]

@@ -109,7 +109,7 @@ def loop(
                 scene.taps.probing = scene.checks.probes
                 scene.checks.prepare(scene.local[done])
         outcomes += scene.checks.at_checkpoint(Position(steps, None, rows))
-        return [outcome.record() for outcome in outcomes]
+        return [outcome.line() for outcome in outcomes]
     finally:
         if undo:
             undo()

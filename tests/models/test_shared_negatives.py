@@ -144,8 +144,8 @@ def parts(rank, world, kind, most, counts):
     leaves = [x.clone().requires_grad_() for x in (query[mine], items[mine], drawn[taken], bias[mine])]
     made = shared.SharedNegatives(SampledLoss(kind, 0.5, 9))
     shared.join_ranks(made, Peers(alone=world == 1))
-    own = shared.Items(leaves[1], own_ids[mine])
-    negatives = shared.Items(leaves[2], ids[taken], share[taken] if kind == "softmax" else None)
+    own = shared.ItemBatch(leaves[1], own_ids[mine])
+    negatives = shared.ItemBatch(leaves[2], ids[taken], share[taken] if kind == "softmax" else None)
     losses = made(leaves[0], own, negatives, most, leaves[3])
     grads = torch.autograd.grad((losses * (1 + own_ids[mine])).sum(), leaves)
     return [losses.detach(), *grads]

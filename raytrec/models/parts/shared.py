@@ -23,7 +23,7 @@ from raytrec.models.parts.sampled import ABSENT, SampledLoss
 SCORES_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 27}
 
 
-class Items(NamedTuple):
+class ItemBatch(NamedTuple):
     """Some items.
 
     Attributes:
@@ -62,19 +62,19 @@ class SharedNegatives(nn.Module):
             return None
         return cls(loss, config.negatives, config.log_share_place(schema))
 
-    def drawn(self, vectors: torch.Tensor, inputs: dict[str, Any]) -> Items:
+    def drawn(self, vectors: torch.Tensor, inputs: dict[str, Any]) -> ItemBatch:
         """The negatives of this rank's rows, of their vectors: float [..., D]."""
         ids_K, share_K = inputs[IDS][self.negatives].flatten(), None
         if self.log_share is not None:
             share_K = inputs[self.negatives].side_features[:, :, self.log_share].flatten().float()
-        return Items(vectors.reshape(-1, vectors.shape[-1]), ids_K, share_K)
+        return ItemBatch(vectors.reshape(-1, vectors.shape[-1]), ids_K, share_K)
 
     @torch.compiler.disable
     def forward(
         self,
         query_ND: torch.Tensor,
-        own: Items,
-        negatives: Items,
+        own: ItemBatch,
+        negatives: ItemBatch,
         most: int,
         bias_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -95,14 +95,14 @@ class SharedNegatives(nn.Module):
         elif self.peers.world * len(negatives.ids) <= most:
             vectors = _Gather.apply(negatives.vectors, self.peers)
             others = (each if each is None else self.peers.stack(each).flatten() for each in negatives[1:])
-            everyone = Items(vectors, *others)
+            everyone = ItemBatch(vectors, *others)
             added_N, count_N = self._held_against(asked_NE, own.ids, everyone).unbind(1)
         else:
             added_N, count_N = self._elsewhere(asked_NE, own.ids, negatives)
         return self.loss.finish(own_N + bias_N, added_N, count_N)
 
     def _elsewhere(
-        self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: Items
+        self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: ItemBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the negatives of all ranks add to the losses of this rank's queries, and how many they are:
         float32 [N] each. The host learns how many queries others have."""
@@ -116,7 +116,9 @@ class SharedNegatives(nn.Module):
         parts_WN2 = _Transpose.apply(here.view(self.peers.world, longest, 2), self.peers)[:, :count]
         return self.loss.join(parts_WN2[..., 0]), parts_WN2[..., 1].sum(0)
 
-    def _held_against(self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: Items) -> torch.Tensor:
+    def _held_against(
+        self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: ItemBatch
+    ) -> torch.Tensor:
         """What negatives add to the loss of each query, and how many they are: float32 [N, 2]."""
         cells, most = len(ids_N) * len(negatives.ids), SCORES_AT_ONCE[asked_NE.device.type]
         if cells <= most:
