@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import documents
 import typer
 import yaml
-from quality_rivals import measure_logistic, measure_popularity
+from quality_baselines import measure_logistic, measure_popularity
 from quality_table import document, exports_document, print_table
 from rich.console import Console
 
@@ -45,7 +45,7 @@ ROWS, RESULTS, JOBS = HERE / "quality.yaml", HERE / "results" / "quality.json", 
 EXPORTS = HERE / "results" / "quality_exports.json"
 PREPARED = "data/quality"
 BUDGET_S = 3600
-RIVALS = {"logistic regression": measure_logistic, "popularity": measure_popularity}  # without seeds
+BASELINES = {"logistic regression": measure_logistic, "popularity": measure_popularity}  # without seeds
 SHORT = ["train.epochs=1", "train.max_steps=3", "train.eval_every_steps=null", "train.early_stopping=null"]
 QUIET = ["tracking.enabled=false", "tracking.report=false", "tracking.every_steps=null"]
 
@@ -175,18 +175,18 @@ def settings_of(row: Row, folder: Path) -> list[str]:
 
 def measure(row: Row, folder: Path, seeds: int, budget_s: float) -> None:
     """Trains the seeds of a row that are missing, each kept at once."""
-    rival = RIVALS.get(row.model)
+    baseline = BASELINES.get(row.model)
     about = {
-        "config": json.dumps([row.metrics, row.features]) if rival else row.config.read_text(),
+        "config": json.dumps([row.metrics, row.features]) if baseline else row.config.read_text(),
         "data": json.loads((folder / "prepared.json").read_text())["rows"],
         "recipe": row.recipe,
     }
     runs = kept_runs(row, about)
-    missing = [seed for seed in range(1 if rival else seeds) if seed not in {run["seed"] for run in runs}]
+    missing = [seed for seed in range(1 if baseline else seeds) if seed not in {run["seed"] for run in runs}]
     if not missing or sum(run["seconds"] for run in runs) >= budget_s:
         return None
-    if rival:
-        return keep(row, about | {"runs": [rival(folder, row.metrics, row.features)]})
+    if baseline:
+        return keep(row, about | {"runs": [baseline(folder, row.metrics, row.features)]})
     settings = [*settings_of(row, folder), *QUIET]
     with tempfile.TemporaryDirectory() as scratch, session_of(load_config(row.config, settings)):
         for seed in missing:
@@ -266,7 +266,7 @@ def measure_smallest(rows: list[Row]) -> None:
     failed = []
     with tempfile.TemporaryDirectory() as scratch:
         write_sources(Path(scratch))
-        first = next(row for row in read_rows() if row.model not in RIVALS)
+        first = next(row for row in read_rows() if row.model not in BASELINES)
         settings = [*settings_of(first, Path(scratch)), *SHORT, "scaling.num_workers=1"]
         with session_of(load_config(first.config, settings)):
             for row in rows:
@@ -287,8 +287,8 @@ def run_smallest(row: Row, scratch: Path) -> dict:
     """What `run` gives of three steps on made-up data."""
     folder = prepare(row, scratch, scratch / "prepared")
     assert folder is not None
-    if rival := RIVALS.get(row.model):
-        return rival(folder, row.metrics, row.features)
+    if baseline := BASELINES.get(row.model):
+        return baseline(folder, row.metrics, row.features)
     settings = [*settings_of(row, folder), *SHORT, *QUIET, "scaling.num_workers=1"]
     return run(row, [*settings, f"run.dir={scratch}/{row.name}"], 0)
 

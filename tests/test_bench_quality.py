@@ -43,7 +43,7 @@ def measured(quality, monkeypatch, tmp_path):
 
 
 def test_each_row_has_a_configuration_that_gives_its_figures(quality):
-    rows = [row for row in quality.read_rows() if row.model not in quality.RIVALS]
+    rows = [row for row in quality.read_rows() if row.model not in quality.BASELINES]
     there = {path.stem for path in quality.JOBS.glob("*.yaml") if not path.stem.endswith(".schema")}
     assert {row.name for row in rows} == there and len(rows) == len(there)
     for row in rows:
@@ -151,7 +151,7 @@ def test_logistic_regression(quality, monkeypatch, tmp_path):
 
 
 def test_popularity(quality, tmp_path):
-    from quality_rivals import DAY_S, DAYS
+    from quality_baselines import DAY_S, DAYS
     from quality_sources import write_sources
 
     write_sources(tmp_path)
@@ -174,7 +174,7 @@ def test_popularity(quality, tmp_path):
         return len(of_top) / len(places), sum(of_top) / len(places)
 
     best = max(DAYS, key=lambda days: figures("valid", days)[1])
-    found = quality.RIVALS["popularity"](folder, row.metrics, [])["figures"]
+    found = quality.BASELINES["popularity"](folder, row.metrics, [])["figures"]
     assert list(found.values()) == pytest.approx(figures("test", best))
 
 

@@ -127,8 +127,8 @@ def write_rows(output: Output, data: Interactions, chosen: Choices, sides: Sides
     inputs = {side.name for side in sides.features}
     in_rows = ({name: v for name, v in of.items() if name in inputs} for of in (of_user, of_item))
     ranked = not chosen.negatives
-    go_on = ranked and chosen.split == BY_TIME
-    rows = Rows(data, split, chosen.max_length, chosen.seed, *in_rows, ranked, chosen.with_valid, go_on)
+    rolling = ranked and chosen.split == BY_TIME
+    rows = Rows(data, split, chosen.max_length, chosen.seed, *in_rows, ranked, chosen.with_valid, rolling)
     with output, progress("interactions", len(data)) as advance:
         each = chosen.rows == "each"
         counts = {"train": rows.write_train(output.partial / "train", each, chosen.train_negatives, advance)}

@@ -62,8 +62,8 @@ class Rows:
 
     The history of a row of train is what its user met in train before it; that of a row of valid, everything
     in train; and of test, in train and valid: the last `length` of it. Rows of a user in valid or test have
-    one history, so that they can be ranked against each other; if they `go_on`, each has what its user met
-    before it, in its own split, too.
+    one history, so that they can be ranked against each other; with `rolling`, each has what its user
+    met before it, in its own split, too.
 
     Args:
         data: in the order of Interactions.order.
@@ -71,9 +71,9 @@ class Rows:
         length: ids of a history, at most; 0: rows have none.
         seed: of the order of train, and of what is drawn.
         of_user, of_item: side features: column → a value for each id.
-        seen: rows of valid and test have all that their user met in the splits before.
+        seen: rows of valid and test have all that their user met before, without the limit of `length`.
         with_valid: train has what is in valid, too.
-        go_on: histories go on in valid and test; not with candidates.
+        rolling: histories of valid and test go on up to each row; not with candidates.
     """
 
     def __init__(
@@ -86,16 +86,16 @@ class Rows:
         of_item: dict[str, pa.Array] | None = None,
         seen: bool = False,
         with_valid: bool = False,
-        go_on: bool = False,
+        rolling: bool = False,
     ):
         self._data, self._split, self._length, self._seed = data, split, length, seed
-        self._seen, self._go_on = seen, go_on
+        self._seen, self._rolling = seen, rolling
         self._sides = (of_user or {}, of_item or {})
         self._trained = split <= (VALID if with_valid else TRAIN)
         self._past = {
             TRAIN: Past(data, self._trained),
-            VALID: Past(data, split <= VALID if go_on else split == TRAIN),
-            TEST: Past(data, split <= TEST if go_on else split != TEST),
+            VALID: Past(data, split < VALID + rolling),
+            TEST: Past(data, split < TEST + rolling),
         }
         self.items = len(data.items)
         self.counts = np.bincount(self._past[TRAIN].item, minlength=self.items)
@@ -179,7 +179,7 @@ class Rows:
         if self._data.time is not None:
             time = self._data.time[here]
             time = np.concatenate([time, time[_in_turn(user, others[0])]])
-        end = np.flatnonzero(here[self._split <= split]) if self._go_on else past.offsets[users + 1]
+        end = np.flatnonzero(here[self._split <= split]) if self._rolling else past.offsets[users + 1]
         start = np.maximum(past.offsets[users], end - self._length)
         return Targets(users, np.concatenate([item, others[1]]), label, start, end, time).part(order)
 

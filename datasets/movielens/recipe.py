@@ -13,8 +13,8 @@ from raytrec_datasets.interactions.rows import slices
 from raytrec_datasets.interactions.splits import BY_TIME
 from raytrec_datasets.movielens.candidates import has_candidates, write_candidates
 from raytrec_datasets.movielens.download import fetch
+from raytrec_datasets.movielens.interactions import write_interactions
 from raytrec_datasets.movielens.layouts import TIME_BITS, MovieLens, has_ratings, read
-from raytrec_datasets.movielens.leave_one_out import write_interactions
 from raytrec_datasets.writing import SPLITS, Output, SplitWriter, progress
 
 from raytrec.common.errors import ConfigError
@@ -22,7 +22,7 @@ from raytrec.config.schema import Schema
 
 LIKED = 4.0  # ratings from here on count as liked
 CHUNK_ROWS = 500_000
-DIVIDES = {"leave-one-out": None, "time": BY_TIME}  # --split: how interactions are divided
+SPLIT_OF = {"leave-one-out": None, "time": BY_TIME}  # --split → Choices.split
 
 
 def write(
@@ -48,13 +48,13 @@ def write(
         source = fetch(download, (source or out.absolute().parent / "movielens-original").expanduser())
     source = source.expanduser().absolute()
     if split == "leave-one-out" or rows == "user":
-        if split not in DIVIDES:
+        if split not in SPLIT_OF:
             raise ConfigError(
                 "rows of whole users go up to a point in time",
                 where=f"--split {split} --rows user",
-                expected=f"--split {' or '.join(DIVIDES)}",
+                expected=f"--split {' or '.join(SPLIT_OF)}",
             )
-        chosen = Choices(DIVIDES[split], candidates, negatives, history, rows, None, seed, dim, with_valid)
+        chosen = Choices(SPLIT_OF[split], candidates, negatives, history, rows, None, seed, dim, with_valid)
         chosen.check("--history", "--negatives")
         output = Output(out, "movielens", {**asdict(chosen), "source": str(source), "split": split}, force)
         if not output.is_ready():

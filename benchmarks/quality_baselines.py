@@ -1,4 +1,4 @@
-"""What rows of `make quality` are held against: logistic regression, and what is popular these days.
+"""Baselines of `make quality`: logistic regression, and what has been popular in the last days.
 
 Each is {seed: 0, figures, parameters, seconds} of a prepared data set; figures have the table's names.
 """
@@ -57,20 +57,20 @@ def measure_popularity(folder: Path, names: dict[str, str], features: list[str])
     was met more often ever comes first.
 
     Args:
-        names: HR@10 and NDCG@10.
+        names: what the table calls HR@10 and NDCG@10, in this order.
         features: none.
     """
     began = time.monotonic()
     parts = {name: pq.read_table(folder / name).to_pandas() for name in ("train", "valid", "test")}
     earlier = parts["train"][["user", "history", "history_time"]].explode(["history", "history_time"])
-    met = [earlier.dropna().set_axis(["user", "item", "time"], axis=1)]
-    met = pd.concat([*met, *(part[["user", "item", "time"]] for part in parts.values())], ignore_index=True)
+    earlier = earlier.dropna().set_axis(["user", "item", "time"], axis=1)
+    met = pd.concat([earlier, *(part[["user", "item", "time"]] for part in parts.values())])
     met = met.drop_duplicates(["user", "item"]).astype(np.int64).sort_values("time")
     items, times = met["item"].to_numpy(), met["time"].to_numpy()
     chosen = max(DAYS, key=lambda days: _popular(parts["valid"], items, times, days)[1])
-    figures = dict(zip(("HR@10", "NDCG@10"), _popular(parts["test"], items, times, chosen), strict=True))
+    figures = dict(zip(names, _popular(parts["test"], items, times, chosen), strict=True))
     seconds = round(time.monotonic() - began, 1)
-    return {"seed": 0, "figures": {n: figures[n] for n in names}, "parameters": 1, "seconds": seconds}
+    return {"seed": 0, "figures": figures, "parameters": 1, "seconds": seconds}
 
 
 def _popular(rows: pd.DataFrame, items: np.ndarray, times: np.ndarray, days: int) -> tuple[float, float]:
