@@ -9,9 +9,9 @@ tasks:
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from raytrec.common.registry import modules_of
 from raytrec.config.base import Number, PositiveFloat, Section
@@ -31,7 +31,7 @@ class TaskSection(Section):
         description=f"What is minimised: {', '.join(modules_of('raytrec.tasks.losses'))}, or a class of "
         "yours as module:Class.",
     )
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments that the loss is made with."""
     weight: PositiveFloat = 1.0
     """Its factor in the sum of all tasks' losses."""

@@ -26,7 +26,7 @@ from datetime import date
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from raytrec.common.registry import PYTHON_PATH
 from raytrec.config.base import Few, NonNegativeFloat, PositiveFloat, PositiveInt, Section
@@ -265,7 +265,7 @@ class Sample(Section):
             raise ValueError("count: all takes neither vocabulary nor exclude: it is all ids of the table")
         if self.frequency and not (self.vocabulary or "").endswith(".parquet"):
             raise ValueError("frequency is a column of a Parquet file of ids: set vocabulary: FILE.parquet")
-        if not self.frequency and ("power" in self.model_fields_set or self.log_share):
+        if not self.frequency and (self.power != 1 or self.log_share):
             raise ValueError("power and log_share belong to draws by frequency: set frequency too")
         return self
 
@@ -294,7 +294,7 @@ class Python(Section):
     """Columns that it needs."""
     writes: list[str] = Field(default_factory=list)
     """Columns that it makes or replaces."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments."""
 
 

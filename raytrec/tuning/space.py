@@ -149,8 +149,11 @@ class Space:
 
 
 def plain_values(config: RunConfig) -> dict[str, Any]:
-    """What is set in a configuration, without defaults, so that another kind of model can take its place."""
-    return config.model_dump(by_alias=True, mode="json", exclude_unset=True)
+    """Return the values of a configuration that are not defaults, so that another kind of model fits in.
+
+    A configuration and its resolved form, which spells out all defaults, have the same values here.
+    """
+    return config.model_dump(by_alias=True, mode="json", exclude_defaults=True)
 
 
 def with_values(plain: dict[str, Any], drawn: dict[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,14 @@ import parquet
 import pytest
 
 from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.common.reading import yaml_values
 from raytrec.config.run_config import load_config
 from raytrec.driver.prepare import resolve
 from raytrec.metrics.registry import METRICS
 from raytrec.metrics.selection import Selection
 from raytrec.tuning import runner
 from raytrec.tuning.folder import is_search, newest_like, reopen, write_search
-from raytrec.tuning.search import Settings, State, prepare_search
+from raytrec.tuning.search import Settings, State, prepare_search, trial_config
 from raytrec.tuning.space import Space
 from raytrec.tuning.tune import tune
 
@@ -312,3 +313,17 @@ def test_trials_on_a_cluster_fill_its_nodes(tiny_data, tmp_path, monkeypatch):
     nodes[0]["Resources"]["GPU"] = 2.0
     assert runner.find_room(configs, None) == [{}]
     assert runner.find_room(configs, 3) == [{}] * 3
+
+
+def test_a_reopened_search_draws_other_models_as_before(tiny_data, tmp_path):
+    space = (
+        "model.name: {choice: [dlrm, dcn, deepfm, masknet]}\noptim.schedule.warmup_steps: {choice: [0, 1]}"
+    )
+    search = prepared(tiny_data, tmp_path, space, Settings(trials=8), model={"top_mlp": [8]})
+    write_search(search)
+    again = reopen(search.folder, None, False)
+    assert [trial.config for trial in again.trials] == [trial.config for trial in search.trials]
+    printed = load_config(yaml_values(search.config.to_yaml()))
+    assert trial_config(printed, {"model.name": "deepfm"}, 1) == trial_config(
+        search.config, {"model.name": "deepfm"}, 1
+    )

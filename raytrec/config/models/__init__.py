@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, field_validator
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.registry import PYTHON_PATH
@@ -27,7 +27,7 @@ class PythonSection(ModelSection):
     gives_vectors: ClassVar[bool | None] = None
     name: str
     """module:Class, on Python's path or in the folder of the command."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, JsonValue] = Field(default_factory=dict)
     """Whatever the class reads from it."""
     max_length: Lengths | None = None
     """The most recent so many ids of a sequence feature are given to the model, one by one; or feature: ids,

@@ -1,0 +1,192 @@
+"""A resolved configuration is accepted and resolves to itself, as does a stored schema."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from raytrec.cli import main
+from raytrec.common.errors import ConfigError, SchemaError
+from raytrec.common.reading import yaml_values
+from raytrec.config.run_config import json_schema, load_config
+from raytrec.config.schema import Schema
+from raytrec.driver.prepare import resolve
+
+JOBS = Path(__file__).parents[2] / "jobs"
+YAML = sorted(file for file in JOBS.rglob("*.yaml") if file.parent.name != "spaces")
+SCHEMAS = [file for file in YAML if file.name.endswith("schema.yaml") or file.parent.name == "schemas"]
+CONFIGS = [file for file in YAML if file not in SCHEMAS]
+WHOLE = json_schema()
+PARTS = WHOLE["$defs"]
+# Text that could be read as a number, a date, null, a bool or several lines.
+TEXTS = st.sampled_from(["a", "1e3", "12e4567", "no", "null", "2026-01-01", "1_0", "a: b", "- é", "a\nb", ""])
+
+
+def ref_name(part):
+    return part["$ref"].rpartition("/")[2]
+
+
+MODELS = [ref_name(part) for part in WHOLE["properties"]["model"]["oneOf"]]
+TRANSFORMS = [ref_name(part) for part in PARTS["DataSection"]["properties"]["transforms"]["items"]["oneOf"]]
+SECTIONS = {
+    key: ref_name(part) for key, part in WHOLE["properties"].items() if "$ref" in part and key != "data"
+}
+
+
+def numbers(part, strategy, **limits):
+    low = part.get("minimum", part.get("exclusiveMinimum", part.get("ge", part.get("gt", 0))))
+    high = part.get("maximum", part.get("exclusiveMaximum", part.get("le", part.get("lt", 1000))))
+    return strategy(low, min(high, 1000), **limits)
+
+
+def values_of(part):
+    """Return a strategy of values that a part of the JSON Schema describes."""
+    if "$ref" in part:
+        return values_of(PARTS[ref_name(part)])
+    for key in ("anyOf", "oneOf"):
+        if key in part:
+            return st.one_of([values_of(each) for each in part[key]])
+    if "const" in part or "enum" in part:
+        return st.sampled_from(part.get("enum") or [part["const"]])
+    match part.get("type"):
+        case "integer":
+            return numbers(part, st.integers)
+        case "number":
+            return numbers(part, st.floats)
+        case "boolean":
+            return st.booleans()
+        case "null":
+            return st.none()
+        case "array":
+            return st.lists(values_of(part["items"]), min_size=part.get("minItems", 0), max_size=2)
+        case "string" if "pattern" in part:
+            return st.from_regex(part["pattern"].replace(r"\w", "[a-z_]"), fullmatch=True)
+        case "string":
+            return TEXTS
+        case "object" if "properties" in part:
+            inner = {key: values_of(each) for key, each in part["properties"].items()}
+            needed = part.get("required", [])
+            optional = {key: each for key, each in inner.items() if key not in needed}
+            some = st.lists(st.sampled_from([*optional] or [""]), max_size=3, unique=True)
+            return some.flatmap(
+                lambda keys: st.fixed_dictionaries({k: inner[k] for k in [*needed, *keys] if k in inner})
+            )
+        case "object":
+            keys = values_of(part["propertyNames"]) if "propertyNames" in part else TEXTS
+            each = part.get("additionalProperties")
+            return st.dictionaries(keys, values_of(each) if isinstance(each, dict) else TEXTS, max_size=2)
+    return st.one_of(TEXTS, st.floats(-9, 9), st.lists(TEXTS, max_size=2), st.none())
+
+
+def minimal(name):
+    """Return one value of a part with its required keys alone."""
+    part = PARTS[name]
+    chosen = {"name": "mine:Net"} if name == "PythonSection" else {"do": "mine:f"} if name == "Python" else {}
+    chosen |= {"low": 0} if name == "Clip" else {"at_least": 1} if name == "Binarize" else {}
+    for key in part.get("required", []):
+        chosen.setdefault(key, first_value(part["properties"][key]))
+    return chosen
+
+
+def first_value(part):
+    if "$ref" in part:
+        return minimal(ref_name(part))
+    part = part.get("anyOf", [part])[0]
+    kinds = {"integer": 3, "number": 3, "string": "100..110", "array": lambda: [first_value(part["items"])]}
+    value = part.get("const") or (part["enum"][0] if "enum" in part else kinds[part["type"]])
+    return value() if callable(value) else value
+
+
+def run_of(name, value):
+    """Return the values of a run with one part of this kind."""
+    run = {"data": {"train": "d", "valid": "v"}, "train": {"eval_every_steps": 9}}
+    if name in MODELS:
+        return run | {"model": value}
+    if name in TRANSFORMS:
+        return run | {"data": run["data"] | {"transforms": [value]}}
+    if name == "TaskSection":
+        return run | {"tasks": [value]}
+    return run | next({key: value} for key, each in SECTIONS.items() if each == name)
+
+
+def check_resolves_to_itself(config):
+    text = config.to_yaml()
+    again = load_config(yaml_values(text))
+    assert again == config and again.to_yaml() == text
+    assert load_config(config) == config
+    assert load_config(json.loads(json.dumps(config.model_dump(by_alias=True, mode="json")))) == config
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_a_printed_job_is_accepted_and_prints_the_same(file, tmp_path, capsys):
+    def printed(*arguments):
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main(["config", *map(str, arguments)])
+        return capsys.readouterr().out
+
+    resolved = tmp_path / "x.yaml"
+    resolved.write_text(printed(file, *["data.train=d/train"][: file.stem == "own"]))
+    assert printed(resolved) == resolved.read_text()
+    run = resolve(load_config(resolved), "x")
+    assert resolve(load_config(yaml_values(run.to_yaml())), "other") == run
+
+
+@pytest.mark.parametrize("name", [*MODELS, *TRANSFORMS, *SECTIONS.values(), "TaskSection"])
+def test_required_keys_alone_resolve_to_themselves(name):
+    check_resolves_to_itself(load_config(run_of(name, minimal(name))))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_accepted_configuration_resolves_to_itself(data):
+    name = data.draw(st.sampled_from([*MODELS, *TRANSFORMS, *SECTIONS.values(), "TaskSection"]))
+    try:
+        config = load_config(run_of(name, data.draw(values_of(PARTS[name]))))
+    except ConfigError:
+        assume(False)
+    check_resolves_to_itself(config)
+
+
+@pytest.mark.parametrize("since", ["2026-01-01", "{0: a}", "!!binary aGk="])
+def test_options_that_files_of_a_run_cannot_hold_are_refused(since):
+    for key in ("model={name: 'mine:Net', %s}", "tasks=[{%s}]", "data.transforms=[{do: 'mine:f', %s}]"):
+        with pytest.raises(ConfigError, match=r"options\.since.*[Jj]SON value|options\.since.0: .*string"):
+            load_config({"data": {"train": "d"}}, [key % f"options: {{since: {since}}}"])
+
+
+SCHEMA = Schema.model_json_schema()
+PARTS |= SCHEMA["$defs"]
+
+
+@pytest.mark.parametrize("file", SCHEMAS, ids=lambda file: file.stem)
+def test_a_committed_schema_is_stored_and_read_as_itself(file):
+    schema = Schema.load(file)
+    assert Schema.stored(schema.to_yaml(), "test") == schema
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_accepted_schema_is_stored_and_read_as_itself(data):
+    names = st.lists(TEXTS, unique=True, max_size=2)
+    labels, dense, sparse = data.draw(names), data.draw(names), data.draw(names)
+    table = data.draw(TEXTS)
+    values = {
+        "labels": [f"{label}y" for label in labels] + ["y"],
+        "dense": [f"{name} d" for name in dense],
+        "scale": {f"{name} d": data.draw(values_of(PARTS["Scale"])) for name in dense[:1]},
+        "sparse": {
+            name: data.draw(values_of(PARTS["Sparse"])) | {"table": table} for name in [*sparse, "user"]
+        },
+        "tables": {table: data.draw(values_of(PARTS["Table"])) | {"dim": 8}},
+        "statistics": {name: data.draw(values_of(PARTS["Statistics"])) for name in sparse[:1]},
+        "candidates": data.draw(st.sampled_from([[], ["y", "user"]])),
+    }
+    try:
+        schema = Schema.parse(values, "test")
+    except SchemaError:
+        assume(False)
+    text = schema.to_yaml()
+    assert Schema.stored(text, "test") == schema == Schema.parse(schema.model_dump(), "test")
+    assert Schema.stored(text, "test").to_yaml() == text
