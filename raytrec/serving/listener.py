@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
+import struct
+import time
+from contextlib import suppress
 from threading import Thread
 from typing import Any
 
 from raytrec.common.errors import RunError
 
-KEEP_ALIVE_S, DRAIN_S = 90, 30  # how long an idle connection stays; how long requests may take at the end
+KEEP_ALIVE_S = 90  # seconds that an idle connection stays
+LINGER_S, DRAIN_S = 1.0, 30  # at the end: seconds that clients may send requests, and that answers may take
 BACKLOG = 2048  # connections that wait to be accepted
+SO_ATTACH_FILTER, BPF_RET = 26, 6  # linux/asm-generic/socket.h, linux/bpf_common.h
 
 
 class Listener:
-    """Serves an application of ASGI until `close`, in a thread with an event loop.
+    """HTTP server of an ASGI application, in a thread with an event loop, until `close`.
 
     Processes of one user can listen on one port: the kernel deals connections to them (SO_REUSEPORT), and no
     proxy is between a client and the process that scores. (Serve's costs several times what scoring does.)
 
     Args:
-        port: 0: any that is free.
+        app: ASGI application.
+        host: address to listen on.
+        port: port to listen on; 0: any free port.
+
+    Attributes:
+        port: port of the socket.
 
     Raises:
-        RunError: the address cannot be listened on.
+        RunError: The address cannot be listened on.
     """
 
     def __init__(self, app: Any, host: str, port: int):
         import uvicorn
 
+        from raytrec.compat.uvicorn_ import BoundedProtocol
+
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # REUSEADDR: closed connections, which the kernel remembers for a minute, do not hold the port.
+        for option in (socket.SO_REUSEPORT, socket.SO_REUSEADDR):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, 1)
         try:
             self._socket.bind((host, port))
         except OSError as error:
@@ -44,6 +59,7 @@ class Listener:
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app,
+            http=BoundedProtocol,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -58,10 +74,32 @@ class Listener:
 
     @property
     def alive(self) -> bool:
-        """Whether it listens, or is about to."""
+        """True if the thread runs, so that the socket is listened on."""
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Takes no further connections, and returns when requests that have begun are answered."""
+        """Accept no further connections, and return when all requests that have arrived are answered.
+
+        Clients with kept connections have LINGER_S to send a request, whose answer closes the connection.
+        """
+        refuse_connections(self._socket)
+        closing, state = (b"connection", b"close"), self._server.server_state
+        for headers in (self._server.config.encoded_headers, state.default_headers):
+            headers.append(closing)
+        began = time.monotonic()
+        while time.monotonic() - began < 0.1 or (state.connections and time.monotonic() - began < LINGER_S):
+            time.sleep(0.02)
         self._server.should_exit = True
         self._thread.join(DRAIN_S + 5)
+
+
+def refuse_connections(listening: socket.socket) -> None:
+    """Drop the packets of new connections, so that those already waiting can be accepted before it is closed.
+
+    Closing a socket resets connections that wait to be accepted. Dropped packets are sent again after 1 s.
+    """
+    drop = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RET, 0, 0, 0))
+    with suppress(OSError):
+        listening.setsockopt(
+            socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop))
+        )

@@ -43,6 +43,7 @@ NAMES = [
     "torch.distributed.rendezvous:TCPStore",
     "torchrec.distributed.train_pipeline.runtime_forwards:BaseForward",
 ]
+HTTP = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
 TRAINER = "ray.train.v2.api.data_parallel_trainer:DataParallelTrainer."
 EXECUTION = "ray.train.v2._internal.execution."
 CALLBACKS = "ray.train.v2._internal.callbacks."
@@ -60,6 +61,28 @@ SOURCES = {
     # ray_serve.py
     "ray.serve._private.replica:Replica._on_initialized": ['add_port_to_grpc_server(self._server, "[::]:0")'],
     "ray.serve._private.replica:Replica.initialize": ["is_first_init and RAY_SERVE_FREEZE_GC_ON_STARTUP"],
+    # uvicorn_.py
+    HTTP + ".connection_made": ["self.connections.add(self)", "self.transport = transport"],
+    HTTP + ".data_received": ["self.parser.feed_data(data)", "except httptools.HttpParserError:"],
+    HTTP + ".on_message_begin": ['self.url = b""', "self.headers = []"],
+    HTTP + ".on_headers_complete": ["self.pipeline.appendleft((self.cycle, app))"],
+    HTTP + ".on_message_complete": ["self.cycle.response_complete", "self.cycle.more_body = False"],
+    HTTP + ".on_response_complete": ["self.transport.is_closing()", "self.pipeline.pop()"],
+    HTTP: [
+        "def on_body(self, body: bytes)",
+        "def pause_writing(self)",
+        "def resume_writing(self)",
+        "def timeout_keep_alive_handler(self)",
+        "def send_400_response(self, msg: str)",
+        "on_response=self.on_response_complete",
+    ],
+    "uvicorn.protocols.http.httptools_impl:RequestResponseCycle": [
+        "self.response_started = ",
+        "                    self.transport.close()\n                self.on_response()",
+    ],
+    "uvicorn:Server.on_tick": [
+        "self.server_state.default_headers = date_header + self.config.encoded_headers"
+    ],
     # ray_train.py
     TRAINER + "fit": [
         "self._initialize_and_run_controller(",

@@ -1,0 +1,291 @@
+"""Connections of the listener: limits of time and size, and its end. Plain ASGI applications, no model."""
+
+import json
+import socket
+import struct
+import threading
+import time
+from contextlib import ExitStack, closing, suppress
+
+import pytest
+
+from raytrec.cluster.head import check_ports
+from raytrec.serving.listener import Listener
+
+LIMITS = "raytrec.compat.uvicorn_."
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+WAIT_S = 20
+
+
+class Echo:
+    """Application that answers with the size of the body, or with `answer_bytes`, and counts requests."""
+
+    def __init__(self, answer_bytes=None, reads=True):
+        self.begun, self.answer_bytes, self.reads = 0, answer_bytes, reads
+
+    async def __call__(self, scope, receive, send):
+        self.begun += 1
+        size, more = 0, self.reads
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            size += len(message["body"])
+            more = message["more_body"]
+        body = b"%d" % size if self.answer_bytes is None else b"x" * self.answer_bytes
+        headers = [(b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+@pytest.fixture(scope="module")
+def shared():
+    listener = Listener(echo := Echo(), "127.0.0.1", 0)
+    yield listener, echo
+    listener.close()
+
+
+@pytest.fixture
+def listener(shared):
+    return shared[0]
+
+
+@pytest.fixture
+def echo(shared):
+    shared[1].begun = 0
+    return shared[1]
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Requests have 0.3 s to arrive, and answers to be taken."""
+    for name in ("RECEIVE_S", "SEND_S"):
+        monkeypatch.setattr(LIMITS + name, 0.3)
+
+
+def connect(listener):
+    return closing(socket.create_connection(("127.0.0.1", listener.port), timeout=WAIT_S))
+
+
+def read_all(connection):
+    """Everything until the listener closes the connection."""
+    found = b""
+    try:
+        while part := connection.recv(1 << 16):
+            found += part
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def statuses(answers):
+    return [int(part[:3]) for part in answers.split(b"HTTP/1.1 ")[1:]]
+
+
+def send_slowly(connection, data, size=1, pause_s=0.05):
+    """Send pieces until the listener closes the connection; everything it answered, and seconds."""
+    began = time.monotonic()
+    connection.settimeout(pause_s)
+    found = b""
+    for at in range(0, len(data), size):
+        try:
+            connection.sendall(data[at : at + size])
+            if not (part := connection.recv(1 << 16)):
+                break
+            found += part
+        except TimeoutError:
+            continue
+        except OSError:
+            break
+    else:
+        raise AssertionError("the listener took all of it")
+    return found, time.monotonic() - began
+
+
+SLOW = {"a head": (GET[:-2] + b"X: y\r\n" * 1000, 408), "a body": (POST + b"x" * 99, 408)}
+SLOW |= {"a body in chunks": (CHUNKED + b"1\r\nx\r\n" * 100, 408), "empty lines": (b"\r\n" * 1000, 408)}
+
+
+@pytest.mark.parametrize("data, status", SLOW.values(), ids=SLOW)
+def test_requests_that_arrive_slowly_are_refused(short, listener, data, status):
+    with connect(listener) as connection:
+        found, seconds = send_slowly(connection, data, len(data) // 100)
+    assert statuses(found) == [status] and seconds < 5
+    assert "error" in json.loads(found.partition(b"\r\n\r\n")[2])
+
+
+def test_a_body_that_nobody_reads_has_the_same_time(short):
+    with closing(Listener(Echo(reads=False), "127.0.0.1", 0)) as listener, connect(listener) as connection:
+        connection.sendall(POST)
+        found, seconds = send_slowly(connection, b"x" * 99)
+        assert statuses(found) == [200] and seconds < 5
+
+
+def test_a_silent_connection_is_closed_without_an_answer(short, listener):
+    with connect(listener) as connection:
+        assert read_all(connection) == b""
+
+
+def test_kept_connections_outlast_the_time_of_a_request(short, listener):
+    with connect(listener) as connection:
+        for _ in range(2):
+            connection.sendall(GET)
+            assert connection.recv(1 << 16).endswith(b"0")
+            time.sleep(0.5)
+
+
+LARGE = {
+    "a header": b"GET / HTTP/1.1\r\nX: " + b"x" * 200_000 + b"\r\n\r\n",
+    "many headers": b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 40_000 + b"\r\n",
+    "a path": b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a header without end": b"GET / HTTP/1.1\r\nX: " + b"x" * (2 << 20),
+    "trailers": CHUNKED + b"1\r\nx\r\n0\r\n" + b"X: y\r\n" * 400_000,
+    "an extension of a chunk": CHUNKED + b"1;" + b"x" * (2 << 20),
+    "empty lines": b"\r\n" * (1 << 20),
+}
+
+
+@pytest.mark.parametrize("data", LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize("size", [4 << 20, 1000])
+def test_large_heads_are_refused(listener, echo, data, size):
+    with connect(listener) as connection:
+        pieces = [data[at : at + size] for at in range(0, len(data), size)]
+        sending = threading.Thread(target=send_quietly, args=(connection, *pieces), daemon=True)
+        sending.start()
+        found = read_all(connection)
+        sending.join(WAIT_S)
+    assert statuses(found) in ([431], []), found[:200]  # none: reset while the client was sending the rest
+    assert not echo.begun or data.startswith(CHUNKED)
+
+
+def test_a_head_of_30_kB_is_served(listener):
+    with connect(listener) as connection:
+        connection.sendall(GET[:-2] + b"X: " + b"x" * 30_000 + b"\r\n\r\n")
+        assert statuses(connection.recv(1 << 16)) == [200]
+
+
+def test_a_large_body_is_no_large_head(listener):
+    with connect(listener) as connection:
+        for pieces in (1, 1000):
+            body = b"%x\r\n%s\r\n" % (4_000_000 // pieces, b"x" * (4_000_000 // pieces)) * pieces
+            connection.sendall(CHUNKED + body + b"0\r\n\r\n")
+            assert connection.recv(1 << 16).endswith(b"4000000")
+
+
+def test_pipelined_requests_are_answered_in_order(listener):
+    with connect(listener) as connection:
+        connection.sendall(b"".join(POST.replace(b"100", b"%d" % n) + b"x" * n for n in range(8)))
+        found = b""
+        while len(statuses(found)) < 8 or not found.endswith(b"\r\n\r\n7"):
+            found += connection.recv(1 << 16)
+    assert [part.rpartition(b"\r\n")[2] for part in found.split(b"HTTP/1.1 ")[1:]] == [
+        b"%d" % n for n in range(8)
+    ]
+
+
+def test_pipelining_is_bounded(listener, echo):
+    with connect(listener) as connection:
+        sending = threading.Thread(target=send_quietly, args=(connection, GET * 20_000), daemon=True)
+        sending.start()
+        found = read_all(connection)
+        sending.join(WAIT_S)
+    assert 1 <= echo.begun < 200, "thousands of requests of one connection were taken"
+    assert set(statuses(found)) <= {200}
+
+
+def send_quietly(connection, *pieces):
+    with suppress(OSError):  # the listener has closed it
+        for piece in pieces:
+            connection.sendall(piece)
+
+
+def test_what_is_wrong_behind_a_good_request_does_not_take_its_answer(listener):
+    with connect(listener) as connection:
+        connection.sendall(GET + b"\x16\x03\x01 noise\r\n\r\n")
+        found = read_all(connection)
+    assert statuses(found) == [200] and b"connection: close" in found
+
+
+@pytest.mark.parametrize("answer_bytes", [64 << 20, 40_000])
+def test_a_client_that_reads_no_answer_is_disconnected(short, monkeypatch, answer_bytes):
+    monkeypatch.setattr("raytrec.serving.listener.KEEP_ALIVE_S", 1)
+    listener = Listener(Echo(answer_bytes), "127.0.0.1", 0)
+    with closing(listener), socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", listener.port))
+        connection.sendall(GET)
+        assert connection.recv(9) == b"HTTP/1.1 "
+        began = time.monotonic()
+        while listener._server.server_state.connections and time.monotonic() - began < WAIT_S:
+            time.sleep(0.05)
+        assert not listener._server.server_state.connections
+
+
+def test_new_connections_take_the_place_of_those_that_wait_the_longest(monkeypatch, echo):
+    monkeypatch.setattr(LIMITS + "MAX_CONNECTIONS", 3)
+    with ExitStack() as stack:
+        listener = stack.enter_context(closing(Listener(echo, "127.0.0.1", 0)))
+        kept = [stack.enter_context(connect(listener)) for _ in range(3)]
+        for asking in (kept[0], stack.enter_context(connect(listener)), kept[0], kept[2]):
+            asking.sendall(GET)
+            assert statuses(asking.recv(1 << 16)) == [200]
+        assert read_all(kept[1]) == b""
+
+
+def test_a_port_with_kept_connections_can_be_used_at_once_again(echo):
+    listener = Listener(echo, "127.0.0.1", 0)
+    with connect(listener) as connection:
+        connection.sendall(GET)
+        assert connection.recv(1 << 16)
+        with pytest.raises(Exception, match="cannot be used"):
+            check_ports({"--port": listener.port})
+        listener.close()
+        assert read_all(connection) == b""
+    check_ports({"--port": listener.port})
+    again = Listener(echo, "127.0.0.1", listener.port)
+    again.close()
+
+
+def test_requests_on_kept_connections_are_answered_while_the_listener_ends(echo):
+    listener = Listener(echo, "127.0.0.1", 0)
+    with connect(listener) as connection:
+        connection.sendall(GET)
+        assert b"connection: close" not in connection.recv(1 << 16)
+        ending = threading.Thread(target=listener.close)
+        ending.start()
+        time.sleep(0.2)
+        connection.sendall(GET)
+        found = read_all(connection)
+        assert statuses(found) == [200] and b"connection: close" in found
+        ending.join(WAIT_S)
+
+
+def test_no_request_is_reset_while_the_listener_ends(echo):
+    """New connections for each request: answered, or refused before anything is sent."""
+    listener, stop, wrong, answered = Listener(echo, "127.0.0.1", 0), threading.Event(), [], [0]
+
+    def ask():
+        while not stop.is_set():
+            try:
+                connection = socket.create_connection(("127.0.0.1", listener.port), timeout=0.5)
+            except OSError:
+                continue
+            with closing(connection):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                try:
+                    connection.sendall(GET)
+                    answered[0] += statuses(connection.recv(1 << 16)) == [200]
+                except OSError as error:
+                    wrong.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    listener.close()
+    stop.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert answered[0] > 50 and not wrong, wrong[:3]
