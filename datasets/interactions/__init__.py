@@ -86,6 +86,13 @@ def prepare(
             "interactions, for models that learn at every position of a sequence.",
         ),
     ] = "each",
+    test_rows: Annotated[
+        Rows,
+        Option(
+            help="Rows of valid and test: one for each held-out interaction, or one for each user with "
+            "their list right_items, as LightGCN and BARS evaluate; needs --negatives 0.",
+        ),
+    ] = "each",
     min_interactions: Annotated[
         int | None,
         Option(
@@ -103,6 +110,15 @@ def prepare(
 
     files = Files(source, candidates, user_features, item_features)
     chosen = Choices(
-        split, negatives, train_negatives, max_length, rows, min_interactions, seed, dim, with_valid
+        split,
+        negatives,
+        train_negatives,
+        max_length,
+        rows,
+        min_interactions,
+        seed,
+        dim,
+        with_valid,
+        test_rows,
     )
     write(out, files, Columns(user, item, time), chosen, force)

@@ -11,6 +11,8 @@ Rows of train, valid and test:
     time          of the row, if the source has times; of a candidate that of a row of its user
     item_count    how often the item occurs in train, at least 1
     seen          with --negatives 0, in valid and test: all that the user met before
+    right_items   with --test-rows user, in valid and test: all items that the user met in the split; item
+                  and time are those of the first, and the history ends before the split
     …             side features of users and items, where a recipe has some
 
 items/ has a row for each item: item, item_key (what the source calls it), item_count and side features;
@@ -59,16 +61,25 @@ class Choices:
     seed: int = 0
     dim: int = 16
     with_valid: bool = False
+    test_rows: str = "each"
 
     def check(self, length: str = "--max-length", negatives: str = "--train-negatives") -> None:
-        """Whether they go together.
+        """Check that the options can be combined.
 
         Args:
-            length, negatives: what the command calls max_length and train_negatives.
+            length: Name of the option max_length in the calling command.
+            negatives: Name of the option train_negatives in the calling command.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: Two options exclude each other.
         """
+        if self.test_rows == "user" and self.negatives:
+            raise ConfigError(
+                "a row of all held-out items of a user cannot be ranked with candidates",
+                where=f"--test-rows user --negatives {self.negatives}",
+                expected="--negatives 0, which ranks them among all items (eval.retrieval)",
+                do="add --negatives 0",
+            )
         if self.rows == "user" and (not self.max_length or self.train_negatives):
             wrong = f"{negatives} {self.train_negatives}" if self.max_length else f"{length} 0"
             raise ConfigError(
@@ -127,8 +138,11 @@ def write_rows(output: Output, data: Interactions, chosen: Choices, sides: Sides
     inputs = {side.name for side in sides.features}
     in_rows = ({name: v for name, v in of.items() if name in inputs} for of in (of_user, of_item))
     ranked = not chosen.negatives
-    rolling = ranked and chosen.split == BY_TIME
-    rows = Rows(data, split, chosen.max_length, chosen.seed, *in_rows, ranked, chosen.with_valid, rolling)
+    by_user = chosen.test_rows == "user"
+    rolling = ranked and chosen.split == BY_TIME and not by_user
+    rows = Rows(
+        data, split, chosen.max_length, chosen.seed, *in_rows, ranked, chosen.with_valid, rolling, by_user
+    )
     with output, progress("interactions", len(data)) as advance:
         each = chosen.rows == "each"
         counts = {"train": rows.write_train(output.partial / "train", each, chosen.train_negatives, advance)}
@@ -206,7 +220,8 @@ def fitting_job(folder: Path, chosen: Choices) -> tuple[str, list[str]]:
         settings["model.towers"] = towers
     if not chosen.negatives:
         settings["tasks"] = [LOSS.get(job, IN_BATCH) | {"metrics": []}]
-        settings["eval.retrieval"] = {"items": f"{relative(folder)}/items", "seen": ["seen"]}
+        lists = {"right_items": "right_items"} if chosen.test_rows == "user" else {}
+        settings["eval.retrieval"] = {"items": f"{relative(folder)}/items", "seen": ["seen"]} | lists
     return job, as_texts(settings)
 
 

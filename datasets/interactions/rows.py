@@ -74,6 +74,8 @@ class Rows:
         seen: rows of valid and test have all that their user met before, without the limit of `length`.
         with_valid: train has what is in valid, too.
         rolling: histories of valid and test go on up to each row; not with candidates.
+        by_user: valid and test have one row for each user, with the list of held-out items `right_items`; not
+            with candidates, and not with `rolling`.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Rows:
         seen: bool = False,
         with_valid: bool = False,
         rolling: bool = False,
+        by_user: bool = False,
     ):
         self._data, self._split, self._length, self._seed = data, split, length, seed
         self._seen, self._rolling = seen, rolling
@@ -97,6 +100,7 @@ class Rows:
             VALID: Past(data, split < VALID + rolling),
             TEST: Past(data, split < TEST + rolling),
         }
+        self._right = {part: Past(data, split == part) for part in (VALID, TEST)} if by_user else {}
         self.items = len(data.items)
         self.counts = np.bincount(self._past[TRAIN].item, minlength=self.items)
         self._met = self._keys(slice(None))
@@ -152,15 +156,23 @@ class Rows:
         return wide.part(rng.permutation(len(wide)))
 
     def write_held_out(self, folder: Path, split: int, negatives: int, advance: Callable[[int], None]) -> int:
-        """Writes valid or test, user after user: what was met, then candidates; its number of rows.
+        """Write valid or test, user after user: held-out items, then candidates.
 
         Args:
-            negatives: drawn for each user from what it has never met, unless the test's candidates are given.
+            folder: Folder of the split.
+            split: VALID or TEST.
+            negatives: Candidates drawn for each user from items that the user has never met, unless the
+                source has candidates of the test.
+            advance: Called with the number of held-out rows written.
+
+        Returns:
+            Number of rows.
         """
         rows = self._held_out(split, negatives)
         writer = self._writer(folder, split, len(rows))
         of_seen = int(np.diff(self._past[split].offsets).max()) if self._seen else 0
-        step = max(1, CHUNK_IDS // (self._length + of_seen + 16))
+        of_right = int(np.diff(self._right[split].offsets).max()) if self._right else 0
+        step = max(1, CHUNK_IDS // (self._length + of_seen + of_right + 16))
         for first in range(0, len(rows), step):
             part = rows.part(slice(first, first + step))
             writer.write(self.table(part, split))
@@ -181,6 +193,8 @@ class Rows:
             time = np.concatenate([time, time[_in_turn(user, others[0])]])
         end = np.flatnonzero(here[self._split <= split]) if self._rolling else past.offsets[users + 1]
         start = np.maximum(past.offsets[users], end - self._length)
+        if self._right:
+            order = order[np.unique(users[order], return_index=True)[1]]
         return Targets(users, np.concatenate([item, others[1]]), label, start, end, time).part(order)
 
     def _candidates(
@@ -231,6 +245,10 @@ class Rows:
         if self._seen and split != TRAIN:
             first = past.offsets[rows.user]
             columns["seen"] = slices(past.item, first, rows.end - first)
+        if split in self._right:
+            right = self._right[split]
+            lengths = np.diff(right.offsets)[rows.user]
+            columns["right_items"] = slices(right.item, right.offsets[rows.user], lengths)
         columns["item_count"] = np.maximum(self.counts[rows.item], 1)
         for ids, sides in zip((rows.user, rows.item), self._sides, strict=True):
             columns |= {name: values.take(pa.array(ids)) for name, values in sides.items()}

@@ -29,9 +29,11 @@ TAKEN = (
     "item",
     "history",
     "history_time",
+    "later",
     "time",
     "item_count",
     "seen",
+    "right_items",
     "item_key",
     "user_key",
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from raytrec.data.arrow import is_text, plain_array
+from raytrec.data.arrow import is_list, is_text, one_array, plain_array, unnest
 
 NULL_KEY = -(2**63)  # of all nulls, which are one group
 
@@ -67,6 +69,31 @@ def group_keys(array: pa.Array) -> np.ndarray:
     if there.any():
         keys[there] = _keys(array.drop_null())
     return keys
+
+
+def keys_of_rows(columns: Sequence[pa.ChunkedArray], rows: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return the group keys that each row has in columns of values or of lists of values.
+
+    Args:
+        columns: Columns of equal length.
+        rows: Number of rows, for no columns.
+
+    Returns:
+        Number of keys of each row, int64 [rows]; and the keys, row after row, int64.
+    """
+    of, keys = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for column in map(one_array, columns):
+        rows = len(column)
+        if not is_list(column.type):
+            of.append(np.arange(rows))
+            keys.append(group_keys(column))
+            continue
+        offsets, values = unnest(column)
+        of.append(np.repeat(np.arange(rows), np.diff(offsets)))
+        keys.append(group_keys(values))
+    whole = np.concatenate(of)
+    order = np.argsort(whole, kind="stable")
+    return np.bincount(whole, minlength=rows), np.concatenate(keys)[order]
 
 
 def _keys(array: pa.Array) -> np.ndarray:

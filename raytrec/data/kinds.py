@@ -22,9 +22,10 @@ from raytrec.data.arrow import (
 
 if TYPE_CHECKING:
     from raytrec.data.form import Form
-
+    from raytrec.data.read_plan import ReadPlan
 
 SHOWN = 30  # column names in a message
+RIGHT_ITEMS = ("eval.retrieval.item", "eval.retrieval.right_items")
 
 
 def check_present(arrow: pa.Schema, columns: list[str], where: str, form: Form, fields: bool = True) -> None:
@@ -95,7 +96,7 @@ def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
                 _check_list(kind, column, uri)
             if column in (*form.plan.reserved.lists, *form.plan.reserved.or_lists):
                 kind = value_type(kind)
-            _check_reserved(kind, column, column in form.plan.reserved.keys, uri)
+            _check_reserved(kind, column, form.plan, uri)
             if column in form.plan.reserved.groups:
                 _check_group(plain(kind), column, uri)
     for column in schema.dense:
@@ -169,9 +170,12 @@ def _as_ids(kind: pa.DataType, value: pa.DataType, column: str) -> str:
     return _field_of(kind, column) or _of_time(value, column) or _by_hand()
 
 
-def _check_reserved(kind: pa.DataType, column: str, is_key: bool, uri: str) -> None:
+def _check_reserved(kind: pa.DataType, column: str, plan: ReadPlan, uri: str) -> None:
+    is_key = column in plan.reserved.keys
     if is_list(kind) or types.is_nested(kind) or (is_key and types.is_interval(kind)):
         advice = _field_of(kind, column) or _by_hand()
+        if is_key and plan.reserved.named_by.get(column) in RIGHT_ITEMS:
+            advice = "write the lists into another column: eval.retrieval.right_items=COLUMN"
         raise _unfit(f"reserved column '{column}'", kind, column, uri, "one value a row", advice)
 
 

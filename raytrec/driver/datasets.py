@@ -15,16 +15,16 @@ from raytrec.config.evaluation import TowerName
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.transform_columns import columns_before, needed_transforms
-from raytrec.data.arrow import find_column, is_list, is_text, one_array, plain, type_at, value_type
+from raytrec.config.transform_columns import needed_transforms
+from raytrec.data.arrow import find_column, is_list, is_text, plain, type_at, value_type
 from raytrec.data.columns import Place
-from raytrec.data.decode import SKIPPED, Faults, decode
+from raytrec.data.decode import SKIPPED, Faults
 from raytrec.data.footers import read_footer
-from raytrec.data.fragments import Dataset, RowGroup, list_files, name_of, scan
-from raytrec.data.hashing import NULL_KEY, group_keys
+from raytrec.data.fragments import Dataset, list_files, name_of, scan
+from raytrec.data.hashing import NULL_KEY
 from raytrec.data.read_plan import ReadPlan, Reserved
 from raytrec.data.rows import check_accused
-from raytrec.data.transform import apply_transforms
+from raytrec.driver.item_ids import check_item_ids, read_keys
 from raytrec.tasks.columns import check_counts, check_reserved, read_plan
 from raytrec.tasks.task import resolve_tasks
 
@@ -101,14 +101,19 @@ def as_examples(schema: Schema, places: str | list[str]) -> Schema:
 
 
 def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Dataset]) -> dict[str, Dataset]:
-    """The items of eval.retrieval, as a dataset of the run; nothing where it is not set.
+    """Open the items of eval.retrieval as a dataset of the run.
 
     Args:
-        evaluated: datasets of the run, whose rows name items.
+        config: Configuration of the run.
+        schema: Schema of the run.
+        evaluated: Datasets whose rows name items, by name.
+
+    Returns:
+        "items" → the dataset; empty without eval.retrieval.
 
     Raises:
-        ConfigError, DataError: as in `part_of_tower`, `open_inputs` and `check_items`; or the rows name
-            items in another type.
+        ConfigError, DataError: As in `part_of_tower`, `open_inputs`, `check_items` and `check_item_ids`, or
+            the rows name items in another type.
     """
     section = config.eval.retrieval
     if section is None:
@@ -118,9 +123,9 @@ def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Datase
     items = open_inputs(config, part, section.items, key, (section.item,), "eval.retrieval.item")
     check_items(items, section.item)
     kind = items.form.types[section.item]
-    for dataset in evaluated.values():
+    for name, dataset in evaluated.items():
         types = dataset.form.types
-        for column in (section.item, *section.seen):
+        for column in (section.right_column, *section.seen):
             other = types.get(column) and value_type(types[column])
             if other is not None and is_text(other) != is_text(kind) and not pa.types.is_null(other):
                 raise DataError(
@@ -129,6 +134,8 @@ def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Datase
                     expected="items named alike everywhere",
                     do="name another column in eval.retrieval, or use data.transforms: {do: cast, …}",
                 )
+        if name != "train":
+            check_item_ids(section, items, dataset)
     return {ITEMS: items}
 
 
@@ -144,7 +151,7 @@ def check_items(items: Dataset, column: str) -> None:
             where=items.uri,
             expected="a column with a unique key for each item",
         )
-    keys = np.concatenate([_keys(items, group, column) for group in items.groups])
+    keys = read_keys(items, column)
     if len(missing := np.flatnonzero(keys == NULL_KEY)):
         raise DataError(
             "an item has no key", where=_place(items, column, int(missing[0])), expected="a value"
@@ -157,15 +164,6 @@ def check_items(items: Dataset, column: str) -> None:
             expected="one row for each item",
             do="leave the others out, or name another column",
         )
-
-
-def _keys(items: Dataset, group: RowGroup, column: str) -> np.ndarray:
-    transforms = needed_transforms(items.form.plan.transforms, [column])
-    table = decode(group.path, group.index, 0, group.rows, columns_before(transforms, [column]))
-    table = apply_transforms(
-        table, transforms, f"{group.path}, row group {group.index}", items.form.plan.folder
-    )
-    return group_keys(one_array(table[column]))
 
 
 def _place(items: Dataset, column: str, row: int) -> str:

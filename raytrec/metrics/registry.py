@@ -51,7 +51,8 @@ FORMAT = re.compile(r"\{:,?(\.\d)?[fgeE%]\}")  # it may come from an untrusted r
 WHERE = "tasks.metrics"
 BOUND = "_bound"  # NAME_bound: how far a figure out of bins may be from the exact one
 RESERVED = {"kind", "step", "total", "state", "eta_s", "rows", "skipped_rows", "nan_steps", "rows_per_s"}
-RESERVED |= {"unix_s", "loss", "curves", "slices", "unknown_items", POSITIVES, GROUPS, NO_POSITIVE, ONE_CLASS}
+RESERVED |= {"unix_s", "loss", "curves", "slices", "unknown_items", "unknown_seen"}
+RESERVED |= {POSITIVES, GROUPS, NO_POSITIVE, ONE_CLASS}
 T = TypeVar("T", bound=type[Metric])
 KINDS = (SumMetric, RankedMetric, GroupMetric)
 NAMES_OF_KINDS = ", ".join(kind.__name__ for kind in KINDS)

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 from raytrec.common.formatting import as_dict, as_list, number
 from raytrec.metrics.registry import BOUND, GROUPS, NO_POSITIVE, ONE_CLASS
-from raytrec.metrics.selection import EVAL, RANKED_ITEMS, RANKED_ROWS, UNKNOWN_ITEMS, Figure, figures_of
+from raytrec.metrics.selection import EVAL, RANKING_COUNTS, Figure, figures_of
 
+OF_RANKING = [EVAL + key for key in RANKING_COUNTS]
 AFTER = {  # the metrics, in this order
-    EVAL + RANKED_ROWS: ("rows whose item was ranked", "{:,}"),
-    EVAL + RANKED_ITEMS: ("among so many items", "{:,}"),
-    EVAL + UNKNOWN_ITEMS: ("of an item that is not among them (never found)", "{:,}"),
+    OF_RANKING[0]: ("rows whose item was ranked", "{:,}"),
+    OF_RANKING[1]: ("among so many items", "{:,}"),
+    OF_RANKING[2]: ("of an item that is not among them (never found)", "{:,}"),
+    OF_RANKING[3]: ("seen items that are not among them (not left out)", "{:,}"),
     "eval.rows": ("rows evaluated", "{:,}"),
     "eval.skipped_rows": ("rows skipped in it", "{:,}"),
     "train.rows": ("rows trained", "{:,}"),
@@ -37,7 +39,7 @@ COUNTS = {  # with a task's metrics of groups
     ONE_CLASS: "groups of one class (left out)",
 }
 WHEN_ANY = (  # 0 is not worth a line
-    EVAL + UNKNOWN_ITEMS,
+    *OF_RANKING[2:],
     "eval.skipped_rows",
     "train.skipped_rows",
     "skipped_files",

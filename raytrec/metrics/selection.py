@@ -31,11 +31,7 @@ ANY_FORMAT = "{:.4g}"
 LOSS = "loss"  # the key of the training loss; TASK.loss is a task's part of it
 EVAL = "eval."  # begins the keys of result.json that are of evaluations
 RETRIEVAL = "retrieval"  # of the keys of full rankings (eval.retrieval)
-RANKED_ROWS, RANKED_ITEMS, UNKNOWN_ITEMS = (
-    f"{RETRIEVAL}.rows",
-    f"{RETRIEVAL}.items",
-    f"{RETRIEVAL}.unknown_items",
-)  # their counts
+RANKING_COUNTS = [f"{RETRIEVAL}.{name}" for name in ("rows", "items", "unknown_items", "unknown_seen")]
 PREDICTED = {  # of Loss.predicts
     "probability": "probabilities",
     "number": "numbers in the label's units",

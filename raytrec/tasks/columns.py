@@ -24,14 +24,18 @@ def read_plan(
     slices: Sequence[str] = (),
     retrieval: RetrievalSection | None = None,
 ) -> ReadPlan:
-    """What tasks and evaluations read of a dataset's rows.
+    """Return the columns that tasks and evaluations read of a dataset's rows.
 
     Args:
-        slices: columns by whose values an evaluation is split, named by their text.
+        tasks: Tasks of the run.
+        schema: Schema of the run.
+        transforms: data.transforms.
+        slices: Columns by whose values an evaluation is split.
         retrieval: eval.retrieval of a dataset whose rows' items are ranked among all items.
     """
-    ranked = (retrieval.item, *retrieval.seen) if retrieval else ()
-    named_by = {retrieval.item: "eval.retrieval.item"} if retrieval else {}
+    ranked = (retrieval.right_column, *retrieval.seen) if retrieval else ()
+    key = "right_items" if retrieval and retrieval.right_items else "item"
+    named_by = {retrieval.right_column: f"eval.retrieval.{key}"} if retrieval else {}
     seen, keys = tuple(retrieval.seen) if retrieval else (), key_columns(tasks, slices)
     return ReadPlan(
         schema,
@@ -42,7 +46,7 @@ def read_plan(
             keys=keys,
             groups=tuple(dict.fromkeys([*key_columns(tasks), *ranked])),
             lists=seen,
-            or_lists=(retrieval.item,) if retrieval and retrieval.item not in keys else (),
+            or_lists=(retrieval.right_column,) if retrieval and retrieval.right_column not in keys else (),
             named_by=named_by | dict.fromkeys(seen, "eval.retrieval.seen"),
         ),
         label_ranges(tasks, schema),

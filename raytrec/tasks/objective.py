@@ -174,7 +174,7 @@ class Objective:
         return [each] * len(self.tasks)
 
     def _of_tasks(self, logits: torch.Tensor) -> Sequence[torch.Tensor]:
-        """What the model gives for each task: [B], [B, classes], or vectors [B, 2·D]."""
+        """Return each task's part of the model's output: [B], [B, classes], or vectors [B, 2·D]."""
         columns, vectors = sum(self._widths), len(self._widths) < len(self.tasks)
         if logits.dim() == 1 and columns == 1 and not vectors and not self.own_loss:
             return (logits,)
@@ -184,7 +184,8 @@ class Objective:
             raise self._other_shape(logits, before, vectors)
         if before == len(self.tasks) and not vectors and not self.own_loss:
             return logits.unbind(1)
-        parts = iter(logits[:, :columns].split(self._widths, 1))
+        # torch.export does not load a split into no parts.
+        parts = iter(logits[:, :columns].split(self._widths, 1) if self._widths else ())
         return [
             logits[:, before:] if task.loss.reads_vectors else next(parts).squeeze(1) for task in self.tasks
         ]

@@ -3,6 +3,7 @@
 import gzip
 import random
 from collections import Counter, defaultdict
+from operator import itemgetter
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +20,7 @@ from raytrec.data.fragments import scan
 from raytrec.data.read_plan import ReadPlan
 
 USERS, ITEMS, LONGEST = 9, 40, 4
-SPLITS = ("train", "valid", "test")
+SPLITS, LISTS = ("train", "valid", "test"), ("history", "seen", "right_items")
 
 
 def run(source, out, *arguments):
@@ -39,7 +40,7 @@ def prepared(source, out, *arguments):
     keys = {name: {k.as_py(): v.as_py() for k, v in known.items()} for name, known in keys.items()}
 
     def named(row):
-        items = {n: [int(keys["item"][i]) for i in row[n]] for n in ("history", "seen") if n in row}
+        items = {n: [int(keys["item"][i]) for i in row[n]] for n in LISTS if n in row}
         return row | {"user": int(keys["user"][row["user"]]), "item": int(keys["item"][row["item"]])} | items
 
     schema, drawn = Schema.load(out / "schema.yaml"), Sample(do="sample", column="negatives", count=3)
@@ -164,6 +165,41 @@ def test_rows_of_users_and_what_they_have_seen(source, tmp_path):
         ]
         assert len(rows[split]) == USERS
         assert all(row["seen"] == by_user(found)[row["user"]][:place] for row in rows[split])
+
+
+def test_test_rows_of_users_list_all_held_out_items(source, tmp_path):
+    """One row for each user of a split: the first held-out item as `item`, all of them as `right_items`."""
+    given = source[1]
+    arguments = (*given[1:], "--negatives", 0, "--max-length", LONGEST, "--split", "random")
+    each = prepared(given[0], tmp_path / "each", *arguments)
+    rows = prepared(given[0], tmp_path / "user", *arguments, "--test-rows", "user")
+    pair = itemgetter("user", "item")
+    assert sorted(map(pair, each["train"])) == sorted(map(pair, rows["train"]))
+    several = 0
+    for split in ("valid", "test"):
+        held_out = by_user(map(pair, each[split]))
+        assert [row["user"] for row in rows[split]] == list(held_out)
+        first = {row["user"]: row for row in reversed(each[split])}
+        for row in rows[split]:
+            right = row.pop("right_items")
+            assert right == held_out[row["user"]] and row == first[row["user"]]
+            several += len(right) > 1
+    assert several > 1
+
+
+def test_test_rows_of_users_have_no_rolling_histories(tmp_path):
+    given = write_parquet(tmp_path, events())
+    arguments = (*given[1:], "--split", "time", "--negatives", 0, "--test-rows", "user")
+    rows = prepared(given[0], tmp_path / "out", *arguments)
+    for row in rows["test"]:
+        assert row["history"] == row["seen"] and not {*row["history"]} & {*row["right_items"]}
+
+
+def test_test_rows_of_users_are_refused_with_candidates(tmp_path):
+    given = write_words(tmp_path, events())
+    result = run(*given, tmp_path / "out", "--test-rows", "user")
+    assert isinstance(result.exception, RaytrecError)
+    assert "--test-rows user --negatives 99" in str(result.exception)
 
 
 def test_train_with_what_is_in_valid(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from raytrec_datasets import app
 from typer.testing import CliRunner
 
+import raytrec
 from raytrec.config.run_config import load_config
 from raytrec.driver.datasets import open_data
 from raytrec.driver.preflight import check_fit
@@ -58,6 +59,7 @@ def opened(job, overrides):
         ([], "interactions/two_tower.yaml"),
         (["--max-length", 0], "interactions/two_tower.yaml"),
         (["--negatives", 0], "interactions/two_tower.yaml"),
+        (["--negatives", 0, "--test-rows", "user", "--split", "random"], "interactions/two_tower.yaml"),
         (SIDES, "interactions/two_tower.yaml"),
         (["--rows", "user"], "interactions/sasrec.yaml"),
         (["--rows", "user", "--negatives", 0, "--max-length", 5], "interactions/sasrec.yaml"),
@@ -78,7 +80,10 @@ def test_the_next_command_fits_what_was_written(source, tmp_path, monkeypatch, a
     labels = {split: np.unique(pq.read_table(f"data/x/{split}")["label"]) for split in ("train", "test")}
     if config.tasks[0].loss == "bce":
         assert labels["train"].tolist() == [0, 1], "a loss of labels that differ"
+    lists = "right_items" in pq.read_schema(next(Path("data/x/test").glob("*.parquet"))).names
+    assert lists == ("--test-rows" in arguments)
     if config.tasks[0].metrics == []:
+        assert config.eval.retrieval.right_items == ("right_items" if lists else None)
         assert config.eval.retrieval and labels["test"].tolist() == [1]
     elif config.tasks[0].group:
         assert labels["test"].tolist() == [0, 1]
@@ -88,6 +93,29 @@ def test_the_next_command_fits_what_was_written(source, tmp_path, monkeypatch, a
         assert {*config.model.towers.query, *config.model.towers.item} == {*schema.sparse, *schema.dense}
     else:
         assert set(schema.tables) == {"item"} or named == "own.yaml"
+
+
+def test_lists_of_right_items_train_and_evaluate(ray_cluster, source, tmp_path, monkeypatch):
+    """The recipe of docs/retrieval.md: recall over users with several right items, against plain NumPy."""
+    (tmp_path / "x.csv").write_bytes((source / "x.csv").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--negatives", 0, "--test-rows", "user", "--split", "random", "--dim", 8]
+    named, overrides = next_command(source, *arguments)
+    quick = ["train.epochs=1", "scaling.num_workers=1", "tracking={enabled: false, report: false}"]
+    result = raytrec.train(REPO / "jobs" / named, [*overrides, *quick, f"run.dir={tmp_path / 'run'}"])
+    test, items = (pq.read_table(f"data/x/{name}") for name in ("test", "items"))
+    columns = {name: test[name].to_pylist() for name in ("right_items", "seen", "item")}
+    model = raytrec.load(raytrec.export(result.path, str(tmp_path / "export")).path)
+    scores = model.vectors(test, tower="query") @ model.vectors(items, tower="item").T
+    recalls = []
+    for score, right, seen, first in zip(scores, *columns.values(), strict=True):
+        assert first == right[0] and not {*right} & {*seen}
+        score[seen] = -np.inf
+        recalls.append(len({*right} & {*np.argsort(-score)[:10]}) / len(right))
+    metrics = result.metrics
+    assert metrics["eval.retrieval.recall@10"] == pytest.approx(np.mean(recalls), abs=1e-6)
+    assert metrics["eval.retrieval.rows"] == len(test) < sum(map(len, columns["right_items"]))
+    assert metrics["eval.retrieval.unknown_items"] == metrics["eval.retrieval.unknown_seen"] == 0
 
 
 def test_a_split_without_rows_is_not_named(source, tmp_path, monkeypatch):

@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from raytrec.common.collectives import Peers
-from raytrec.data.arrow import is_list, one_array, unnest
+from raytrec.data.arrow import one_array
 from raytrec.data.batch import Batch
-from raytrec.data.hashing import group_keys
+from raytrec.data.hashing import group_keys, keys_of_rows
 from raytrec.metrics.over_ranks.evaluation import place_for
 from raytrec.metrics.over_ranks.groups import RELEVANT
 from raytrec.metrics.over_ranks.item_scores import Items, cells_for
-from raytrec.metrics.selection import RANKED_ITEMS, RANKED_ROWS, RETRIEVAL, UNKNOWN_ITEMS, Selection
+from raytrec.metrics.selection import RANKING_COUNTS, RETRIEVAL, Selection
 
 ABSENT = 1 << 62  # the rank of a right item that is not among all items
 
@@ -47,6 +46,7 @@ class FullRanking:
         self._items: Items | None = None
         self._sums = torch.zeros(len(selection.of_ranking), dtype=torch.float64, device=device)
         self._rows, self._unknown = 0, torch.zeros((), dtype=torch.int64, device=device)
+        self._seen, self._seen_here = 0, torch.zeros((), dtype=torch.int64, device=device)
 
     def take_items(self, step: Any, items: Any) -> None:
         """Computes the vectors of all items; a collective.
@@ -81,7 +81,7 @@ class FullRanking:
         counted = there & (weights > 0) & (batch.labels[:, self._task.column] > RELEVANT)
         asked = counted[there].numpy()
         reserved = batch.reserved.filter(asked)
-        right, items = keys_of_rows([reserved[self._settings.item]])
+        right, items = keys_of_rows([reserved[self._settings.right_column]])
         of = np.repeat(np.arange(len(right)), right)
         order = np.lexsort((items, of))  # each item once
         of, items = of[order], items[order]
@@ -121,7 +121,7 @@ class FullRanking:
         right_Q = right_Q.to(ranks_QR.device)
         for number, metric in enumerate(self._selection.of_ranking):
             self._sums[number] += metric.of_ranks(ranks_QR, right_Q).sum()
-        self._rows += len(right)
+        self._rows, self._seen = self._rows + len(right), self._seen + sum(seen)
         self._unknown += right_Q.sum() - (ranks_QR < ABSENT).sum()
 
     def _ranks(
@@ -137,6 +137,7 @@ class FullRanking:
         """
         (of_P, number_P, keys_P), (of_S, keys_S), place = right_3P, seen_2S, queries_QD.device
         own_P, place_S = self._items.find(keys_P), self._items.find(keys_S)
+        self._seen_here += (place_S >= 0).sum().to(self._device)
         scores_P = self._items.scores(queries_QD[of_P.to(place)], own_P)
         here_P = (own_P >= 0).to(place)
         scores_P, known_P = self._peers.sum(torch.stack([scores_P.double(), here_P.double()]))
@@ -158,12 +159,10 @@ class FullRanking:
             f"{RETRIEVAL}.{metric.name}": total / self._rows if self._rows else None
             for metric, total in zip(self._selection.of_ranking, self._sums.tolist(), strict=True)
         }
-        counts = {
-            RANKED_ROWS: self._rows,
-            RANKED_ITEMS: int(self._peers.sum(torch.tensor([len(self._items.keys)]))),
-            UNKNOWN_ITEMS: int(self._unknown),
-        }
-        return found | counts
+        here = torch.tensor([len(self._items.keys), int(self._seen_here)])
+        items, seen = self._peers.sum(here).tolist()
+        counts = self._rows, items, int(self._unknown), self._seen - seen
+        return found | dict(zip(RANKING_COUNTS, counts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -181,28 +180,6 @@ class Queries:
     items: torch.Tensor
     lengths: torch.Tensor
     seen: torch.Tensor
-
-
-def keys_of_rows(columns: Sequence[pa.ChunkedArray], rows: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """How many keys each row has in columns of keys or of lists of them, int64 [rows]; and these, row after
-    row, int64.
-
-    Args:
-        rows: how many there are, in case of no columns.
-    """
-    of, keys = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for column in map(one_array, columns):
-        rows = len(column)
-        if not is_list(column.type):
-            of.append(np.arange(rows))
-            keys.append(group_keys(column))
-            continue
-        offsets, values = unnest(column)
-        of.append(np.repeat(np.arange(rows), np.diff(offsets)))
-        keys.append(group_keys(values))
-    whole = np.concatenate(of)
-    order = np.argsort(whole, kind="stable")
-    return np.bincount(whole, minlength=rows), np.concatenate(keys)[order]
 
 
 def ranking_of(selection: Selection, device: torch.device, step: Any, items: Any) -> FullRanking | None:

@@ -1,0 +1,101 @@
+"""Check that evaluated rows name items by the key column of eval.retrieval. No torch here."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raytrec.common.errors import DataError
+from raytrec.config.evaluation import RetrievalSection
+from raytrec.config.transform_columns import columns_before, needed_transforms
+from raytrec.config.transforms import Sample
+from raytrec.data.arrow import is_text, one_array, plain
+from raytrec.data.decode import decode
+from raytrec.data.footers import read_footer
+from raytrec.data.fragments import Dataset, RowGroup
+from raytrec.data.hashing import group_keys, keys_of_rows
+from raytrec.data.transform import apply_transforms
+
+SAMPLE_ROWS = 1000
+MOST = 0.5  # share of known ids that must match
+
+
+def read_columns(dataset: Dataset, group: RowGroup, columns: list[str], rows: int) -> pa.Table:
+    """Read columns of the first rows of a row group, after the transforms that make them."""
+    transforms = needed_transforms(dataset.form.plan.transforms, columns)
+    table = decode(group.path, group.index, 0, min(rows, group.rows), columns_before(transforms, columns))
+    where = f"{group.path}, row group {group.index}"
+    return apply_transforms(table, transforms, where, dataset.form.plan.folder)
+
+
+def read_keys(items: Dataset, column: str) -> np.ndarray:
+    """Read a column of all items as group keys: int64 [items]."""
+    tables = (read_columns(items, group, [column], group.rows) for group in items.groups)
+    return np.concatenate([group_keys(one_array(table[column])) for table in tables])
+
+
+def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) -> None:
+    """Check that `seen` and right items are named by the items' key, in a sample of evaluated rows.
+
+    A row's own item and its history are features, whose ids `items` translates into any of its columns.
+    `seen` usually has most of the history, and the right items include the row's own item. A column that does
+    not match by the key, but by another column of the items, is refused.
+
+    Args:
+        section: eval.retrieval of the run.
+        items: Dataset of eval.retrieval.items.
+        dataset: Dataset whose rows' items are ranked.
+
+    Raises:
+        DataError: A column names items by another column than the key.
+    """
+    read = cache(partial(read_keys, items))
+    schema = dataset.form.schema
+    columns = {schema.column_of(name): name for name in items.form.singles}
+    by_key_first = sorted(columns, key=lambda column: column != section.item)
+    own = next((column for column in by_key_first if len(np.unique(read(column))) == len(read(column))), None)
+    if own is None or not dataset.groups:
+        return
+    drawn = {each.column for each in dataset.form.plan.transforms if isinstance(each, Sample)}
+    table, lists = schema.sparse[columns[own]].table, sorted(dataset.form.lists)
+    histories = [schema.column_of(name) for name in lists if schema.sparse[name].table == table]
+    histories = [column for column in histories if column not in drawn]
+    named = {section.right_column: [own]} | dict.fromkeys(section.seen, histories)
+    try:
+        rows = read_columns(dataset, dataset.groups[0], list({own, *histories, *named}), SAMPLE_ROWS)
+    except DataError:
+        return  # raised, or skipped, where the workers read the rows
+    for column, references in named.items():
+        known = [_pairs(rows[each], read(own)) for each in references]
+        for other in (section.item, *_id_columns(items)):
+            found = _pairs(rows[column], read(other))
+            if any(len(each) and np.isin(each, found).mean() > MOST for each in known):
+                break
+        else:
+            continue
+        if other != section.item:
+            raise DataError(
+                f"'{column}' names items by '{other}', not by '{section.item}'",
+                where=f"{dataset.groups[0].path}, eval.retrieval.item={section.item}",
+                expected=f"values of {section.item} in {items.uri}",
+                do=f"eval.retrieval.item={other}, or write {column} with values of {section.item}",
+            )
+
+
+def _id_columns(items: Dataset) -> list[str]:
+    """Return the columns of the items' files that hold integers or text."""
+    fields = read_footer(items.groups[0].path).schema.to_arrow_schema()
+    return [
+        each.name for each in fields if pa.types.is_integer(plain(each.type)) or is_text(plain(each.type))
+    ]
+
+
+def _pairs(column: pa.ChunkedArray, keys: np.ndarray) -> np.ndarray:
+    """Return row · items + place of each id that `keys`, of all items, has: int64."""
+    counts, ids = keys_of_rows([column])
+    place = pc.index_in(pa.array(ids), value_set=pa.array(keys)).to_numpy(zero_copy_only=False)
+    pairs = np.repeat(np.arange(len(counts)), counts) * len(keys) + place
+    return pairs[~np.isnan(pairs)] if pairs.dtype.kind == "f" else pairs

@@ -1,0 +1,116 @@
+"""Columns of evaluated rows must name items as eval.retrieval.item does."""
+
+import random
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from raytrec_datasets import app
+from typer.testing import CliRunner
+
+from raytrec.common.errors import DataError
+from raytrec.config.run_config import RunConfig
+from raytrec.driver.datasets import open_data
+
+ITEMS = 50
+IN_BATCH = {"loss": "in_batch_softmax", "item": "item", "item_frequency": "item_count", "metrics": []}
+TOWERS = {"name": "two_tower", "towers": {"query": ["user", "history"], "item": ["item"]}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Interactions whose keys are the ids in another order, with lists of right items for each user."""
+    folder, rng = tmp_path_factory.mktemp("seen"), random.Random(7)
+    lines = [f"{u} {' '.join(map(str, rng.sample(range(ITEMS), 12)))}\n" for u in range(40)]
+    (folder / "x.txt").write_text("".join(lines))
+    command = ["interactions", "--source", str(folder / "x.txt"), "--out", str(folder / "data")]
+    command += ["--negatives", "0", "--test-rows", "user", "--split", "random"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.exception
+    items = pq.read_table(folder / "data/items")
+    keys = items["item_key"].to_pylist()
+    assert sorted(keys) == items["item"].to_pylist() != keys
+    for split in ("train", "valid", "test"):
+        table = pq.read_table(folder / "data" / split)
+        for column in {"seen", "right_items", "history"} & {*table.column_names}:
+            named = [[keys[i] for i in row] for row in table[column].to_pylist()]
+            table = table.append_column(f"{column}_keys", pa.array(named))
+            text = [[f"film {key}" for key in row] for row in named]
+            table = table.append_column(f"{column}_names", pa.array(text, pa.list_(pa.string())))
+        pq.write_table(table, next((folder / "data" / split).glob("*.parquet")))
+    items = items.append_column("title", pa.array([f"film {key}" for key in keys]))
+    pq.write_table(items.take(list(range(ITEMS))[::-1]), next((folder / "data/items").glob("*.parquet")))
+    return folder / "data"
+
+
+def opened(folder, model=TOWERS, **retrieval):
+    retrieval |= {"items": str(folder / "items")}
+    values = {
+        "data": {"train": str(folder / "train"), "test": str(folder / "test"), "global_batch_size": 32}
+        | {"reserve_columns": ["user", "item", "item_count"]},
+        "tasks": [IN_BATCH],
+        "model": model,
+        "eval": {"retrieval": retrieval},
+    }
+    return open_data(RunConfig.model_validate(values))
+
+
+@pytest.mark.parametrize(
+    "item, seen, right",
+    [
+        ("item", ["seen"], "right_items"),
+        ("item", ["history", "seen"], "right_items"),
+        ("item_key", ["seen_keys"], "right_items_keys"),
+        ("title", ["seen_names", "history_names"], "right_items_names"),
+        ("item_key", [], "right_items_keys"),
+        ("item", ["seen"], None),
+    ],
+)
+def test_columns_that_name_items_alike_are_accepted(folder, item, seen, right):
+    opened(folder, item=item, seen=seen, right_items=right)
+
+
+@pytest.mark.parametrize(
+    "item, seen, right, message",
+    [
+        ("item_key", ["seen"], "right_items_keys", "'seen' names items by 'item', not by 'item_key'"),
+        ("item_key", ["history"], "right_items_keys", "'history' names items by 'item'"),
+        ("item", ["seen_keys"], "right_items", "'seen_keys' names items by 'item_key', not by 'item'"),
+        ("item_key", ["seen_keys"], "right_items", "'right_items' names items by 'item', not by 'item_key'"),
+        ("item", ["seen"], "right_items_keys", "'right_items_keys' names items by 'item_key'"),
+        ("title", ["seen"], "right_items_names", "items are named by"),
+    ],
+)
+def test_columns_that_name_items_otherwise_are_refused(folder, item, seen, right, message):
+    with pytest.raises(DataError, match=message):
+        opened(folder, item=item, seen=seen, right_items=right)
+
+
+def test_a_model_without_histories_is_checked_by_those_of_the_schema(folder):
+    with pytest.raises(DataError, match="'seen' names items by 'item'"):
+        opened(folder, {"name": "mf"}, item="item_key", seen=["seen"], right_items="right_items_keys")
+
+
+def test_items_that_are_not_in_the_history_may_be_seen(folder, tmp_path):
+    """Views as history, purchases as seen: two columns that have nothing in common."""
+    for name in ("train", "items"):
+        (tmp_path / name).symlink_to(folder / name)
+    (tmp_path / "schema.yaml").symlink_to(folder / "schema.yaml")
+    (tmp_path / "test").mkdir()
+    table, rng = pq.read_table(folder / "test"), random.Random(1)
+    other = [rng.sample(sorted({*range(ITEMS)} - {*met}), 5) for met in table["history"].to_pylist()]
+    table = table.append_column("bought", pa.array(other, pa.list_(pa.int32())))
+    pq.write_table(table, tmp_path / "test/part-0.parquet")
+    opened(tmp_path, item="item", seen=["bought"], right_items="right_items")
+
+
+def test_lists_of_right_items_in_a_column_of_a_task_are_refused_with_advice(folder, tmp_path):
+    for name in ("train", "items", "schema.yaml"):
+        (tmp_path / name).symlink_to(folder / name)
+    (tmp_path / "test").mkdir()
+    table = pq.read_table(folder / "test")
+    place = table.column_names.index("item")
+    table = table.set_column(place, "item", table["right_items"])
+    pq.write_table(table, tmp_path / "test/part-0.parquet")
+    with pytest.raises(DataError, match=r"eval\.retrieval\.right_items="):
+        opened(tmp_path, item="item", seen=["seen"])
