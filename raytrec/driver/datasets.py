@@ -225,9 +225,9 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     check_lookup_l2(config, schema, datasets)
     check_every_id(config, schema, datasets["train"])
     datasets |= open_items(config, schema, datasets)
-    for dataset in datasets.values():
+    for name, dataset in datasets.items():
         check_accused(dataset)
-    _check_tasks_have_rows(datasets["train"])
+        check_rows_count(dataset, to_train=name == "train")
     rows = datasets["train"].rows
     if config.data.drop_last and rows < config.data.global_batch_size:
         raise DataError(
@@ -268,17 +268,19 @@ def open_dataset(
     return dataset
 
 
-def _check_tasks_have_rows(dataset: Dataset) -> None:
-    """Checks in the footers that each task has rows.
+def check_rows_count(dataset: Dataset, *, to_train: bool = False) -> None:
+    """Check in the footers that rows count: in each task to train, in at least one to evaluate.
 
     Raises:
-        DataError: a task has none.
+        DataError: no row counts.
     """
-    for task, why in dataset.empty_tasks.items():
+    empty = dataset.empty_tasks
+    if empty and (to_train or len(empty) == len(dataset.form.plan.tasks)):
+        task, why = next(iter(empty.items()))
         raise DataError(
-            f"task {task} has no rows: {why}",
+            f"no row counts in task {task}: {why}",
             where=f"tasks, {dataset.uri}",
-            expected="rows that it can learn from",
+            expected="rows that it can learn from" if to_train else "rows that a metric can be computed of",
             do="correct the task's label, mask or sample_weight, or the data; or leave the task out",
         )
 

@@ -8,14 +8,13 @@ from raytrec.checkpoint.files import find
 from raytrec.checkpoint.table_starts import schema_of, table_starts
 from raytrec.cluster.host_checks import check_before_run
 from raytrec.cluster.session import stays_here
-from raytrec.common.errors import ConfigError, SchemaError, some
+from raytrec.common.errors import ConfigError, DataError, SchemaError, some
 from raytrec.common.machine import built_for, require_compiler
 from raytrec.config.features import resolve_features
 from raytrec.config.models import check_model
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Sample
-from raytrec.data.fragments import Dataset
 from raytrec.driver.prepare import RunPlan
 from raytrec.embeddings.planner.constraints import resolve_constraints, table_optimizers
 from raytrec.embeddings.planner.footprint import (
@@ -41,6 +40,7 @@ def check_plan(plan: RunPlan) -> list[str]:
 
     Raises:
         ConfigError, SchemaError: as in `check_fit`; or the weights of warm_start.from do not fit.
+        DataError: as in `check_constant_labels`.
     """
     config, schema, train = plan.config, plan.schema, plan.datasets["train"]
     lines = copied_numbers(config, schema, total_steps(config, train.rows))
@@ -48,7 +48,7 @@ def check_plan(plan: RunPlan) -> list[str]:
     here = stays_here(config.scaling.address)
     check_fit(config, schema, here=here)
     lines += check_before_run() if here else []
-    return lines + note_constant_labels(config, schema, train)
+    return lines + check_constant_labels(plan)
 
 
 def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
@@ -261,12 +261,31 @@ def _dense_parts(schema: Schema) -> dict[str, object]:
     return {"labels": schema.labels, "dense": schema.dense, "sparse": sparse}
 
 
-def note_constant_labels(config: RunConfig, schema: Schema, dataset: Dataset) -> list[str]:
-    """A line for each task whose label has one value, and whose loss compares predictions with labels."""
-    return [
-        f"the label of task {task.name} is {dataset.constant_labels[task.label]:g} in every row of "
-        f"data.train, from which {section.loss} learns nothing; in_batch_softmax and from_model can learn "
-        "from positives alone"
-        for section, task in zip(config.tasks, resolve_tasks(config.tasks, schema), strict=True)
-        if task.label in dataset.constant_labels and not (task.loss.reads_vectors or task.loss.from_model)
-    ]
+def check_constant_labels(plan: RunPlan) -> list[str]:
+    """Check in the footers that labels of data.train differ where a loss compares predictions with them.
+
+    Returns:
+        A warning for each task whose label has one value.
+
+    Raises:
+        DataError: a new run would learn to classify by a label of one class.
+    """
+    lines, constant = [], plan.datasets["train"].constant_labels
+    for section, task in zip(plan.config.tasks, resolve_tasks(plan.config.tasks, plan.schema), strict=True):
+        if task.label not in constant or task.loss.reads_vectors or task.loss.from_model:
+            continue
+        what = f"the label of task {task.name} is {constant[task.label]:g} in every row"
+        classifies = task.loss.predicts in ("probability", "classes")
+        if plan.start == "new" and classifies and ":" not in section.loss:
+            raise DataError(
+                f"{what}, from which {section.loss} learns nothing",
+                where=f"data.train={plan.datasets['train'].uri}, column {task.label}",
+                expected="rows of several classes",
+                do="add the rows of the other classes, or leave the task out; from positives alone, "
+                "in_batch_softmax and from_model can learn",
+            )
+        lines.append(
+            f"{what} of data.train, from which {section.loss} learns nothing; in_batch_softmax and "
+            "from_model can learn from positives alone"
+        )
+    return lines

@@ -17,7 +17,7 @@ from raytrec.data.order import Item, Order
 from raytrec.data.rows import read_item
 from raytrec.data.stream import Stream
 from raytrec.driver.console import RunConsole
-from raytrec.driver.datasets import open_dataset
+from raytrec.driver.datasets import check_rows_count, open_dataset
 from raytrec.exporting.trained import Trained
 from raytrec.metrics.selection import Selection
 from raytrec.scoring.lookups import Lookups
@@ -43,6 +43,7 @@ def compare_precisions(
     config = trained.config.model_copy(update={"eval": of_tasks})
     try:
         dataset = open_dataset(config, trained.schema, places, "--data")
+        check_rows_count(dataset)
     except DataError as error:  # the features have been found there before
         console.warn(f"metrics are not compared: {error.what} ({error.where})")
         return {}

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Direction = Literal["higher", "lower", "closer to 1"]
 DIRECTIONS = ("higher", "lower", "closer to 1", None)
 POSITIVES = "positives"  # a count (SumMetric.counts) of what a ratio that should be 1 is of
+COUNTED_ROWS = "counted_rows"  # of a task: how many rows its mask, labels and sample weights leave
 # GroupMetric.counts
 GROUPS, NO_POSITIVE, ONE_CLASS = "groups", "groups_without_positive", "groups_of_one_class"
 

@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 from raytrec.common.errors import ConfigError
 from raytrec.common.registry import Registry
 from raytrec.metrics.kinds import (
+    COUNTED_ROWS,
     DIRECTIONS,
     GROUPS,
     NO_POSITIVE,
@@ -52,7 +53,7 @@ WHERE = "tasks.metrics"
 BOUND = "_bound"  # NAME_bound: how far a figure out of bins may be from the exact one
 RESERVED = {"kind", "step", "total", "state", "eta_s", "rows", "skipped_rows", "nan_steps", "rows_per_s"}
 RESERVED |= {"unix_s", "loss", "curves", "slices", "unknown_items", "unknown_seen"}
-RESERVED |= {POSITIVES, GROUPS, NO_POSITIVE, ONE_CLASS}
+RESERVED |= {COUNTED_ROWS, POSITIVES, GROUPS, NO_POSITIVE, ONE_CLASS}
 T = TypeVar("T", bound=type[Metric])
 KINDS = (SumMetric, RankedMetric, GroupMetric)
 NAMES_OF_KINDS = ", ".join(kind.__name__ for kind in KINDS)

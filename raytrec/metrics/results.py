@@ -8,7 +8,7 @@ from math import isnan
 from typing import Any, NamedTuple
 
 from raytrec.common.formatting import as_dict, as_list, number
-from raytrec.metrics.registry import BOUND, GROUPS, NO_POSITIVE, ONE_CLASS
+from raytrec.metrics.registry import BOUND, COUNTED_ROWS, GROUPS, NO_POSITIVE, ONE_CLASS
 from raytrec.metrics.selection import EVAL, RANKING_COUNTS, Figure, figures_of
 
 OF_RANKING = [EVAL + key for key in RANKING_COUNTS]
@@ -33,7 +33,8 @@ AFTER = {  # the metrics, in this order
     "bound.by": ("bound by", "{}"),
     "bound.share": ("share of the time", "{:.0%}"),
 }
-COUNTS = {  # with a task's metrics of groups
+COUNTS = {  # with a task's metrics
+    COUNTED_ROWS: "rows that count",
     GROUPS: "groups",
     NO_POSITIVE: "groups without a positive row (left out)",
     ONE_CLASS: "groups of one class (left out)",

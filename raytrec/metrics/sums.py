@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import nan
 
 import torch
 import torch.distributed as dist
 
-from raytrec.metrics.registry import SumMetric
+from raytrec.metrics.registry import COUNTED_ROWS, SumMetric
 from raytrec.metrics.selection import LOSS, Selection
 from raytrec.tasks.outputs import Outputs, TaskOutputs
 
 ROWS = "rows"
 LOSS_OF = "loss of "  # begins the names of the tasks' losses (Outputs.losses)
+COUNTED_OF = "counted rows of "  # begins the names of the numbers of rows whose weight in a task is not 0
 HELD, HELD_VALUES = 8, 1 << 22  # steps whose rows are summed together; fewer where they have so many logits
 
 
@@ -59,6 +61,7 @@ class Sums:
             found[LOSS_OF + task] = torch.stack([outputs.losses[task] for outputs in held]).double().sum()
         for task, functions in self._functions.items():
             joined = TaskOutputs.joined([outputs[task] for outputs in held])
+            found[COUNTED_OF + task] = (joined.weights > 0).sum()
             for function, prefix in functions.items():
                 found |= {prefix + name: value for name, value in function(joined).items()}
         if self._vector is None:
@@ -89,28 +92,37 @@ class Sums:
         return sums
 
     def figures(self, taken: torch.Tensor) -> dict[str, float]:
-        """Figures by key (Selection.key).
+        """Return the figures by key (Selection.key).
 
         Args:
-            taken: of `take`, in host memory.
+            taken: sums that `take` returned, in host memory.
 
         Returns:
-            rows; each SumMetric of each task, NaN where it is not defined, and its counts; of training the
-            loss of a step, and of each task where that has several parts: means in which steps count by rows.
+            rows; each SumMetric of each task and its counts; counted_rows of tasks in which not every row
+            must count; in training the loss of a step, and of each task where the loss has several parts:
+            means in which steps count by rows. Metrics and losses are NaN where they are not defined, and
+            always where no row counts.
         """
         sums = dict(zip(self._names, taken, strict=True))
         figures: dict[str, float] = {ROWS: round(float(sums[ROWS])) if ROWS in sums else 0}
-        losses = self._own(sums, LOSS_OF)
+        losses, counted = self._own(sums, LOSS_OF), self._own(sums, COUNTED_OF)
+        empty = {task for task, rows in counted.items() if not rows}
         for task, metrics in self.selection.of.items():
             if len(losses) > 1:
-                figures[f"{task}.{LOSS}"] = float(losses[task] / sums[ROWS])
+                figures[f"{task}.{LOSS}"] = nan if task in empty else float(losses[task] / sums[ROWS])
+            if self.selection.tasks[task].leaves_rows_out and task in counted:
+                figures[self.selection.key(task, COUNTED_ROWS)] = round(float(counted[task]))
             for metric in metrics:
                 if issubclass(metric, SumMetric):
                     own = self._own(sums, self._functions[task][metric.sums])
-                    given = {metric.name: metric.figure(own), **metric.counts(own)} if own else {}
-                    figures |= {self.selection.key(task, n): float(value) for n, value in given.items()}
+                    if not own:  # before the first step
+                        continue
+                    value = nan if task in empty else metric.figure(own)
+                    given = {metric.name: value, **metric.counts(own)}
+                    figures |= {self.selection.key(task, n): float(v) for n, v in given.items()}
         if losses:
-            figures[LOSS] = float(sum(losses.values()) / sums[ROWS])
+            known = [loss for task, loss in losses.items() if task not in empty]
+            figures[LOSS] = float(sum(known) / sums[ROWS]) if known else nan
         return figures
 
     def _over_ranks(self) -> torch.Tensor:

@@ -60,6 +60,11 @@ class Task:
     item_frequency: str | None = None
     outputs: int = 1
 
+    @property
+    def leaves_rows_out(self) -> bool:
+        """Return True if a row may have no part in the task's loss and metrics."""
+        return bool(self.mask or self.sample_weight) or self.nulls == "skip"
+
     def factors(self, labels_B: torch.Tensor, weights_B: torch.Tensor) -> torch.Tensor:
         """By which the losses of rows count, float32 [B]: their weights, times positive_weight."""
         if self.positive_weight == 1:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from math import isnan
 from typing import Any
 
 from raytrec.cluster.session import in_job
-from raytrec.common.formatting import is_step, null_nonfinite
+from raytrec.common.formatting import is_step, null_nonfinite, number
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.metrics.selection import Figure
 
@@ -44,12 +45,12 @@ def remaining(seconds: float) -> str:
 
 def evaluation(step: int, values: Iterable[str]) -> str:
     """The figures of an evaluation."""
-    return f"step {step}: {GAP.join(values)}"
+    return f"step {step}: {GAP.join(values) or 'no figure is defined'}"
 
 
 def named(figures: Iterable[Figure], values: Mapping[str, Any]) -> list[str]:
-    """Figures that there are values of, with their labels: NE 0.9101."""
-    known = [(each, values[each.key]) for each in figures if isinstance(values.get(each.key), (int, float))]
+    """Return the figures that are defined among some values, each with its label: "NE 0.9101"."""
+    known = [(each, values[each.key]) for each in figures if not isnan(number(values.get(each.key)))]
     return [f"{each.label} {each.format.format(value)}" for each, value in known]
 
 

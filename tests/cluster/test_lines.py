@@ -89,9 +89,13 @@ def test_figures_that_are_not_defined(written):
     console.start(total=10, step=0)
     console.train(step=5, logloss=nan, ne=nan, rows_per_s=10.0)
     text = out()
-    assert "NE nan" in text
+    assert "NE" not in text and "nan" not in text
     found = lines.parse(text.splitlines()[-1])
     assert found == ("train", {"step": 5, "rows_per_s": 10.0, "logloss": None, "ne": None})
+    console.eval(step=4, auc=None, ne=nan)
+    console.eval(step=5, auc=None, ne=0.9, logloss=nan)
+    text = people_see(out())
+    assert "step 4: no figure is defined\n" in text and "step 5: NE 0.9000\n" in text
 
 
 def test_metrics_of_the_users_own_and_of_several_tasks(written):

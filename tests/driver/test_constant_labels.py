@@ -1,12 +1,15 @@
-"""A label with one value in all training data: a warning at the start, out of the footers."""
+"""A label with one value in all training data: refused or noted before the start, by the footers."""
+
+from dataclasses import replace
 
 import parquet
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raytrec.common.errors import DataError
 from raytrec.config.run_config import load_config
-from raytrec.driver.preflight import check_plan, note_constant_labels
+from raytrec.driver.preflight import check_constant_labels, check_plan
 from raytrec.driver.prepare import RunPlan, open_run
 
 
@@ -32,15 +35,30 @@ def plan(tmp_path):
 
 
 def noted(plan):
-    return note_constant_labels(plan.config, plan.schema, plan.datasets["train"])
+    return check_constant_labels(plan)
 
 
-def test_a_label_with_one_value_in_all_files_is_noted(plan):
-    (line,) = check_plan(plan(always))
-    assert line.startswith(
-        "the label of task label is 1 in every row of data.train, from which bce learns nothing"
-    )
-    assert noted(plan(lambda row: None if row % 9 == 3 else 1, nulls="skip"))
+CLASSES = {"loss": "cross_entropy", "options": {"classes": 2}}
+
+
+@pytest.mark.parametrize("task", [{}, {"loss": "focal"}, CLASSES])
+def test_classification_of_one_class_is_refused(plan, task):
+    with pytest.raises(DataError, match=r"the label of task label is 1 in every row") as error:
+        check_plan(plan(always, **task))
+    assert "data.train" in error.value.where and "in_batch_softmax" in error.value.do
+    with pytest.raises(DataError):
+        noted(plan(lambda row: None if row % 9 == 3 else 1, nulls="skip"))
+
+
+def test_a_model_that_has_learned_from_both_classes_continues_with_one(plan):
+    for start in ("warm", "resumed"):
+        (line,) = noted(replace(plan(always), start=start))
+        assert line.startswith("the label of task label is 1 in every row of data.train")
+
+
+def test_a_number_that_never_changes_is_noted(plan):
+    (line,) = check_plan(plan(always, loss="mse"))
+    assert line.startswith("the label of task label is 1 in every row of data.train, from which mse learns")
 
 
 def test_what_may_differ_or_need_not_is_not_noted(plan):

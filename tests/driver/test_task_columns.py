@@ -73,7 +73,7 @@ def opened(folder, *tasks, reserve_columns=(), **eval_section):
         ({"slices": ["country"]}, ConfigError, "column 'country' is not reserved", "eval.slices"),
         ({"mask": "clickd"}, DataError, "column 'clickd' is missing", "part-0.parquet"),
         ({"mask": "odd"}, DataError, "mask 'odd' is 2", "part-0.parquet, row group 0, column odd, row 2"),
-        ({"mask": "never"}, DataError, "task label has no rows: its mask 'never' is nowhere 1", "d/train"),
+        ({"mask": "never"}, DataError, "in task label: its mask 'never' is nowhere 1", "d/train"),
         ({"mask": "country"}, DataError, "mask 'country' is of type string", "column country"),
         ({"sample_weight": "below"}, DataError, "sample weight 'below' is -1", "column below, row 7"),
         ({"sample_weight": "nothing"}, DataError, "column 'nothing' has a null", "column nothing, row 0"),
@@ -86,6 +86,19 @@ def test_known_before_anything_starts(folder, how, error, message, where):
         opened(folder, how, reserve_columns=reserve_columns, slices=slices)
     assert message in found.value.what and where in found.value.where
     assert found.value.expected and found.value.do
+
+
+def test_an_evaluation_in_which_no_row_counts_is_refused(tmp_path):
+    folder = parquet.dataset(tmp_path / "d", train=60, valid=20, test=20)
+    for path in folder.rglob("*.parquet"):
+        table, train = pq.read_table(path), "train" in path.parts
+        pq.write_table(table.append_column("seen", pa.array([int(train)] * len(table))), path)
+    masked, weighted = {"name": "masked", "mask": "seen"}, {"name": "weighed", "sample_weight": "seen"}
+    for tasks in ([masked], [weighted], [masked, weighted]):
+        with pytest.raises(DataError, match=r"no row counts in .*(nowhere 1|is 0 in every row)") as found:
+            opened(folder, *tasks)
+        assert "d/valid" in found.value.where and found.value.expected and found.value.do
+    assert set(opened(folder, {}, masked)) == {"train", "valid", "test"}, "another task has figures"
 
 
 def test_what_training_and_evaluations_read(folder):

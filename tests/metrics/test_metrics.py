@@ -1,6 +1,6 @@
 """Every metric by its definition, against what ranks have summed and gathered; and resumed on other ranks."""
 
-from math import log
+from math import isnan, log
 from types import SimpleNamespace
 
 import pytest
@@ -137,6 +137,34 @@ def test_most_steps_launch_nothing_for_their_sums(monkeypatch):
     assert sums.reduce() == pytest.approx(whole, rel=1e-6) and whole["rows"] > 0
 
 
+def a_step(click_weights, watched_weights):
+    """Outputs of two tasks, each with a loss, of which some rows may count in none."""
+    made = {}
+    for name, weights in (("click", click_weights), ("watched", watched_weights)):
+        values = torch.tensor([0.25, 0.75])
+        made[name] = TaskOutputs(values, values, torch.tensor([0.0, 1.0]), torch.tensor(weights))
+    losses = {name: own.weights.sum() for name, own in made.items()}
+    return Outputs(made, torch.ones(2), torch.zeros(()), losses=losses)
+
+
+@pytest.mark.parametrize("click_weights", [[0.0, 0.0], [0.0, 2.0]])
+def test_a_loss_or_metric_of_no_rows_is_no_number(click_weights):
+    from raytrec.metrics.sums import Sums
+
+    of = selection([TWO[0] | {"mask": "seen"}, TWO[1] | {"nulls": "error"}])
+    sums = Sums(of, torch.device("cpu"))
+    sums.add(a_step(click_weights, [1.0, 1.0]))
+    figures = sums.reduce()
+    counted = sum(w > 0 for w in click_weights)
+    assert figures["rows"] == 2 and figures["click.counted_rows"] == counted
+    assert "watched.counted_rows" not in figures
+    for name in ("logloss", "calibration", "loss"):
+        assert isnan(figures[f"click.{name}"]) == (not counted), name
+    assert figures["watched.loss"] == 1 and figures["loss"] == 1 + sum(click_weights) / 2
+    sums.add(a_step([0.0, 0.0], [0.0, 0.0]))
+    assert isnan(sums.reduce()["loss"])
+
+
 def nothing_yet(rank, world, total):
     """A save right after a restore, and figures of no step."""
     from raytrec.metrics.sums import Sums
@@ -232,12 +260,21 @@ def of_the_user(rank, world, folder):
 
     sys.path.insert(0, folder)
     tasks = [{"label": "click", "metrics": ["metrics_of_mine:HitRate", "ne", "metrics_of_mine:Spread"]}]
-    return *evaluated(rank, world, tasks), selection(tasks).described()
+    of = selection(tasks)
+    return *evaluated(rank, world, tasks), of.described(), figures_of_no_row(of)
+
+
+def figures_of_no_row(of):
+    from raytrec.metrics.sums import Sums
+
+    sums = Sums(of, torch.device("cpu"))
+    sums.add(a_step([0.0, 0.0], [0.0, 0.0]))
+    return sums.reduce()
 
 
 def test_a_metric_of_the_users_own_on_two_ranks(tmp_path):
     (tmp_path / "metrics_of_mine.py").write_text(OF_THE_USER)
-    (figures, curves, described), (other, *_) = on_ranks(2, of_the_user, str(tmp_path))
+    (figures, curves, described, of_none), (other, *_) = on_ranks(2, of_the_user, str(tmp_path))
     logits, labels, weights = click()
     real = weights > 0
     hits = ((logits.sigmoid() > 0.5) == (labels > 0.5))[real].double().mean()
@@ -245,6 +282,7 @@ def test_a_metric_of_the_users_own_on_two_ranks(tmp_path):
     p = logits[real].double().sigmoid()
     assert figures["spread"] == other["spread"] == pytest.approx(float((p - 0.5).abs().sum()))
     assert figures["ne"] == pytest.approx(defined(logits, labels, weights)["ne"], abs=1e-6) and not curves
+    assert isnan(of_none["spread"]) and isnan(of_none["hits_at_half"])
     hit_rate, _, spread = figures_of({"metrics": described})
     assert (hit_rate.title, hit_rate.text(0.5), hit_rate.better) == ("hits at 0.5", "50.0%", "higher")
     assert (spread.title, spread.better, spread.sums) == ("spread", None, True)

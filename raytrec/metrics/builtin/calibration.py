@@ -45,9 +45,10 @@ def reliability(ranked: Ranked) -> dict[str, list] | None:
     takes=("probability", "number"),
 )
 class Calibration(SumMetric):
-    """The sum of predictions ÷ the sum of labels, both weighted; 0 where no label is positive.
+    """The sum of predictions ÷ the sum of labels, both weighted; NaN where the labels' sum is 0.
 
-    Source: torchrec.metrics.calibration; He et al. 2014 (entropy.NE), section 3.
+    Source: torchrec.metrics.calibration, which is 0 where the labels' sum is not above 0; He et al. 2014
+    (entropy.NE), section 3.
     """
 
     ranked_curve = staticmethod(reliability)
@@ -60,9 +61,8 @@ class Calibration(SumMetric):
 
     @staticmethod
     def figure(sums: Mapping[str, torch.Tensor]) -> float:
-        from torchrec.metrics.calibration import compute_calibration
-
-        return float(compute_calibration(sums["calibration_num"], sums["calibration_denom"]))
+        labels = sums["calibration_denom"]
+        return float(sums["calibration_num"] / labels) if labels else float("nan")
 
     @staticmethod
     def counts(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
