@@ -185,3 +185,10 @@ def test_steps_compute_what_they_compute_on_cpu(plan, optimizer, settings):
         assert weights.keys() == of_cpu.keys()
         for name, value in weights.items():
             assert torch.allclose(value, of_cpu[name], rtol=0, atol=1e-6), name
+
+
+def test_packages_of_a_checkout_called_raytrec_are_not_ours(gpu):
+    file, scope = "/home/me/torch/raytrec/.venv/lib/python3.11/site-packages/other/steps.py", {}
+    exec(compile("def wait(value):\n    return value.item()\n", file, "exec"), scope)
+    scope["wait"](torch.ones((), device="cuda"))
+    assert (gpu.waits[-1].where, gpu.waits[-1].callers) == ("site-packages/other/steps.py:wait", ())

@@ -6,6 +6,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from threading import Event, Thread, get_ident, main_thread
 from time import monotonic
 from typing import Any, TypeVar
@@ -15,7 +16,8 @@ from raytrec.common.messages import BEAT_S, Command
 
 T = TypeVar("T")
 REPLY_S = 10.0  # that the coordinator may take to answer
-# A frame in one of these files means: waiting for other ranks.
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # folder of raytrec; its checkout may have any name
+# A thread with a frame in one of these files waits for other ranks.
 WAITS = ("torch/distributed/", "torchrec/distributed/", "torch/autograd/graph.py")
 
 
@@ -139,15 +141,18 @@ class Heartbeat:
 
 
 def _place(thread: int) -> tuple[str, bool]:
-    """Where a thread is: function, file:line; and whether it waits there for other ranks."""
+    """Return the innermost frame of a thread, and True if raytrec's innermost frame waits for other ranks.
+
+    Args:
+        thread: identifier of a thread; the main thread is used if it has ended.
+
+    Returns:
+        "function, folder/file:line", or "" if there is no frame; whether the thread is in a collective.
+    """
     frame = sys._current_frames().get(thread) or sys._current_frames().get(main_thread().ident)
     innermost, waiting = frame, False
-    while frame is not None:
-        if any(part in frame.f_code.co_filename for part in WAITS):
-            waiting = True
-            break
-        if "/raytrec/" in frame.f_code.co_filename:
-            break
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE) and not waiting:
+        waiting = any(part in frame.f_code.co_filename for part in WAITS)
         frame = frame.f_back
     if innermost is None:
         return "", False

@@ -8,12 +8,17 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter, sleep
 from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 
+import raytrec
+
+# Folders, each with a separator at its end: checkouts and their parents may have any name.
+OURS, TORCH, STANDIN = (f"{Path(file).parent}/" for file in (raytrec.__file__, torch.__file__, __file__))
 CLOCK_HZ = 1.755e9  # of the streaming multiprocessors
 # What torch does not warn of: a program has asked for it.
 UNSAID = ("torch.cuda.synchronize", "Stream.synchronize", "Event.synchronize")
@@ -203,14 +208,14 @@ class _Runtime:
 
 
 def _callers() -> tuple[str, tuple[str, ...]]:
-    """The innermost caller outside torch and this stand-in, and all in raytrec, as FILE:FUNCTION."""
+    """Return the innermost caller outside torch and this stand-in, and all in raytrec, as FILE:FUNCTION."""
     frame, outside, ours = sys._getframe(2), "", []
     while frame is not None:
         file = frame.f_code.co_filename
         place = f"{'/'.join(file.split('/')[-3:])}:{frame.f_code.co_name}"
-        if "/torch/" not in file and "/standin/" not in file and "contextlib" not in file:
+        if not file.startswith((TORCH, STANDIN)) and "contextlib" not in file:
             outside = outside or place
-            if "/raytrec/" in file:
+            if file.startswith(OURS):
                 ours.append(place)
         frame = frame.f_back
     return outside, tuple(ours)

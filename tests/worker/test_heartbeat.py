@@ -1,0 +1,48 @@
+"""Attribution of a hang: which threads wait for other ranks."""
+
+from threading import Event, Thread
+
+import pytest
+
+from raytrec.worker.heartbeat import PACKAGE, _place
+
+SITE = "/home/me/raytrec/.venv/lib/python3.11/site-packages/"  # what `git clone` and `make install` give
+
+
+def place_of(*files):
+    """Return the place of a thread that is blocked in functions of these files, the outermost first."""
+    blocked, release = Event(), Event()
+
+    def block():
+        blocked.set()
+        release.wait(30)
+
+    call = block
+    for file in reversed(files):
+        scope = {"inner": call}
+        exec(compile("def call():\n    inner()\n", file, "exec"), scope)
+        call = scope["call"]
+    thread = Thread(target=call)
+    thread.start()
+    assert blocked.wait(30)
+    try:
+        return _place(thread.ident)[1]
+    finally:
+        release.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("files", "waits"),
+    [
+        ((f"{PACKAGE}worker/loop.py", f"{SITE}torch/distributed/distributed_c10d.py"), True),
+        ((f"{PACKAGE}worker/loop.py", f"{SITE}torch/distributed/c10d.py", f"{SITE}raytrec_tools/x.py"), True),
+        (
+            (f"{SITE}torch/distributed/c10d.py", f"{PACKAGE}models/mine.py", f"{SITE}torch/nn/linear.py"),
+            False,
+        ),
+        ((f"{PACKAGE}worker/loop.py", f"{SITE}torch/nn/modules/linear.py"), False),
+    ],
+)
+def test_a_collective_is_recognised_in_a_checkout_called_raytrec(files, waits):
+    assert place_of(*files) is waits
