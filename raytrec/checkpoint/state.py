@@ -146,18 +146,23 @@ def _owner(name: str) -> str | None:
 
 
 def _make_lazy_state(optimizer: KeyedOptimizer) -> None:
-    """torch's Adam (2.13.0) makes its state at its first step, as others do; reading into it comes before."""
+    """Create the state that torch (2.13.0) creates in the first step, as checkpoints are read into it.
+
+    As in torch, the step count is in host memory, except for fused and capturable groups: their kernels take
+    tensors of one device only.
+    """
     known = {each.torch_class(): each for each in OPTIMIZERS.parts.values()}
     for inner in torch_optimizers(optimizer):
         of_class = known[type(inner)]
         if not of_class.state:
             continue
-        for parameter in (p for group in inner.param_groups for p in group["params"]):
+        for group, parameter in ((g, p) for g in inner.param_groups for p in g["params"]):
             state = inner.state[parameter]
             if state:
                 continue
             if of_class.counts:
-                state["step"] = torch.tensor(0.0)
+                on_device = group.get("fused") or group.get("capturable")
+                state["step"] = torch.tensor(0.0, device=parameter.device if on_device else None)
             for kind, per, _ in of_class.state:
                 state[kind] = torch.zeros_like(parameter if per == "value" else parameter[:, :1])
 

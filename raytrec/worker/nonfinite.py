@@ -137,9 +137,8 @@ class SkipBad(OptimizerWrapper):
     Tables that are updated in backward get zero gradients, which change nothing under SGD and Adagrad; under
     fused Adam (on GPUs) their momentum moves on. (A zero loss would not do: 0 × NaN is NaN on the way back.)
 
-    Whether to step is decided by the host, on a GPU, too: torch's Adam counts its steps in host memory, and
-    its corrections come from that count (torch 2.13.0, optim/adam.py, unless `capturable` or `fused`, which
-    round otherwise). A step that the device multiplied by zero would still count, and let momentum decay.
+    The host decides whether to step, also on GPUs: Adam would still count a step with a gradient of zero
+    (torch 2.13.0, optim/adam.py), on which its bias corrections depend, and would decay its momentum.
 
     Args:
         optimizer: steps everything.

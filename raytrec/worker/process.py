@@ -73,8 +73,9 @@ def _tf32(wanted: bool) -> Iterator[None]:
     # Not torch.backends.cuda.matmul.fp32_precision: once that has been set, torch 2.13.0 raises where its own
     # compiler, or a user's model, asks for the precision by its older name. cuDNN, which has RNNs and
     # convolutions, takes no notice of the first, and uses TF32 by default.
+    # The precision from before may be TF32: NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1.
     before, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if wanted else before)
+    torch.set_float32_matmul_precision("high" if wanted else "highest")
     torch.backends.cudnn.allow_tf32 = wanted
     try:
         yield

@@ -1,6 +1,8 @@
 """train.matmul and train.deterministic: what they change, and where they end."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -192,3 +194,22 @@ def test_what_may_change_in_mid_run():
 
     assert changed(deterministic=True) == []
     assert changed(matmul="tf32") == ["  train.matmul: fp32 → tf32"]
+
+
+@pytest.mark.parametrize(
+    ("matmul", "precision"), [("fp32", "highest"), ("bf16", "highest"), ("tf32", "high")]
+)
+def test_matmul_precision_does_not_come_from_the_environment(matmul, precision):
+    """NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which makes TF32 the default of torch."""
+    code = f"""
+import torch
+from raytrec.config.training import TrainSection
+from raytrec.worker.process import Numerics
+before = torch.get_float32_matmul_precision()
+with Numerics(TrainSection(matmul={matmul!r}), torch.device("cuda"))():
+    inside = torch.get_float32_matmul_precision()
+print(before, inside, torch.get_float32_matmul_precision())
+"""
+    environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    output = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert output.split() == ["high", precision, "high"]
