@@ -43,6 +43,7 @@ DRAWN = {
     ("sparse", "negatives"): "made by data.transforms, {do: sample, …}, as in jobs/interactions/sasrec.yaml"
 }
 OWN, SASREC, TWO_TOWER = "own", "interactions/sasrec", "interactions/two_tower"
+MF = "interactions/mf"
 LOSS = {SASREC: {"loss": "from_model"}}
 IN_BATCH = {"loss": "in_batch_softmax", "item": "item", "item_frequency": "item_count"}
 LENGTH, TOWERS = 50, {"query": ["user", "history"], "item": ["item"]}  # of the examples
@@ -201,8 +202,8 @@ def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema
     return Schema.parse(values, "interactions")
 
 
-def fitting_job(folder: Path, chosen: Choices) -> tuple[str, list[str]]:
-    """(its name below jobs/, overrides).
+def fitting_job(folder: Path, chosen: Choices) -> tuple[str, list[str], list[str]]:
+    """Return the job that fits: its name below jobs/, overrides, and a line about other jobs that fit.
 
     Rows of label 1 alone are learned against other items, of the batch or drawn. Without candidates, items
     are ranked among all.
@@ -211,7 +212,7 @@ def fitting_job(folder: Path, chosen: Choices) -> tuple[str, list[str]]:
         folder: where the dataset is.
     """
     if chosen.train_negatives and chosen.negatives:
-        return OWN, []
+        return OWN, [], []
     job = SASREC if chosen.rows == "user" else TWO_TOWER
     settings: dict[str, object] = {}
     if job == SASREC and chosen.max_length != LENGTH:
@@ -222,7 +223,9 @@ def fitting_job(folder: Path, chosen: Choices) -> tuple[str, list[str]]:
         settings["tasks"] = [LOSS.get(job, IN_BATCH) | {"metrics": []}]
         lists = {"right_items": "right_items"} if chosen.test_rows == "user" else {}
         settings["eval.retrieval"] = {"items": f"{relative(folder)}/items", "seen": ["seen"]} | lists
-    return job, as_texts(settings)
+    without = ", without model.towers" if "model.towers" in settings else ""
+    also = [f"jobs/{MF}.yaml fits, too: it reads user and item alone{without}"] if job == TWO_TOWER else []
+    return job, as_texts(settings), also
 
 
 def _towers(folder: Path) -> dict[str, list[str]]:

@@ -147,11 +147,14 @@ def _files_of(uri: str, key: str, between: Between) -> list[str]:
         if info.type == fs.FileType.File:
             return [prefix + path]
         if info.type == fs.FileType.NotFound:
+            glob = any(character in uri for character in "*?[{")
             raise DataError(
-                "there is no such folder",
+                "there is no such folder" + ("; globs are not expanded" if glob else ""),
                 where=f"{key}={uri}",
                 expected="a folder of .parquet files",
-                do="correct the path, or write the data with `raytrec prepare`",
+                do="name the folder, of which all files are read, or a list of folders and files: [a, b]"
+                if glob
+                else "correct the path, or write the data with `raytrec prepare`",
             )
         if info.type == fs.FileType.Unknown:
             raise DataError(

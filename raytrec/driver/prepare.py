@@ -14,6 +14,7 @@ from typing import Any, Literal
 from raytrec.checkpoint.files import find, steps
 from raytrec.checkpoint.index import INDEX
 from raytrec.common.errors import ConfigError, RunError, os_errors
+from raytrec.common.messages import CHECKS, EVENTS, METRICS, RANKS
 from raytrec.common.redaction import hidden_keys
 from raytrec.common.storage import absolute, relative
 from raytrec.config.data import name_like
@@ -23,8 +24,12 @@ from raytrec.config.transforms import WITH_VOCABULARY
 from raytrec.config.trust import checkpoint_origin, mark
 from raytrec.data.fragments import Dataset
 from raytrec.driver.datasets import open_data
+from raytrec.driver.driver_state import NOTE as DRIVER
 from raytrec.driver.recorder import RESULT, write_text
 from raytrec.driver.resume import interrupted, resume_config
+from raytrec.tracking.feed import NOTE as DELIVERED
+
+OF_START = (METRICS, RANKS, CHECKS, EVENTS, DELIVERED, DRIVER)  # records that a new run does not continue
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,11 @@ def write_config(folder: Path, config: RunConfig) -> None:
 
 
 def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
+    """Prepare the folder of a new run, without the records of an earlier start that left no checkpoint.
+
+    Raises:
+        RunError: the folder holds a finished run or checkpoints, or cannot be written.
+    """
     if (folder / RESULT).exists():
         raise RunError(
             "this run folder holds a finished run",
@@ -166,6 +176,8 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
         )
     with os_errors("cannot write the run folder", where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
+        for name in OF_START:
+            (folder / name).unlink(missing_ok=True)
         write_text(folder / "schema.yaml", schema.to_yaml())
         write_config(folder, config)  # last: a run that has a configuration can be resumed
 

@@ -180,7 +180,7 @@ def _store_error(follower: Follower, folder: Path) -> RaytrecError | None:
         follower.ready()
     except ConfigError as error:
         run = relative(folder)
-        do = f"the run is complete; correct tracking.uri in {run}/config.yaml, then: raytrec track {run}"
+        do = f"the run is complete; in {run}/config.yaml, {error.do}; then: raytrec track {run}"
         return RunError(**error.parts | {"do": do})
     return None
 

@@ -146,6 +146,10 @@ class Delivery:
         try:
             self._store.load()
             self._store.open()
+        except ConfigError as error:  # a run that has begun goes on
+            if first:
+                raise
+            raise RuntimeError(error.what) from None
         except Exception as error:
             if first and not unreachable(error):
                 do = LOG_IN if closed_to_us(error) else CORRECT

@@ -143,10 +143,23 @@ class Store:
         return run_id
 
     def _find_experiment(self) -> str:
+        """Return the id of the experiment, which is made if there is none of its name.
+
+        Raises:
+            ConfigError: the experiment is deleted.
+        """
         from mlflow.exceptions import MlflowException
 
         local = self._artifacts.as_uri() if self.local else None
         if found := self._client.get_experiment_by_name(self._experiment):
+            if found.lifecycle_stage == "deleted":
+                raise ConfigError(
+                    f"the experiment {self._experiment} is deleted in MLflow",
+                    where=f"tracking.experiment={self._experiment}, tracking.uri={hide(self.uri)}",
+                    expected="an experiment that is not deleted, or a new name",
+                    do="set another tracking.experiment, or restore it with MLFLOW_TRACKING_URI set: "
+                    f"mlflow experiments restore --experiment-id {found.experiment_id}",
+                )
             return found.experiment_id
         try:
             return self._client.create_experiment(

@@ -12,7 +12,7 @@ import pytest
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Clip, FillNull
-from raytrec.data.fragments import scan
+from raytrec.data.fragments import list_files, scan
 from raytrec.data.order import Order
 from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import check_accused, read_item
@@ -80,6 +80,16 @@ def test_nothing_there(tmp_path):
     fails(tmp_path, "no Parquet files", tmp_path)
     pq.write_table(pa.table(GOOD).slice(0, 0), tmp_path / "a.parquet")
     fails(tmp_path, "there are no rows")
+
+
+@pytest.mark.parametrize("name", ["part-*", "part-?.parquet", "{a,b}", "part-[0-9]"])
+def test_a_glob_is_named_as_such(tmp_path, name):
+    with pytest.raises(DataError, match="globs are not expanded") as error:
+        list_files(f"{tmp_path}/{name}", "data.train")
+    assert "a list of folders" in error.value.do
+    (tmp_path / name).mkdir()
+    with pytest.raises(DataError, match="holds no Parquet files"):
+        list_files(f"{tmp_path}/{name}", "data.train")
 
 
 def test_truncated_file_among_good_ones(tmp_path):

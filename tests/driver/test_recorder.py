@@ -4,13 +4,17 @@ import json
 import time
 from threading import enumerate as threads
 
+import parquet
 import pytest
 from recorded import interval
 
 from raytrec.cluster.lifeline import RayLost
 from raytrec.common.errors import RunError
-from raytrec.common.messages import ENDED_EARLY, Event, RankLine
+from raytrec.common.messages import ENDED_EARLY, Event, Outcome, RankLine
+from raytrec.config.run_config import load_config
+from raytrec.config.schema import Schema
 from raytrec.driver.driver_state import driver_of, record_driver
+from raytrec.driver.prepare import make_run_folder
 from raytrec.driver.recorder import Record, Watch, _Reading
 
 
@@ -71,6 +75,22 @@ def test_the_seconds_of_a_run_are_those_of_all_its_drivers(tmp_path):
         assert before_s == first == driver_of(tmp_path)["seconds"]
         time.sleep(0.1)
     assert driver_of(tmp_path)["seconds"] >= first + 0.1
+
+
+def test_a_new_run_counts_nothing_of_a_start_that_failed_before_a_checkpoint(tmp_path, tiny_data):
+    config = load_config(parquet.settings(tiny_data, tmp_path))
+    record = Record(tmp_path)
+    passed = Outcome(check="finite", step=1, passed=True, text="", figure=0.0, limit=None)
+    for message in [*intervals(12), passed]:
+        record.keep(message)
+    with pytest.raises(RunError), record_driver(tmp_path):
+        raise RunError("a failure")
+    assert Record(tmp_path).checks and Record(tmp_path).times.steps
+    make_run_folder(tmp_path, config, Schema.load(tiny_data / "schema.yaml"))
+    with record_driver(tmp_path) as before_s:
+        assert before_s == 0
+    again = Record(tmp_path)
+    assert not again.checks and not again.times.steps
 
 
 @pytest.mark.parametrize(("last", "seconds"), [(40.0, 140.0), (None, 100.0), (-3600.0, 100.0)])

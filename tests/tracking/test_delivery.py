@@ -211,6 +211,25 @@ def test_store_that_cannot_be_opened(tmp_path, wrong):
     assert perf_counter() - began < 60, "MLflow itself tries for 100 s"
 
 
+def test_a_deleted_experiment_is_named_with_what_to_do(place, tmp_path):
+    said = []
+    uri = f"sqlite:///{place}/new/mlflow.db"
+    config = tracked.config(tmp_path, {"tracking": {"uri": uri, "experiment": "it's gone"}})
+    Delivery(tmp_path, config, print).finish("FINISHED", 60)
+    experiment = client(uri).get_experiment_by_name("it's gone").experiment_id
+    client(uri).delete_experiment(experiment)
+    (tmp_path / "mlflow.json").unlink()
+    with pytest.raises(ConfigError, match="the experiment it's gone is deleted") as error:
+        Delivery(tmp_path, config, print).deliver()
+    assert "tracking.experiment" in error.value.where and "tracking.uri" not in error.value.do
+    assert f"mlflow experiments restore --experiment-id {experiment}" in error.value.do
+    later = Delivery(tmp_path, config, said.append)
+    later._tried = True  # the server did not answer at first; a run that trains is not ended for this
+    assert not later.deliver() and "the experiment it's gone is deleted" in said[0]
+    client(uri).restore_experiment(experiment)
+    assert Delivery(tmp_path, config, print).deliver()
+
+
 def test_an_address_that_no_store_has_is_refused_without_importing_mlflow():
     code = (
         "import sys\nfrom raytrec.tracking.store import check_address\n"
