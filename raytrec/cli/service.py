@@ -29,6 +29,10 @@ def serve(
     log_sample: Annotated[
         float, typer.Option(min=1e-6, max=1, help="Share of requests that is logged.")
     ] = 0.01,
+    promote_from: Annotated[
+        str | None,
+        typer.Option(metavar="URI", help="Folder of exports to promote; default: the one that contains URI."),
+    ] = None,
     allow_code: AllowCode = False,
 ):
     """Serve an export over HTTP, on Ray Serve, until Ctrl-C."""
@@ -45,6 +49,7 @@ def serve(
         allow_code=allow_code,
         log_requests=log_requests,
         log_sample=log_sample,
+        promote_from=promote_from,
     )
 
 
@@ -58,6 +63,7 @@ def promote(
     from raytrec.serving.command import promote as run
 
     print(f"version      {run(uri, service=service, name=name, rollback=rollback)}")
+    print("restart      a service that is started again answers with the export that its command names")
 
 
 def skew(

@@ -35,6 +35,7 @@ def serve(
     allow_code: bool = False,
     log_requests: str | None = None,
     log_sample: float = 0.01,
+    promote_from: str | None = None,
 ) -> None:
     """Serves an export until SIGINT or SIGTERM.
 
@@ -48,6 +49,7 @@ def serve(
         allow_code: transforms of the export may name code.
         log_requests: folder of a sample of requests and their scores; all nodes must reach it.
         log_sample: the share of requests that is written.
+        promote_from: Folder of the exports that `promote` may name; default: the one that contains `uri`.
 
     Raises:
         RunError: there is no export, Ray Serve is not installed, or the port is taken. ConfigError: replicas.
@@ -72,6 +74,7 @@ def serve(
         allow_code=allow_code,
         log_requests=log_requests,
         log_sample=log_sample,
+        promote_from=promote_from and absolute(promote_from),
     )
     with ray_session(address, 1 + most):
         stop = Event()

@@ -25,9 +25,19 @@ from raytrec.scoring.manifest import read_manifest
 from raytrec.serving.app import App, Endpoint, Service
 from raytrec.serving.bodies import JSON, Refused, check_type
 from raytrec.serving.command import TOKEN
-from raytrec.serving.coordinator import FOLLOW_S, LOAD_S, Coordinator, Export, Order, Report, carry_out
+from raytrec.serving.coordinator import (
+    FOLLOW_S,
+    LOAD_S,
+    Coordinator,
+    Export,
+    Order,
+    Report,
+    carry_out,
+    load_either,
+)
 from raytrec.serving.figures import about_model
 from raytrec.serving.listener import Listener
+from raytrec.serving.places import containing_folder, resolve_export
 from raytrec.serving.request_log import RequestLog
 from raytrec.serving.versions import Loaded, Versions
 
@@ -59,6 +69,7 @@ class Replica:
             self.service.request_log = RequestLog(
                 served.log_requests, served.log_sample, self._id, figures.logged, figures.not_logged
             )
+        self._promote_from = served.promote_from or served.uri
         self._join()
         more: dict[tuple[str, str], Endpoint] = {
             ("POST", "/promote"): self._promote,
@@ -109,7 +120,11 @@ class Replica:
         given = values.get("uri", "before") if isinstance(values, dict) else None
         if not given or not isinstance(given, str):
             raise Refused(400, DataError("no uri", where="the body", expected='{"uri": "URI"}, or {}'))
-        version = await self._asking(lambda: self._coordinator.promote.remote(values.get("uri")))
+        try:
+            uri = resolve_export(given, self._promote_from) if "uri" in values else None
+        except RaytrecError as error:
+            raise Refused(403, error) from None
+        version = await self._asking(lambda: self._coordinator.promote.remote(uri))
         return _json({"version": version})
 
     async def _versions(self, request: Request, now: Loaded) -> Response:
@@ -198,6 +213,8 @@ class Served(Section):
     """Answer without a token; else RAYTREC_SERVE_TOKEN is it."""
     allow_code: bool = False
     """Transforms of the export may name code."""
+    promote_from: str | None = None
+    """Folder of the exports that POST /promote accepts; default: the one that contains uri."""
     log_requests: str | None = None
     """Folder of a sample of requests and their scores."""
     log_sample: float = Field(default=0.01, gt=0, le=1)
@@ -236,6 +253,8 @@ def build(served: Served, token: str | None, **scaling: Any) -> Any:
 
     from raytrec.compat.ray_core import keep_for_actor, kept_for_actor
 
+    folder = served.promote_from or containing_folder(served.uri)  # of now: a link may change
+    served = served.model_copy(update={"promote_from": folder})
     export = Export(served.uri, read_manifest(served.uri).version)
     actor = ray.remote(num_cpus=0, max_restarts=-1)(Coordinator).options(
         name=coordinator_of(served.name),

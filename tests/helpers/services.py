@@ -53,10 +53,11 @@ def exports_of_a_model(root):
 
 @dataclass(frozen=True)
 class Running:
-    """A service that has been started."""
+    """A service that has been started; `folder` has its log."""
 
     process: subprocess.Popen
     url: str
+    folder: Path | None = None
 
     def ask(self, path, body=None, token=TOKEN):
         """What it answers; raises OSError where that is an error."""
@@ -92,22 +93,24 @@ def called(process):
 
 
 @contextmanager
-def running(export, replicas, folder):
+def running(export, replicas, folder, promote_from="/"):
     """`raytrec serve`, until the block ends.
 
     Args:
         replicas: how many, or as MIN:MAX.
         folder: where its log goes.
+        promote_from: folder of the exports that can be promoted.
     """
     least = int(str(replicas).partition(":")[0])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "raytrec", "serve", export, "--replicas", str(replicas)]
+    command += ["--promote-from", promote_from] if promote_from else []
     environment = os.environ | {"RAYTREC_SERVE_TOKEN": TOKEN}
     with (folder / "serve.log").open("w") as log:
         process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, env=environment)
-    service = Running(process, f"http://127.0.0.1:{port}")
+    service = Running(process, f"http://127.0.0.1:{port}", folder)
 
     def answers():
         assert process.poll() is None, (folder / "serve.log").read_text()

@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -28,6 +29,13 @@ from raytrec.serving.command import promote
 from raytrec.serving.coordinator import GONE_S
 
 pytestmark = pytest.mark.survive
+
+
+@pytest.fixture(scope="module", autouse=True)
+def token():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +92,7 @@ class Load:
                 time.sleep(0.2)
 
 
-def test_promotions_under_load(service, exports, tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
+def test_promotions_under_load(service, exports, tmp_path):
     made, _ = exports
     with Load(service, exports) as load:
         for name in ("small", "half", "whole", "small"):
@@ -104,8 +111,7 @@ def test_promotions_under_load(service, exports, tmp_path, monkeypatch):
     assert not load.failed and len(load.counts) == 3, load.failed[:3]
 
 
-def test_exports_that_answer_no_more_are_unmapped(service, exports, tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
+def test_exports_that_answer_no_more_are_unmapped(service, exports, tmp_path):
     made, _ = exports
     for number, name in enumerate(("small", "half", "half", "whole")):
         copy = copied(made[name].path, tmp_path / str(number))
@@ -117,9 +123,8 @@ def test_exports_that_answer_no_more_are_unmapped(service, exports, tmp_path, mo
         assert not mapped_folders(replica, made["whole"].path)
 
 
-def test_a_replica_killed_while_a_version_is_promoted(service, exports, monkeypatch):
+def test_a_replica_killed_while_a_version_is_promoted(service, exports):
     """The others go on without it, and the one in its place answers with the new version."""
-    monkeypatch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
     made, _ = exports
     with Load(service, exports, retries=20) as load:
         done = []
@@ -144,8 +149,7 @@ def promoted(service, uri):
             time.sleep(1)
 
 
-def test_a_killed_coordinator_forgets_no_promotion(service, exports, monkeypatch):
-    monkeypatch.setenv("RAYTREC_SERVE_TOKEN", TOKEN)
+def test_a_killed_coordinator_forgets_no_promotion(service, exports):
     made, _ = exports
     promote(made["small"].path, service=service.url, name=None)
     with Load(service, exports, retries=20) as load:
@@ -167,6 +171,23 @@ def test_a_killed_replica(service, exports):
         wait_for(lambda: not found[0].is_running() and len(service.replicas()) == 2, "another replica")
     assert not load.failed, load.failed[:3]
     assert set(service.versions()) == {exports[0]["whole"].version}
+
+
+def test_exports_elsewhere_cannot_be_promoted(exports, tmp_path):
+    made, _ = exports
+    copy = copied(made["small"].path, tmp_path / "copy")
+    with running(made["whole"].path, 1, tmp_path, promote_from=None) as service:
+        beside = str(Path(made["whole"].path, "..", "small"))
+        assert promote(beside, service=service.url, name=None) == made["small"].version
+        for uri in (copy, "s3://bucket/export?endpoint_override=127.0.0.1:9"):
+            with pytest.raises(RunError, match="not in the folder of the service"):
+                promote(uri, service=service.url, name=None)
+        (Path(made["whole"].path).parent / "link").symlink_to(copy)
+        with pytest.raises(RunError, match="not in the folder of the service"):
+            promote(str(Path(made["whole"].path).parent / "link"), service=service.url, name=None)
+        assert promote(None, service=service.url, name=None, rollback=True) == made["whole"].version
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(60) == 0
 
 
 def metrics(service):

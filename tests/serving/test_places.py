@@ -1,0 +1,107 @@
+"""Exports that POST /promote may name: those of one folder, on its own server."""
+
+import os
+
+import pytest
+
+from raytrec.common.errors import RaytrecError
+from raytrec.serving.places import containing_folder, resolve_export
+
+
+@pytest.fixture
+def root(tmp_path):
+    """exports/films and exports/current, a link to it; exports-2/films; outside, and a link to it."""
+    for name in ("exports/films", "exports-2/films", "outside"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "exports/current").symlink_to("films")
+    (tmp_path / "exports/away").symlink_to(tmp_path / "outside")
+    (tmp_path / "link").symlink_to("exports/films")
+    return tmp_path
+
+
+def test_exports_in_the_folder_are_accepted_with_links_resolved(root):
+    folder, films = str(root / "exports"), str(root / "exports/films")
+    for place in ("exports/films", "exports/films/", "exports/current", "link", "outside/../exports/films"):
+        assert resolve_export(f"{root}/{place}", folder) == films
+        assert resolve_export(f"file://{root}/{place}", f"file://{folder}/") == films
+    assert resolve_export(f"{root}/exports/films%20", folder) == f"{films}%20", "a path is no URI"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "outside",
+        "exports/../outside",
+        "exports/away",
+        "exports/away/x",
+        "exports-2/films",
+        "exports/films/../..",
+    ],
+)
+def test_places_outside_of_the_folder_are_refused(root, place):
+    for uri in (f"{root}/{place}", f"file://{root}/{place}", f"file://{root}/{place.replace('.', '%2e')}"):
+        with pytest.raises(RaytrecError, match="not in the folder"):
+            resolve_export(uri, str(root / "exports"))
+
+
+STORE = "s3://bucket/exports"
+
+
+@pytest.mark.parametrize(
+    "uri, folder",
+    [
+        ("s3://bucket/exports/films", STORE),
+        ("s3://bucket/exports/films/", STORE + "/"),
+        ("s3://bucket/exports/a/films?region=eu-north-1", STORE),
+        ("s3://bucket/exports/films", STORE + "?region=eu-north-1"),
+        ("s3://bucket/exports/new%20films", STORE),
+        ("s3://bucket/films", "s3://bucket"),
+        ("s3://b/exports/films?endpoint_override=own:9000", "s3://b/exports?endpoint_override=own:9000"),
+    ],
+)
+def test_exports_in_a_folder_of_a_store_are_accepted(uri, folder):
+    assert resolve_export(uri, folder) == uri
+
+
+@pytest.mark.parametrize(
+    "uri, folder",
+    [
+        ("s3://bucket/exports-2/films", STORE),
+        ("s3://bucket/exports/../other", STORE),
+        ("s3://bucket/exports/%2e%2E/other", STORE),
+        ("s3://bucket/exports/%2e%2e%2fother", STORE),
+        ("s3://bucket/exports//other", STORE),
+        ("s3://bucket/other", STORE),
+        ("s3://bucket-2/films", "s3://bucket"),
+        ("s3://user:key@bucket/exports/films", STORE),
+        ("gs://bucket/exports/films", STORE),
+        ("S3://bucket/exports/films", STORE),
+        ("s3://bucket/exports/films?endpoint_override=evil.example", STORE),
+        ("s3://bucket/exports/films?region=x&endpoint_override=evil.example", STORE),
+        ("s3://bucket/exports/films?scheme=http", STORE),
+        ("s3://bucket/exports/films?end%70oint_override=evil.example", STORE),
+        ("s3://bucket/exports/films#x?endpoint_override=evil.example", STORE),
+        ("s3://b/exports/films?endpoint_override=evil", "s3://b/exports?endpoint_override=own:9000"),
+        ("s3://b/exports/films", "s3://b/exports?endpoint_override=own:9000"),
+        ("hdfs://host/exports/films", STORE),
+        ("/etc", STORE),
+        ("file:///etc", STORE),
+        ("s3://bucket/exports/films", "/"),
+        ("file://host/exports/films", "/"),
+        ("FILE:///etc", "/exports"),
+        ("", STORE),
+        ("a\0b", "/"),
+    ],
+)
+def test_other_places_and_servers_are_refused(uri, folder):
+    with pytest.raises(RaytrecError):
+        resolve_export(uri, folder)
+
+
+def test_the_folder_that_contains_an_export(root):
+    assert containing_folder(f"{root}/link") == containing_folder(f"file://{root}/link") == f"{root}/exports"
+    assert containing_folder("s3://bucket/exports/films/?region=x") == "s3://bucket/exports?region=x"
+    assert containing_folder("s3://bucket/films") == "s3://bucket"
+    assert containing_folder("s3://bucket") == containing_folder("s3://bucket/") == "s3://bucket"
+    os.chdir(root)
+    assert containing_folder("exports/films") == f"{root}/exports"
