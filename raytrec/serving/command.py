@@ -64,7 +64,7 @@ def serve(
     token = None if no_token else _token(name)
     _require_serve()
     from raytrec.cluster.session import ray_session
-    from raytrec.serving.deployment import Served, deploy, end
+    from raytrec.serving.deployment import Served, deploy, end, print_news
 
     served = Served(
         uri=uri,
@@ -83,7 +83,7 @@ def serve(
         try:
             deploy(served, (least, most), token)
             _say(name, f"http://{host}:{port}", token is not None)
-            stop.wait()
+            print_news(name, stop)
         finally:
             end(name)
 

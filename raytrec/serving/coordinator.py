@@ -103,12 +103,42 @@ class Coordinator:
         # Other numbers than before it was started again, which replicas may still report.
         self._order, self._changed = Order(int(time.time() * 1000), self._now), asyncio.Event()
         self._replicas: dict[str, Seen] = {}
-        self._course = Course()
+        self._course, self._news = Course(), ""
         self._busy = asyncio.Lock()
 
-    async def current(self) -> Export:
-        """What a new replica loads."""
-        return self._now
+    async def exports(self) -> tuple[Export, Export | None]:
+        """Return the export that answers, which a new replica loads, and the one that answered before."""
+        return self._now, self._before
+
+    async def fall_back(self, failed: Export, why: str) -> None:
+        """Answer with the export before the current one, which a starting replica could not load.
+
+        Args:
+            failed: Export that could not be loaded.
+            why: Reason, for the log.
+
+        Raises:
+            RunError: Other replicas still answer with the export.
+        """
+        began = monotonic()  # replicas that have just ended still count for a while
+        while failed == self._now and self._live() and monotonic() - began < 2 * GONE_S:
+            await asyncio.sleep(0.5)
+        if failed != self._now or self._before is None:
+            return
+        if self._live():
+            raise RunError(
+                f"a replica cannot load the export that others answer with: {why}",
+                where=failed.uri,
+                do="promote another export",
+            )
+        self._remember(self._before, failed, self._declared)
+        self._news = f"{self._now.version} answers again, because {failed.uri} cannot be loaded: {why}"
+        log.warning(self._news)
+        self._tell()
+
+    async def news(self) -> str:
+        """Return the last change of the version that answers, for the console; empty: none."""
+        return self._news
 
     async def declare(self, export: Export) -> None:
         """What a deployment names: promoted, unless it is what the last deployment has named.
@@ -186,6 +216,7 @@ class Coordinator:
             export = Export(uri, versions.pop())
             if export != self._now:
                 self._remember(export, self._now, self._declared)
+                self._news = f"{export.version} answers ({uri})"
             self._tell()
             await self._carried_out()
             return export.version
@@ -223,6 +254,37 @@ class Coordinator:
         now = monotonic()
         self._replicas = {name: seen for name, seen in self._replicas.items() if now - seen.at < GONE_S}
         return self._replicas
+
+
+def load_either(now: Export, before: Export | None, allow_code: bool) -> tuple[Versions, str | None]:
+    """Load the current export, or the one before it if the current one is not whole any more.
+
+    Returns:
+        The loaded export, and the reason if it is the one before.
+
+    Raises:
+        RaytrecError: The reason, if there is no export before or it cannot be loaded either.
+    """
+    try:
+        return _load_unchanged(now, allow_code), None
+    except RaytrecError as error:
+        if before is None:
+            raise
+        with suppress(RaytrecError):
+            return _load_unchanged(before, allow_code), str(error)
+        raise
+
+
+def _load_unchanged(export: Export, allow_code: bool) -> Versions:
+    versions = Versions(export.uri, allow_code)
+    if (found := versions.current.version) != export.version:
+        raise RunError(
+            f"the export has been changed in place: it is {found} now",
+            where=export.uri,
+            expected=export.version,
+            do="write each export to a folder of its own, and promote it",
+        )
+    return versions
 
 
 def carry_out(versions: Versions, order: Order, before: Report) -> Report:

@@ -39,7 +39,7 @@ from raytrec.serving.figures import about_model
 from raytrec.serving.listener import Listener
 from raytrec.serving.places import containing_folder, resolve_export
 from raytrec.serving.request_log import RequestLog
-from raytrec.serving.versions import Loaded, Versions
+from raytrec.serving.versions import Loaded
 
 NAMESPACE = "raytrec-serve"
 BUSY = 0.6  # share of the time that replicas score, which their number is kept near
@@ -62,7 +62,10 @@ class Replica:
         gc.freeze()  # what is imported stays: Versions collects what exports leave, in tens of milliseconds
         self._coordinator = ray.get_actor(coordinator_of(served.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
-        versions = Versions(ray.get(self._coordinator.current.remote()).uri, served.allow_code)
+        now, before = ray.get(self._coordinator.exports.remote())
+        versions, failed = load_either(now, before, served.allow_code)
+        if failed:
+            ray.get(self._coordinator.fall_back.remote(now, failed))
         self.service = Service(versions, token)
         if served.log_requests:
             figures = self.service.figures
@@ -291,6 +294,18 @@ def deploy(served: Served, replicas: tuple[int, int], token: str | None) -> None
         scaling = {"autoscaling_config": config}
     serve.start(proxy_location=ProxyLocation.Disabled)
     serve.run(build(served, token, **scaling), name=served.name, route_prefix=None)
+
+
+def print_news(name: str, stop: Event) -> None:
+    """Print each change of the version that answers, until `stop` is set."""
+    import ray
+
+    coordinator, shown = ray.get_actor(coordinator_of(name), NAMESPACE), ""
+    while not stop.wait(FOLLOW_S):
+        with suppress(ray.exceptions.RayError):  # the coordinator is being started again
+            if (news := ray.get(coordinator.news.remote(), timeout=FOLLOW_S)) != shown:
+                shown = news
+                print(f"version      {news}", flush=True)
 
 
 def end(name: str) -> None:

@@ -1,7 +1,9 @@
 """The service over HTTP, in this process: what it answers, and what it refuses. No Ray."""
 
 import json
+import os
 import re
+import shutil
 import textwrap
 import threading
 from pathlib import Path
@@ -15,11 +17,12 @@ from served import TOKEN, Http, assert_same, stream
 from test_models import Modelled
 
 import raytrec
+from raytrec.common.errors import RunError
 from raytrec.scoring.manifest import read_manifest
 from raytrec.serving.app import Service
 from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import ARROW, JSON, Limits
-from raytrec.serving.coordinator import Export, Order, Report, carry_out
+from raytrec.serving.coordinator import Export, Order, Report, carry_out, load_either
 from raytrec.serving.figures import about_model, counts_of
 from raytrec.serving.versions import Versions
 
@@ -198,6 +201,31 @@ def test_a_replica_that_has_missed_a_promotion_answers_with_it_after_the_next_or
     report = carry_out(versions, Order(8, Export(small, second), prepare=made[0]), report)
     assert (report.version, report.prepared, report.error) == (second, first, None)
     assert carry_out(versions, Order(9, Export(made[0], first)), report).version == first
+
+
+def cut_a_table(export):
+    os.truncate(next((export / "tables").iterdir()), 10)
+
+
+def replace_by_another(export, other):
+    shutil.rmtree(export)
+    shutil.copytree(other, export)
+
+
+@pytest.mark.parametrize("change", [cut_a_table, shutil.rmtree, replace_by_another])
+def test_an_export_that_was_changed_in_place_gives_way_to_the_one_before(made, tmp_path, change):
+    path, small = Path(shutil.copytree(made[0], tmp_path / "export")), made[0].replace("export", "small")
+    now, before = (Export(str(each), read_manifest(str(each)).version) for each in (path, small))
+    versions, why = load_either(now, before, False)
+    assert (versions.current.version, why) == (now.version, None)
+    del versions
+    change(path, small) if change is replace_by_another else change(path)
+    versions, why = load_either(now, before, False)
+    assert versions.current.version == before.version and str(path) in why
+    for other in (None, Export(str(tmp_path / "nothing"), "films-1")):
+        with pytest.raises(RunError) as caught:
+            load_either(now, other, False)
+        assert caught.value.where == str(path)
 
 
 def test_the_page_is_open_and_the_model_is_described(http):

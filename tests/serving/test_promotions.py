@@ -81,7 +81,7 @@ def test_none_changes_where_one_cannot_load_it():
         with pytest.raises(RunError, match="no room"):
             await made.promote("b")
         await asyncio.sleep(0.1)
-        return await made.versions(), await made.current()
+        return await made.versions(), (await made.exports())[0]
 
     found = run(
         scenario(), replica(made, "one", orders=orders), replica(made, "two", failing=RunError("no room"))
@@ -100,11 +100,34 @@ def test_one_that_is_started_again_knows_what_was_promoted():
 
     run(scenario(), replica(first, "one", orders=orders))
     again = coordinator(kept)
-    assert asyncio.run(again.current()) == SECOND
+    assert asyncio.run(again.exports()) == (SECOND, FIRST)
     assert asyncio.run(again.overview(900))["before"] == FIRST.version
     last = orders[-1].number
     order = asyncio.run(again.follow("one", Report(last, SECOND.version), given=last))
     assert order.number > last and order.answer == SECOND, "its orders are others than those of before"
+
+
+def test_it_falls_back_when_no_replica_can_load_the_current_export(monkeypatch, caplog):
+    for name, seconds in (("FOLLOW_S", 0.1), ("GONE_S", 0.5)):
+        monkeypatch.setattr(f"raytrec.serving.coordinator.{name}", seconds)
+    made = coordinator(kept := Kept())
+
+    async def promote():
+        await asyncio.sleep(0.1)
+        await made.promote("b")
+        with pytest.raises(RunError, match="others answer with"):
+            await made.fall_back(SECOND, "the table was cut")
+        return await made.exports()
+
+    assert run(promote(), replica(made, "one")) == (SECOND, FIRST)
+
+    async def end():
+        await asyncio.gather(*(made.fall_back(SECOND, "the table was cut") for _ in range(2)))
+        return await made.exports()
+
+    assert run(end()) == (FIRST, SECOND), "the replica has ended, and two others start"
+    assert "films-1 answers again" in caplog.text and "the table was cut" in caplog.text
+    assert asyncio.run(coordinator(kept).exports()) == (FIRST, SECOND)
 
 
 def test_it_sums_up_what_replicas_have_done(monkeypatch):

@@ -1,11 +1,13 @@
 """`raytrec serve` for real: replicas on Ray Serve, promotions under load, killed replicas, its end."""
 
+import os
 import signal
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -171,6 +173,37 @@ def test_a_killed_replica(service, exports):
         wait_for(lambda: not found[0].is_running() and len(service.replicas()) == 2, "another replica")
     assert not load.failed, load.failed[:3]
     assert set(service.versions()) == {exports[0]["whole"].version}
+
+
+def cut_tables(export):
+    for table in Path(export, "tables").iterdir():
+        os.truncate(table, 0)  # a page that is there in part would be filled with zeros
+
+
+def test_an_export_that_is_changed_while_it_answers_gives_way_to_the_one_before(service, exports, tmp_path):
+    """Replicas are killed by the kernel, as the tables that they have mapped end early."""
+    made, rows = exports
+    copy = copied(made["small"].path, tmp_path / "copy")
+    promote(made["whole"].path, service=service.url, name=None)
+    promote(copy, service=service.url, name=None)
+    found = service.replicas()
+    cut_tables(copy)
+
+    def restored():
+        with suppress(OSError):
+            service.ask("/predict", {"rows": rows})
+        return len(service.versions()) == 2 and set(service.versions()) == {made["whole"].version}
+
+    wait_for(restored, "the version before", 180)
+    assert not any(replica.is_running() for replica in found)
+    answer = service.ask("/predict", {"rows": rows})["predictions"]
+    assert all(np.allclose(answer[n], v, atol=1e-6) for n, v in scores_of(made["whole"], rows).items())
+    said = f"version      {made['whole'].version} answers again, because {copy} cannot be loaded"
+    wait_for(lambda: said in (service.folder / "serve.log").read_text(), "the reason", 30)
+
+
+def scores_of(export, rows):
+    return export.model.predict(rows).to_pydict()
 
 
 def test_exports_elsewhere_cannot_be_promoted(exports, tmp_path):
