@@ -147,14 +147,11 @@ def _files_of(uri: str, key: str, between: Between) -> list[str]:
         if info.type == fs.FileType.File:
             return [prefix + path]
         if info.type == fs.FileType.NotFound:
-            glob = any(character in uri for character in "*?[{")
             raise DataError(
-                "there is no such folder" + ("; globs are not expanded" if glob else ""),
+                "there is no such folder",
                 where=f"{key}={uri}",
-                expected="a folder of .parquet files",
-                do="name the folder, of which all files are read, or a list of folders and files: [a, b]"
-                if glob
-                else "correct the path, or write the data with `raytrec prepare`",
+                expected="a folder of .parquet files, or a list of folders: [a, b]; globs are not expanded",
+                do="correct the path, or write the data with `raytrec prepare`",
             )
         if info.type == fs.FileType.Unknown:
             raise DataError(

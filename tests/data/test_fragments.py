@@ -83,10 +83,9 @@ def test_nothing_there(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["part-*", "part-?.parquet", "{a,b}", "part-[0-9]"])
-def test_a_glob_is_named_as_such(tmp_path, name):
-    with pytest.raises(DataError, match="globs are not expanded") as error:
+def test_a_glob_is_not_expanded_and_the_message_says_so(tmp_path, name):
+    with pytest.raises(DataError, match="list of folders.*globs are not expanded"):
         list_files(f"{tmp_path}/{name}", "data.train")
-    assert "a list of folders" in error.value.do
     (tmp_path / name).mkdir()
     with pytest.raises(DataError, match="holds no Parquet files"):
         list_files(f"{tmp_path}/{name}", "data.train")
