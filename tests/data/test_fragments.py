@@ -84,7 +84,7 @@ def test_nothing_there(tmp_path):
 
 @pytest.mark.parametrize("name", ["part-*", "part-?.parquet", "{a,b}", "part-[0-9]"])
 def test_a_glob_is_not_expanded_and_the_message_says_so(tmp_path, name):
-    with pytest.raises(DataError, match="list of folders.*globs are not expanded"):
+    with pytest.raises(DataError, match=r"list of folders.*globs are not expanded"):
         list_files(f"{tmp_path}/{name}", "data.train")
     (tmp_path / name).mkdir()
     with pytest.raises(DataError, match="holds no Parquet files"):
