@@ -282,7 +282,7 @@ def _load_unchanged(export: Export, allow_code: bool) -> Versions:
             f"the export has been changed in place: it is {found} now",
             where=export.uri,
             expected=export.version,
-            do="write each export to a folder of its own, and promote it",
+            do="write each export to a separate folder, and promote it",
         )
     return versions
 

@@ -24,7 +24,7 @@ def test_exports_in_the_folder_are_accepted_with_links_resolved(root):
     for place in ("exports/films", "exports/films/", "exports/current", "link", "outside/../exports/films"):
         assert resolve_export(f"{root}/{place}", folder) == films
         assert resolve_export(f"file://{root}/{place}", f"file://{folder}/") == films
-    assert resolve_export(f"{root}/exports/films%20", folder) == f"{films}%20", "a path is no URI"
+    assert resolve_export(f"{root}/exports/films%20", folder) == f"{films}%20", "a path is not decoded"
 
 
 @pytest.mark.parametrize(
