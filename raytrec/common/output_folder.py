@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 from pyarrow import fs
 
+from raytrec.common.errors import RunError, os_errors
 from raytrec.common.processes import owner, remove_leftovers
 from raytrec.common.storage import open_filesystem, read_bytes, sync
 
@@ -95,3 +97,36 @@ class OutputFolder:
     def delete(self, name: str) -> None:
         """Removes a file."""
         self._filesystem.delete_file(f"{self._path}/{name}")
+
+
+@contextmanager
+def hold_folder(folder: OutputFolder) -> Iterator[None]:
+    """Lock a folder on disk against other writers, until the block or the process ends.
+
+    Raises:
+        RunError: Another process writes to the folder, or the folder cannot be made.
+    """
+    if not folder.is_local:
+        yield
+        return
+    with os_errors("the folder cannot be written", where=f"--out {folder.uri}"):
+        os.makedirs(folder.uri, exist_ok=True)
+        held = os.open(folder.uri, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(held, folder)
+        yield
+    finally:
+        os.close(held)
+
+
+def _lock(held: int, folder: OutputFolder) -> None:
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunError(
+            "another process writes to this folder",
+            where=f"--out {folder.uri}",
+            do="wait until that has ended, or choose another --out",
+        ) from None
+    except OSError:  # a file system without locks
+        return

@@ -16,24 +16,28 @@ UNFINISHED = "_export.json"  # what has been written, as long as not all has
 
 
 class Target:
-    """The folder that an export is written to; complete files stay when it is interrupted.
+    """Folder that an export is written to; complete files stay when it is interrupted.
 
     Args:
-        binding: stands for all that the export is made of.
+        folder: The folder.
+        binding: Hash of everything that determines the export.
+        request: Hash of the same with the run in place of the checkpoint.
 
     Attributes:
-        files: those that are complete.
+        files: Complete files.
     """
 
-    def __init__(self, folder: OutputFolder, binding: str):
-        self.folder, self.binding = folder, binding
+    def __init__(self, folder: OutputFolder, binding: str, request: str):
+        self.folder, self.binding, self.request = folder, binding, request
         self.files: dict[str, FileEntry] = {}
 
     def complete(self) -> Manifest | None:
-        """The manifest, where all has been written before; else finds out which files are complete.
+        """Return the manifest if the export is complete; otherwise find out which files are complete.
+
+        Files of the same request from an older checkpoint, which the run may have removed, are deleted.
 
         Raises:
-            ConfigError: the folder holds something else.
+            ConfigError: The folder holds something else.
         """
         with _written(self.folder.uri):
             names = self.folder.names()
@@ -50,7 +54,11 @@ class Target:
                         f"an export that was interrupted, and its {UNFINISHED} is damaged"
                     ) from None
                 if unfinished["binding"] != self.binding:
-                    raise self._other("an export of something else that was interrupted")
+                    if unfinished.get("request") != self.request:
+                        raise self._other("an export of something else that was interrupted")
+                    for name in unfinished["files"].keys() & names:
+                        self.folder.delete(name)
+                    return None
                 there = {name: FileEntry(**entry) for name, entry in unfinished["files"].items()}
                 self.files = {name: entry for name, entry in there.items() if name in names}
             elif names:
@@ -66,21 +74,30 @@ class Target:
         )
 
     def _note(self) -> None:
-        """Writes down which files are complete."""
+        """Write the names of the complete files."""
         entries = {name: entry.model_dump() for name, entry in self.files.items()}
-        self.folder.write(UNFINISHED, json.dumps({"binding": self.binding, "files": entries}).encode())
+        unfinished = {"binding": self.binding, "request": self.request, "files": entries}
+        self.folder.write(UNFINISHED, json.dumps(unfinished).encode())
+
+    def _check_owner(self) -> None:
+        text = self.folder.read(UNFINISHED)
+        if (json_values(text)["binding"] if text else read_manifest(self.folder.uri).binding) != self.binding:
+            raise self._other("another export, which was written meanwhile")
 
     def write(self, name: str, data: Iterable[bytes]) -> None:
-        """Writes a file, unless it is complete.
+        """Write a file, unless it is complete.
 
         Raises:
-            RunError: it cannot be written.
+            RunError: The file cannot be written.
+            ConfigError: On a store, which has no locks: another export has been written here meanwhile.
         """
         if name in self.files:
             return
         digest, size = hashlib.sha256(), 0
         with _written(f"{self.folder.uri}/{name}"):
-            if not self.files:
+            if self.files:
+                self._check_owner()
+            else:
                 self._note()  # first of all, so that the folder is this export's
             with self.folder.stream(name, f"{self.folder.partial}/{name.replace('/', '-')}") as stream:
                 for piece in data:
@@ -91,8 +108,9 @@ class Target:
             self._note()
 
     def commit(self, manifest: Manifest) -> None:
-        """Writes the manifest, with which the export is complete."""
+        """Write the manifest, with which the export is complete."""
         with _written(f"{self.folder.uri}/{EXPORT}"):
+            self._check_owner()
             self.folder.write(EXPORT, manifest.to_json().encode())
             self.folder.delete(UNFINISHED)
             self.folder.remove(self.folder.partial)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from raytrec.common.errors import ConfigError, RunError, os_errors
+from raytrec.common.errors import ConfigError, os_errors
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import open_filesystem
 from raytrec.prediction.folder import MANIFEST, PredictionFolder
@@ -157,39 +155,6 @@ def _read(text: bytes, folder: PredictionFolder) -> Manifest:
     except ValidationError as error:
         why = ", ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
     raise ConfigError(f"{MANIFEST} cannot be read: {why}", where=f"--out {folder.uri}", do=OTHER)
-
-
-@contextmanager
-def hold_folder(folder: PredictionFolder) -> Iterator[None]:
-    """Keeps others from predicting into the same folder, where it is on a disk; goes with the process.
-
-    Raises:
-        RunError: another process does.
-    """
-    if not folder.is_local:
-        yield
-        return
-    with os_errors("the folder cannot be written", where=f"--out {folder.uri}"):
-        os.makedirs(folder.uri, exist_ok=True)
-        held = os.open(folder.uri, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _lock(held, folder)
-        yield
-    finally:
-        os.close(held)
-
-
-def _lock(held: int, folder: PredictionFolder) -> None:
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RunError(
-            "another process is predicting into this folder",
-            where=f"--out {folder.uri}",
-            do="wait until that has ended, or choose another --out",
-        ) from None
-    except OSError:  # a file system without locks
-        return
 
 
 def split_names(asked: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from raytrec.common.errors import DataError, RunError
+from raytrec.common.output_folder import hold_folder
 from raytrec.common.storage import absolute
 from raytrec.config.evaluation import TowerName
 from raytrec.config.overrides import Overrides, as_texts
@@ -34,7 +35,7 @@ from raytrec.driver.recorder import Watch
 from raytrec.driver.session import session_of
 from raytrec.prediction.columns import CarriedColumns
 from raytrec.prediction.folder import PARTS_FOLDER, VECTOR, Counts, PredictionFolder, PredictionTask
-from raytrec.prediction.manifest import Manifest, check_place, choose_columns, claim, hold_folder
+from raytrec.prediction.manifest import Manifest, check_place, choose_columns, claim
 from raytrec.prediction.spans import SPAN_ROWS
 from raytrec.prediction.worker import predict_worker
 from raytrec.prediction.writer import write_empty

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from raytrec.checkpoint.files import folder_of
 from raytrec.cli import app
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
+from raytrec.common.output_folder import hold_folder
 from raytrec.common.processes import owner
 from raytrec.config.run_config import load_config
 from raytrec.prediction import predict as predicting
 from raytrec.prediction.folder import Counts, PredictionFolder
-from raytrec.prediction.manifest import hold_folder
 from raytrec.prediction.predict import predict
 from raytrec.prediction.spans import cut_spans
 from raytrec.prediction.writer import SpanWriter, assemble, of_files
@@ -214,7 +214,7 @@ def test_what_is_refused(run, data, tmp_path):
     other = parquet.write(tmp_path / "other", 500, 4)
     refused(ConfigError, f"predictions of other rows, from {data}", data=other)
     with hold_folder(PredictionFolder(str(out))):
-        refused(RunError, "another process is predicting into this folder")
+        refused(RunError, "another process writes to this folder")
 
 
 def test_a_damaged_manifest_is_an_error_for_people(run, data, tmp_path):

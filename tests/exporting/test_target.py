@@ -1,0 +1,148 @@
+"""The folder that an export is written to, while a run goes on or another export writes there."""
+
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from exports import trained
+from test_models import Modelled
+
+import raytrec
+import raytrec.exporting.export
+from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.output_folder import OutputFolder, hold_folder
+
+exporting = sys.modules["raytrec.exporting.export"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with the checkpoints of step 2 of two models: a/checkpoints and b/checkpoints."""
+    root = tmp_path_factory.mktemp("target")
+    for name in ("a", "b"):
+        (root / name).mkdir()
+        trained(Modelled("two_tower", (1, 1)), root / name)
+    return root
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return Path(shutil.copytree(saved / "a", tmp_path / "run"))
+
+
+def next_step(run, saved, step=3):
+    """Save another checkpoint, and remove those before it, as checkpoint.keep_last=1 does."""
+    root = run / "checkpoints"
+    shutil.copytree(saved / "b/checkpoints/step-0000000002", root / f"step-{step:010d}")
+    for folder in root.iterdir():
+        if folder.name != f"step-{step:010d}":
+            shutil.rmtree(folder)
+
+
+def during_the_tables(monkeypatch, act):
+    """Act before the first table of each export is written."""
+    write = exporting._write_tables
+
+    def acting(*parts):
+        act()
+        return write(*parts)
+
+    monkeypatch.setattr(exporting, "_write_tables", acting)
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_gives_way_to_the_newest(run, saved, tmp_path, monkeypatch):
+    steps = iter((3,))
+    during_the_tables(monkeypatch, lambda: [next_step(run, saved, step) for step in steps])
+    found = raytrec.export(run, str(tmp_path / "out"))
+    assert found.metrics["checkpoint"].endswith("step-0000000003")
+    assert raytrec.load(found.path, check_tables=True).check() <= 1e-6
+    assert raytrec.export(run, str(tmp_path / "out")).metrics["version"] == found.metrics["version"]
+    assert not {"_export.json", "_parts"} & set(os.listdir(found.path))
+
+
+def test_a_run_that_always_removes_it_first_is_an_error(run, saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, "TRIES", 2)
+    steps = iter(range(3, 100))
+    during_the_tables(monkeypatch, lambda: next_step(run, saved, next(steps)))
+    with pytest.raises(RunError, match="the run has removed the checkpoint") as caught:
+        raytrec.export(run, str(tmp_path / "out"))
+    assert "checkpoint.keep_last" in caught.value.do and next(steps) < 10
+
+
+def test_a_step_that_is_named_is_not_replaced_by_another(run, saved, tmp_path, monkeypatch):
+    during_the_tables(monkeypatch, lambda: next_step(run, saved))
+    with pytest.raises(RunError, match="the run has removed the checkpoint"):
+        raytrec.export(run, str(tmp_path / "out"), checkpoint=2)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt(*parts):
+    raise Interrupted
+
+
+def test_an_interrupted_export_starts_over_with_the_newest_checkpoint(run, saved, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting, "_write_tables", interrupt)
+        with pytest.raises(Interrupted):
+            raytrec.export(run, str(out))
+    assert (out / "predict.pt2").exists()
+    next_step(run, saved)
+    for other in ({"quantize": "int8"}, {"golden_rows": 3}):
+        with pytest.raises(ConfigError, match="something else that was interrupted"):
+            raytrec.export(run, str(out), **other)
+    with pytest.raises(ConfigError, match="something else that was interrupted"):
+        raytrec.export(saved / "b", str(out))
+    version = raytrec.export(run, str(out)).metrics["version"]
+    assert version.startswith("small-2-") and raytrec.load(out, check_tables=True).check() <= 1e-6
+
+
+def test_a_folder_that_another_process_writes_to_is_refused(run, tmp_path):
+    out = tmp_path / "out"
+    with hold_folder(OutputFolder(str(out))), pytest.raises(RunError, match="another process writes"):
+        raytrec.export(run, str(out))
+    assert raytrec.export(run, str(out)).path == str(out)
+
+
+@pytest.mark.survive
+def test_two_processes_export_into_one_folder_at_once(run, tmp_path):
+    out = tmp_path / "out"
+    code = "import raytrec, sys\ntry: raytrec.export(*sys.argv[1:])\n"
+    code += "except raytrec.RaytrecError as error: sys.exit(str(error))"
+    words = [sys.executable, "-c", code, str(run), str(out)]
+    both = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [each.communicate(timeout=120)[1] for each in both]
+    codes = [each.returncode for each in both]
+    assert 0 in codes, said
+    assert all(
+        not code or "another process writes" in text for code, text in zip(codes, said, strict=True)
+    ), said
+    assert raytrec.load(out, check_tables=True).check() <= 1e-6
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_folder_that_another_export_has_filled_meanwhile(run, saved, tmp_path, monkeypatch, same):
+    """As on a store, where there are no locks."""
+    monkeypatch.setattr(exporting, "hold_folder", lambda folder: nullcontext())
+    out, write = str(tmp_path / "out"), exporting._write_tables
+    made = raytrec.export(run if same else saved / "b", str(tmp_path / "other")).path
+
+    def after_another(*parts):
+        write(*parts)
+        shutil.rmtree(out)
+        shutil.copytree(made, out)
+
+    monkeypatch.setattr(exporting, "_write_tables", after_another)
+    if same:
+        assert raytrec.export(run, out).path == out
+    else:
+        with pytest.raises(ConfigError, match="another export"):
+            raytrec.export(run, out)
+    assert raytrec.load(out, check_tables=True).check() <= 1e-6
