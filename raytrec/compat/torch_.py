@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,8 @@ __all__ = [
     "bind_store",
     "call_after_nodes",
     "described",
+    "is_dispatched",
+    "load_archive",
     "local_parts",
     "mark_only_for_profiler",
     "multiply_",
@@ -53,6 +55,25 @@ __all__ = [
 ]
 
 MEMORY_EVENTS = 100_000  # of the allocator, that are kept at most: a few KB each
+
+
+def load_archive(archive: BinaryIO) -> torch.export.ExportedProgram:
+    """Load the program of a .pt2 archive.
+
+    torch.export.load prints a traceback if that fails, and then tries layouts of older versions.
+    """
+    from torch.export.pt2_archive._package import load_pt2
+
+    return load_pt2(archive).exported_programs["model"]
+
+
+def is_dispatched(target: str) -> bool:
+    """Return True if "torch.ops.aten.NAME.OVERLOAD" is an operator over tensors.
+
+    The others are TorchScript's functions, such as aten::save.
+    """
+    name = "aten::" + target.removeprefix("torch.ops.aten.").removesuffix(".default")
+    return torch._C._dispatch_has_kernel(name)
 
 
 def quiet_tracing() -> None:

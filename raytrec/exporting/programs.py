@@ -20,6 +20,7 @@ from raytrec.models.inputs import Sequence as IdSequence
 from raytrec.models.recommender import Recommender, last_vectors
 from raytrec.scoring.inputs import Input
 from raytrec.scoring.late import example
+from raytrec.scoring.program_archive import NotAllowed, checked_archive
 from raytrec.tasks.objective import Objective
 
 EXAMPLE_ROWS = 3  # of 1 torch would make a program for 1 alone
@@ -40,11 +41,22 @@ class Program:
     model: Scored
 
     def written(self) -> bytes:
-        """The file .pt2, without examples, which would be a pickle."""
+        """Return the file .pt2, without examples, which would be a pickle, and without paths of this machine.
+
+        Raises:
+            ConfigError: The model contains an operator that no export may have.
+        """
         self.exported.example_inputs = None
         into = io.BytesIO()
         save(self.exported, into)
-        return into.getvalue()
+        try:
+            return checked_archive(into.getvalue())
+        except NotAllowed as error:
+            raise ConfigError(
+                f"the exported model contains {error}",
+                expected="operators of torch.ops.aten that compute tensors",
+                do="write the model with public functions of torch",
+            ) from error
 
 
 def make_program(

@@ -10,24 +10,23 @@ from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile, ZipFile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from pyarrow import fs
 
-from raytrec.common.errors import ConfigError, RunError, first_line
+from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.formatting import bytes_text
 from raytrec.common.memory import expect_scattered
 from raytrec.common.processes import owner, remove_leftovers
-from raytrec.common.reading import json_values
 from raytrec.common.storage import absolute, open_filesystem
 from raytrec.config.transforms import Python
 from raytrec.embeddings.hashing import keys_of
 from raytrec.scoring.lookups import BlockTable, IdRows, Lookups
 from raytrec.scoring.manifest import EXPORT, GOLDEN, Manifest, TableEntry, read_manifest
 from raytrec.scoring.precision import DTYPES, stored_width
+from raytrec.scoring.program_archive import load_program
 from raytrec.scoring.rows import wide
 from raytrec.scoring.scorer import Scorer
 
@@ -219,42 +218,3 @@ def _ids(file: Path, manifest: Manifest, table: str) -> IdRows:
     found = pq.read_table(file)
     ids, rows = (torch.from_numpy(found[name].to_numpy().copy()) for name in ("id", "row"))
     return IdRows(manifest.data_schema.tables[table], keys_of(ids), rows)
-
-
-def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
-    """A program of torch.export.
-
-    Args:
-        inputs: how many tensors it takes.
-
-    Raises:
-        RunError: the file holds pickles, or something else.
-    """
-    try:
-        with ZipFile(file) as archive:
-            pickled = [name for name in archive.namelist() if _is_pickle(archive, name)]
-        program = None if pickled else torch.export.load(file)
-    except (BadZipFile, OSError, RuntimeError, ValueError, LookupError) as error:
-        why = first_line(error)
-        raise RunError(f"the program cannot be read: {why}", where=str(file)) from None
-    if program is None:
-        raise RunError(
-            f"the program holds a pickle: {pickled[0]}",
-            where=str(file),
-            expected="a graph and weights, as `raytrec export` writes them",
-        )
-    if (taken := len(program.graph_signature.user_inputs)) != inputs:
-        raise RunError(
-            f"the program {file.name} takes {taken} tensors", where=str(file), expected=str(inputs)
-        )
-    # Guards compare shapes, which takes ten times what a small model takes.
-    return program.module(check_guards=False)
-
-
-def _is_pickle(archive: ZipFile, name: str) -> bool:
-    """Whether an entry of an archive is, or names, what torch would unpickle."""
-    if "/sample_inputs/" in name or "/custom_obj" in name:
-        return archive.getinfo(name).file_size > 0
-    if not name.endswith("_config.json"):
-        return False
-    return any(each.get("use_pickle") for each in json_values(archive.read(name))["config"].values())

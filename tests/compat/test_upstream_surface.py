@@ -38,6 +38,7 @@ NAMES = [
     "ray.train.v2.api.config:ScalingConfig._resources_per_worker_not_none",
     "ray.train.v2._internal.execution.failure_handling.default:RETRYABLE_CONTROLLER_ERRORS",
     "torch.autograd:Variable._execution_engine.queue_callback",
+    "torch:_C._dispatch_has_kernel",
     "torch.autograd:_profiler_enabled",
     "torch.cuda:_is_in_bad_fork",
     "torch.distributed.rendezvous:TCPStore",
@@ -146,6 +147,7 @@ SOURCES = {
     "torch.nn:Module.half": ["self._apply("],
     "torch.nn:Module._apply": ["module._apply(fn)"],
     "torch.distributed.checkpoint.api:CheckpointException": ["self._failures"],
+    "torch.export.pt2_archive._package:load_pt2": ["PT2ArchiveContents(exported_programs, "],
     "torch._dynamo.callback:CompilationCallbackHandler.install_callbacks": [
         "self.run_start_callbacks(args)",
         "self.run_end_callbacks(args)",

@@ -96,6 +96,6 @@ def test_pickles_are_refused(copy, tmp_path):
     content = file.read_bytes()
     about = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     change(copy, lambda m: m["files"].update({"predict.pt2": about}))
-    with pytest.raises(RunError, match="the program holds a pickle"):
+    with pytest.raises(RunError, match="sample inputs, which are a pickle"):
         raytrec.load(copy)
     assert not Path("harm").exists()

@@ -1,0 +1,258 @@
+"""Archives of torch.export (.pt2): what may be in one, checked before torch reads it.
+
+torch.export.load can run code of an archive: it unpickles entries, evaluates symbolic expressions, loads
+libraries, and writes names into Python source. Archives are therefore read by one strict parser, which
+accepts only what `raytrec export` writes. torch loads an archive that is written again from checked parts.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
+
+import torch
+from torch.export.pt2_archive import PT2ArchiveWriter
+
+from raytrec.common.errors import RunError, first_line
+from raytrec.common.formatting import as_dict
+from raytrec.common.reading import NotReadable, json_values
+from raytrec.compat.torch_ import is_dispatched, load_archive
+
+MODEL, SAMPLE = "models/model.json", "data/sample_inputs/model.pt"
+# Configuration of tensors → pattern of their entries beside it.
+TENSORS = {
+    "data/weights/model_weights_config.json": re.compile(r"weight_\d+"),
+    "data/constants/model_constants_config.json": re.compile(r"tensor_\d+"),
+}
+FIXED = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little"}
+WRITTEN_BY_TORCH = {".data/version", ".data/serialization_id"}
+
+DROPPED = {"metadata": {}, "guards_code": [], "treespec_namedtuple_fields": {}}  # not needed to compute
+TAGS = {
+    *("as_tensor", "as_tensors", "as_optional_tensor", "as_optional_tensors", "as_nested_tensors", "as_none"),
+    *("as_int", "as_ints", "as_int_lists", "as_float", "as_floats", "as_bool", "as_bools", "as_string"),
+    *("as_sym_int", "as_sym_ints", "as_sym_bool", "as_sym_bools", "as_sym_float", "as_sym_floats"),
+    *("as_name", "as_expr", "as_device", "as_layout", "as_memory_format", "as_scalar_type", "as_graph"),
+}
+IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|")  # torch writes names into source code
+QUALIFIED_NAME = re.compile(r"[\w. -]*")  # and these into string literals there
+PATTERNS = {
+    **dict.fromkeys(("parameter_name", "buffer_name", "tensor_constant_name", "fqn"), QUALIFIED_NAME),
+    **dict.fromkeys(("as_float", "as_floats"), re.compile("-?Infinity|NaN")),
+    "as_string": re.compile(r"[\w., >-]*"),  # options of operators, such as an equation of einsum
+    "torch_version": re.compile(r"[\w.+]*"),
+    "type": re.compile("cpu"),  # of a device
+}
+OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+")
+# Operators of aten that are not public, and those that torch.export writes besides aten's.
+PRIVATE = {"_assert_scalar", "_assert_tensor_metadata", "_log_softmax", "_softmax", "_to_copy"}
+REFUSED = {"from_file"}  # opens, and creates, files
+OTHERS = {
+    *("torch.ops.higher_order.wrap_with_autocast", "torch.ops.higher_order.wrap_with_set_grad_enabled"),
+    *("torch.sym_float", "torch.sym_int", "torch.sym_max", "torch.sym_min", "torch.sym_not", "math.trunc"),
+    *("_operator.add", "_operator.sub", "_operator.mul", "_operator.floordiv", "_operator.truediv"),
+    *("_operator.mod", "_operator.neg", "_operator.eq", "_operator.ne", "_operator.lt", "_operator.le"),
+    *("_operator.gt", "_operator.ge", "_operator.and_", "_operator.or_", "_operator.getitem"),
+}
+FUNCTIONS = {
+    *("Symbol", "Integer", "Float", "Rational", "Add", "Mul", "Mod", "PythonMod", "FloorDiv", "CeilToInt"),
+    *("IntTrueDiv", "ToFloat", "TruncToInt", "Max", "Min", "And", "Or", "Not", "Equality", "Unequality"),
+    *("GreaterThan", "StrictGreaterThan", "LessThan", "StrictLessThan"),
+}
+# Kinds of arguments, with torch's text about each: a tensor, a tuple, and an empty mapping.
+SHAPES = {(None, None), ("builtins.tuple", "null"), ("builtins.dict", "[]")}
+MAX_EXPRESSION = 2000  # characters
+
+
+class NotAllowed(ValueError):
+    """A part of an archive that `raytrec export` does not write."""
+
+
+def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
+    """Load a program that `raytrec export` has written.
+
+    Args:
+        inputs: number of tensors that the program takes.
+
+    Raises:
+        RunError: The file is damaged, takes another number of tensors, or contains something that
+            `raytrec export` does not write.
+    """
+    try:
+        program = load_archive(io.BytesIO(checked_archive(file.read_bytes())))
+        module = program.module(check_guards=False)  # guards take ten times as long as a small model
+    except NotAllowed as error:
+        raise RunError(
+            f"the program contains {error}",
+            where=str(file),
+            expected="a graph and tensors, as `raytrec export` writes them",
+            do="do not use this export; have it exported again by somebody you trust",
+        ) from None
+    except Exception as error:  # torch's exceptions have no common base
+        raise RunError(f"the program cannot be read: {first_line(error)}", where=str(file)) from None
+    if (taken := len(program.graph_signature.user_inputs)) != inputs:
+        raise RunError(
+            f"the program {file.name} takes {taken} tensors", where=str(file), expected=str(inputs)
+        )
+    return module
+
+
+def checked_archive(content: bytes) -> bytes:
+    """Return an archive with the checked parts of an archive of torch.export, without metadata.
+
+    Raises:
+        NotAllowed: The archive contains something that `raytrec export` does not write.
+        BadZipFile: The archive is damaged.
+    """
+    entries = _entries(content)
+    parts: dict[str, bytes] = {}
+    for name, pattern in TENSORS.items():
+        config = _checked_tensors(_json(entries, name), pattern)
+        parts[name] = json.dumps(config).encode()
+        for tensor in config["config"].values():
+            place = f"{name.rpartition('/')[0]}/{tensor['path_name']}"
+            parts[place] = parts.get(place) or _taken(entries, place)
+            if not parts[place] and {"as_int": 0} not in tensor["tensor_meta"]["sizes"]:
+                raise BadZipFile(f"{place} is empty")  # torch would load zeros
+    parts[MODEL] = json.dumps(_checked(_json(entries, MODEL), "")).encode()
+    parts[SAMPLE] = _taken(entries, SAMPLE)
+    if parts[SAMPLE]:
+        raise NotAllowed("sample inputs, which are a pickle")
+    for name, value in FIXED.items():
+        if (parts.setdefault(name, _taken(entries, name))) != value:
+            raise NotAllowed(f"another {name} than {value.decode()}")
+    if unknown := sorted(set(entries) - WRITTEN_BY_TORCH):
+        raise NotAllowed(f"the entry {unknown[0]!r}")
+    into = io.BytesIO()
+    with PT2ArchiveWriter(into) as writer:
+        for name, value in parts.items():
+            writer.write_bytes(name, value)
+    return into.getvalue()
+
+
+def _entries(content: bytes) -> dict[str, bytes]:
+    """Return the entries of an archive by name, without the name of its root folder."""
+    entries: dict[str, bytes] = {}
+    with ZipFile(io.BytesIO(content)) as archive:
+        infos = archive.infolist()
+        if sum(info.file_size for info in infos) > len(content):
+            raise BadZipFile("its entries overlap")
+        for info in infos:
+            root, _, name = info.filename.partition("/")
+            if info.compress_type != ZIP_STORED or info.flag_bits & 1:
+                raise NotAllowed(f"the entry {name!r}, compressed or encrypted")
+            if name in entries or not name or root != infos[0].filename.partition("/")[0]:
+                raise NotAllowed(f"the entry {info.filename!r}, twice or outside of its folder")
+            entries[name] = archive.read(info)
+    return entries
+
+
+def _taken(entries: dict[str, bytes], name: str) -> bytes:
+    try:
+        return entries.pop(name)
+    except KeyError:
+        raise BadZipFile(f"{name} is missing") from None
+
+
+def _json(entries: dict[str, bytes], name: str) -> dict[str, Any]:
+    try:
+        return as_dict(json_values(_taken(entries, name)))
+    except (NotReadable, RecursionError) as error:
+        raise BadZipFile(f"{name}: {error}") from None
+
+
+def _checked_tensors(config: dict[str, Any], pattern: re.Pattern) -> dict[str, Any]:
+    """Return a configuration of tensors, whose entries match a pattern and are no pickles."""
+    tensors = as_dict(config.get("config"))
+    for name, value in tensors.items():
+        tensor = as_dict(value)
+        path = str(tensor.get("path_name"))
+        if not QUALIFIED_NAME.fullmatch(name):
+            raise NotAllowed(f"a tensor called {name!r}")
+        if tensor.get("use_pickle") is not False or not pattern.fullmatch(path):
+            raise NotAllowed(f"the tensor {name}, as the pickle or file {path!r}")
+        tensors[name] = tensor | {"tensor_meta": _checked(tensor.get("tensor_meta"), "")}
+    return {"config": tensors}
+
+
+def _checked(value: Any, key: str) -> Any:
+    """Return a value of model.json, below a key, without what is dropped.
+
+    A string must be an operator, a symbolic expression, the shape of arguments, or match its key's pattern.
+    """
+    if isinstance(value, dict):
+        for name in value:
+            if not IDENTIFIER.fullmatch(name) or (name.startswith("as_") and name not in TAGS):
+                raise NotAllowed(f"the key {name!r} in {MODEL}")
+        return {name: _checked(DROPPED.get(name, part), name) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_checked(part, key) for part in value]
+    if not isinstance(value, str):
+        return value
+    if key == "expr_str":
+        return _checked_expression(value)
+    if key in ("in_spec", "out_spec"):
+        return _checked_shape(value)
+    allowed = _is_operator(value) if key == "target" else PATTERNS.get(key, IDENTIFIER).fullmatch(value)
+    if not allowed:
+        raise NotAllowed(f"{key}: {value[:100]!r} in {MODEL}")
+    return value
+
+
+def _is_operator(target: str) -> bool:
+    """Return True if a program may call this operator."""
+    name = (OPERATOR.fullmatch(target) or ("", ""))[1]
+    public = name and (not name.startswith("_") or name in PRIVATE) and name not in REFUSED
+    return target in OTHERS or bool(public and is_dispatched(target))
+
+
+def _checked_expression(text: str) -> str:
+    """Return a symbolic expression, such as "Add(Symbol('s0', integer=True), Integer(1))", written anew.
+
+    sympy evaluates it as Python.
+    """
+    try:
+        tree = ast.parse(text, mode="eval") if len(text) <= MAX_EXPRESSION else None
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        tree = None
+    if tree is None or not _is_expression(tree.body):
+        raise NotAllowed(f"the expression {text[:100]!r} in {MODEL}")
+    return ast.unparse(tree)
+
+
+def _is_expression(node: ast.expr) -> bool:
+    """Return True for a number, a truth value, or a call of FUNCTIONS with such arguments."""
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)
+    if isinstance(node, ast.Name):
+        return node.id in ("true", "false")
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, int | float)
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS):
+        return False
+    if node.func.id != "Symbol":
+        return not node.keywords and all(_is_expression(argument) for argument in node.args)
+    name, *more = [getattr(argument, "value", None) for argument in node.args]
+    flags = [(keyword.arg, getattr(keyword.value, "value", None)) for keyword in node.keywords]
+    is_name = isinstance(name, str) and IDENTIFIER.fullmatch(name)
+    return bool(is_name) and not more and all(word and isinstance(flag, bool) for word, flag in flags)
+
+
+def _checked_shape(text: str) -> str:
+    """Return the shape of a program's arguments or results: tuples of tensors, and no named arguments."""
+    try:
+        version, shape = json_values(text)
+        stack = [shape]
+        while stack:
+            part = stack.pop()
+            if len(part) != 3 or (part["type"], part["context"]) not in SHAPES:
+                raise ValueError
+            stack += part["children_spec"]
+    except (ValueError, TypeError, KeyError, LookupError):
+        raise NotAllowed(f"arguments of the shape {text[:100]!r} in {MODEL}") from None
+    return json.dumps([int(version), shape])

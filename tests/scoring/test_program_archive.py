@@ -1,0 +1,271 @@
+"""Archives of programs that would run code are refused before torch reads them."""
+
+import io
+import json
+import os
+import pickle
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch.export import Dim, export, save
+
+from raytrec.common.errors import RunError
+from raytrec.scoring.program_archive import MODEL, SAMPLE, _is_operator, checked_archive, load_program
+
+WEIGHTS, CONSTANTS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
+
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+        self.register_buffer("offset", torch.arange(2.0), persistent=False)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=True):
+            hidden = self.layer(x)
+        return (hidden.float() + self.offset + torch.zeros(x.shape[0] + 1, 1)[1:],)
+
+
+class Touch:
+    """An object whose pickle creates a file."""
+
+    def __init__(self, marker):
+        self._marker = str(marker)
+
+    def __reduce__(self):
+        return Path.touch, (Path(self._marker),)
+
+
+@pytest.fixture(scope="module")
+def program():
+    exported = export(
+        Small().eval(), (torch.ones(3, 3),), dynamic_shapes=({0: Dim("rows", min=1)},), strict=False
+    )
+    exported.example_inputs = None
+    return exported
+
+
+@pytest.fixture(scope="module")
+def entries(program):
+    into = io.BytesIO()
+    save(program, into)
+    with zipfile.ZipFile(into) as archive:
+        return {info.filename.partition("/")[2]: archive.read(info) for info in archive.infolist()}
+
+
+@pytest.fixture
+def marker(tmp_path):
+    return tmp_path / "harm"
+
+
+def write(file, entries, more=()):
+    """Write an archive; `more` are entries whose names may occur twice, after the others."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in (*entries.items(), *more):
+            archive.writestr(f"archive/{name}", content)
+    return file
+
+
+def pickled(marker):
+    into = io.BytesIO()
+    torch.save(Touch(marker), into)
+    return into.getvalue()
+
+
+def edited(entries, name, edit):
+    """Return entries with a change of one of the JSON documents."""
+    values = json.loads(entries[name])
+    edit(values)
+    return entries | {name: json.dumps(values).encode()}
+
+
+def graph(model):
+    return model["graph_module"]["graph"]
+
+
+def legacy_weights(entries, marker, file):
+    return write(file, entries | {"data/weights/model.pt": pickled(marker)})
+
+
+def legacy_constants(entries, marker, file):
+    return write(file, entries | {"data/constants/model.pt": pickled(marker)})
+
+
+def opaque_constant(entries, marker, file):
+    about = {"path_name": "opaque_obj_0", "is_param": False, "use_pickle": True, "tensor_meta": None}
+    changed = edited(entries, CONSTANTS, lambda values: values["config"].update(harm=about))
+    return write(file, changed | {"data/constants/opaque_obj_0": pickle.dumps(Touch(marker))})
+
+
+def pickled_weight(entries, marker, file):
+    changed = edited(entries, WEIGHTS, lambda values: values["config"]["layer.bias"].update(use_pickle=True))
+    return write(file, changed | {"data/weights/weight_1": pickled(marker)})
+
+
+def layout_of_torch_2_7(entries, marker, file):
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("version", "8.8")
+        archive.writestr("serialized_exported_program.json", entries[MODEL])
+        for name in ("state_dict", "constants", "example_inputs"):
+            archive.writestr(f"serialized_{name}.pt", pickled(marker))
+    return file
+
+
+def expression(entries, marker, file):
+    text = f"__import__('pathlib').Path({str(marker)!r}).touch() or Integer(3)"
+    size = {"as_expr": {"expr_str": text, "hint": {"as_int": 3}}}
+    edit = lambda model: next(iter(graph(model)["tensor_values"].values())).update(sizes=[size])  # noqa: E731
+    return write(file, edited(entries, MODEL, edit))
+
+
+def other_case(entries, marker, file):
+    (upper, content), rest = ("data/SAMPLE_INPUTS/model.pt", pickled(marker)), dict(entries)
+    return write(file, {upper: content} | rest)
+
+
+def name_twice(entries, marker, file):
+    rest = {name: content for name, content in entries.items() if name != SAMPLE}
+    with pytest.warns(UserWarning, match="Duplicate"):
+        return write(file, {SAMPLE: pickled(marker)} | rest, [(SAMPLE, b"")])
+
+
+def name_in_source(entries, marker, file):
+    def edit(model):
+        text = json.dumps(model).replace(
+            '"x"', json.dumps(f"x=__import__('pathlib').Path({str(marker)!r}).touch()")
+        )
+        model.update(json.loads(text))
+
+    return write(file, edited(entries, MODEL, edit))
+
+
+def shared_library(entries, marker, file):
+    return write(file, entries | {"data/aotinductor/model/model.wrapper.so": b"\x7fELF"})
+
+
+HARMFUL = [
+    legacy_weights,
+    legacy_constants,
+    opaque_constant,
+    pickled_weight,
+    layout_of_torch_2_7,
+    expression,
+    other_case,
+    name_twice,
+    name_in_source,
+    shared_library,
+]
+
+
+def test_a_program_loads_without_metadata_and_computes_the_same(program, entries, tmp_path):
+    file = write(tmp_path / "predict.pt2", entries)
+    rows = torch.randn(5, 3)
+    (expected,), (scores,) = program.module()(rows), load_program(file, 1)(rows)
+    assert torch.equal(scores, expected)
+    assert str(Path(__file__).parent).encode() in entries[MODEL], "torch writes paths of this machine"
+    assert str(Path(__file__).parent).encode() not in checked_archive(file.read_bytes())
+
+
+@pytest.mark.parametrize("build", HARMFUL, ids=lambda build: build.__name__)
+def test_harmful_archives_are_refused(build, entries, marker, tmp_path):
+    file = build(entries, marker, tmp_path / "predict.pt2")
+    with pytest.raises(RunError, match=r"the program (contains|cannot be read)"):
+        load_program(file, 1)
+    assert not marker.exists()
+    if build is not shared_library:  # here, without the rest of its package
+        with suppress(Exception):
+            torch.export.load(file).module()
+        assert marker.exists(), "torch does not run this code, so that the archive proves nothing"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda model: graph(model)["nodes"][0].update(target="_operator.methodcaller"),
+        lambda model: graph(model)["nodes"][0].update(target="torch.hub.load"),
+        lambda model: graph(model)["nodes"][0].update(target="#harm:x"),
+        lambda model: graph(model)["inputs"].append({"as_custom_obj": {"name": "a", "class_fqn": "b"}}),
+        lambda model: model["graph_module"]["signature"]["input_specs"][0]["parameter"].update(
+            parameter_name='a")+exec("'
+        ),
+        lambda model: model["graph_module"]["module_call_graph"][0]["signature"].update(
+            in_spec='[1, {"type": "collections.defaultdict", "context": {"default_factory_module": "this", '
+            '"default_factory_name": "s", "dict_context": []}, "children_spec": []}]'
+        ),
+        lambda model: model.update(torch_version="\x1b[2J"),
+    ],
+)
+def test_parts_of_a_model_that_no_export_has_are_refused(edit, entries, tmp_path):
+    file = write(tmp_path / "predict.pt2", edited(entries, MODEL, edit))
+    with pytest.raises(RunError, match="the program contains"):
+        load_program(file, 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Symbol(__import__('os'))",
+        "Symbol('x', **{})",
+        "Integer(1).__class__",
+        "(lambda: 1)()",
+        "Add(*[1])",
+        "Add(1, [2 for _ in ()])",
+        "f'{1}'",
+        "Pow(Integer(9), Integer(999999999))",
+        "(" * 500,
+        "\0",
+    ],
+)
+def test_expressions_are_calls_of_known_functions(text, entries, tmp_path):
+    size = {"as_expr": {"expr_str": text, "hint": None}}
+    edit = lambda model: graph(model)["tensor_values"].update(y={"sizes": [size]})  # noqa: E731
+    with pytest.raises(RunError, match="the program contains the expression"):
+        load_program(write(tmp_path / "predict.pt2", edited(entries, MODEL, edit)), 1)
+
+
+def test_guards_and_metadata_are_dropped(entries, tmp_path):
+    edit = lambda model: model.update(guards_code=["open('harm', 'w')"])  # noqa: E731
+    file = write(tmp_path / "predict.pt2", edited(entries, MODEL, edit))
+    assert b"harm" not in checked_archive(file.read_bytes())
+    load_program(file, 1)
+
+
+@pytest.mark.parametrize(
+    ("target", "allowed"),
+    [
+        ("torch.ops.aten.linear.default", True),
+        ("torch.ops.aten.gelu.default", True),
+        ("torch.ops.aten.sym_size.int", True),
+        ("torch.ops.aten.save.default", False),
+        ("torch.ops.aten.from_file.default", False),
+        ("torch.ops.aten._print.default", False),
+        ("torch.ops.prim.device.default", False),
+        ("torch.ops.load_library", False),
+        ("_operator.attrgetter", False),
+        ("math.sqrt", False),
+    ],
+)
+def test_operators_compute_tensors_and_sizes(target, allowed):
+    assert _is_operator(target) is allowed
+
+
+BROKEN = (None, b"", b"[" * 100_000, b"[1]", b"\xff{}", os.urandom(99))
+
+
+@pytest.mark.parametrize(
+    ("name", "contents"),
+    [
+        *((name, BROKEN) for name in (MODEL, WEIGHTS, CONSTANTS, "archive_format")),
+        (SAMPLE, (None, b"1")),
+        ("data/weights/weight_0", (None, b"", b"123")),  # for other numbers, manifests have checksums
+    ],
+)
+def test_damaged_archives_end_in_a_message(name, contents, entries, tmp_path):
+    for content in contents:
+        parts = {key: value for key, value in (entries | {name: content}).items() if value is not None}
+        with pytest.raises(RunError, match="the program"):
+            load_program(write(tmp_path / "predict.pt2", parts), 1)
