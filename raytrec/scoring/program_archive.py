@@ -23,7 +23,7 @@ from raytrec.common.formatting import as_dict
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.compat.torch_ import is_dispatched, load_archive
 
-MODEL, SAMPLE = "models/model.json", "data/sample_inputs/model.pt"
+MODEL, SAMPLE_INPUTS = "models/model.json", "data/sample_inputs/model.pt"
 # Configuration of tensors → pattern of their entries beside it.
 TENSORS = {
     "data/weights/model_weights_config.json": re.compile(r"weight_\d+"),
@@ -33,7 +33,7 @@ FIXED = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"littl
 WRITTEN_BY_TORCH = {".data/version", ".data/serialization_id"}
 
 DROPPED = {"metadata": {}, "guards_code": [], "treespec_namedtuple_fields": {}}  # not needed to compute
-TAGS = {
+ARGUMENT_KINDS = {
     *("as_tensor", "as_tensors", "as_optional_tensor", "as_optional_tensors", "as_nested_tensors", "as_none"),
     *("as_int", "as_ints", "as_int_lists", "as_float", "as_floats", "as_bool", "as_bools", "as_string"),
     *("as_sym_int", "as_sym_ints", "as_sym_bool", "as_sym_bools", "as_sym_float", "as_sym_floats"),
@@ -120,8 +120,8 @@ def checked_archive(content: bytes) -> bytes:
             if not parts[place] and {"as_int": 0} not in tensor["tensor_meta"]["sizes"]:
                 raise BadZipFile(f"{place} is empty")  # torch would load zeros
     parts[MODEL] = json.dumps(_checked(_json(entries, MODEL), "")).encode()
-    parts[SAMPLE] = _taken(entries, SAMPLE)
-    if parts[SAMPLE]:
+    parts[SAMPLE_INPUTS] = _taken(entries, SAMPLE_INPUTS)
+    if parts[SAMPLE_INPUTS]:
         raise NotAllowed("sample inputs, which are a pickle")
     for name, value in FIXED.items():
         if (parts.setdefault(name, _taken(entries, name))) != value:
@@ -187,7 +187,7 @@ def _checked(value: Any, key: str) -> Any:
     """
     if isinstance(value, dict):
         for name in value:
-            if not IDENTIFIER.fullmatch(name) or (name.startswith("as_") and name not in TAGS):
+            if not IDENTIFIER.fullmatch(name) or (name.startswith("as_") and name not in ARGUMENT_KINDS):
                 raise NotAllowed(f"the key {name!r} in {MODEL}")
         return {name: _checked(DROPPED.get(name, part), name) for name, part in value.items()}
     if isinstance(value, list):

@@ -13,7 +13,7 @@ import torch
 from torch.export import Dim, export, save
 
 from raytrec.common.errors import RunError
-from raytrec.scoring.program_archive import MODEL, SAMPLE, _is_operator, checked_archive, load_program
+from raytrec.scoring.program_archive import MODEL, SAMPLE_INPUTS, _is_operator, checked_archive, load_program
 
 WEIGHTS, CONSTANTS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
 
@@ -128,9 +128,9 @@ def other_case(entries, marker, file):
 
 
 def name_twice(entries, marker, file):
-    rest = {name: content for name, content in entries.items() if name != SAMPLE}
+    rest = {name: content for name, content in entries.items() if name != SAMPLE_INPUTS}
     with pytest.warns(UserWarning, match="Duplicate"):
-        return write(file, {SAMPLE: pickled(marker)} | rest, [(SAMPLE, b"")])
+        return write(file, {SAMPLE_INPUTS: pickled(marker)} | rest, [(SAMPLE_INPUTS, b"")])
 
 
 def name_in_source(entries, marker, file):
@@ -260,7 +260,7 @@ BROKEN = (None, b"", b"[" * 100_000, b"[1]", b"\xff{}", os.urandom(99))
     ("name", "contents"),
     [
         *((name, BROKEN) for name in (MODEL, WEIGHTS, CONSTANTS, "archive_format")),
-        (SAMPLE, (None, b"1")),
+        (SAMPLE_INPUTS, (None, b"1")),
         ("data/weights/weight_0", (None, b"", b"123")),  # for other numbers, manifests have checksums
     ],
 )
