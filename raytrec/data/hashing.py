@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from raytrec.data.arrow import is_list, is_text, one_array, plain_array, unnest
+from raytrec.data.arrow import is_text, one_array, plain_array, unnest
 
 NULL_KEY = -(2**63)  # of all nulls, which are one group
 
@@ -72,7 +72,7 @@ def group_keys(array: pa.Array) -> np.ndarray:
 
 
 def keys_of_rows(columns: Sequence[pa.ChunkedArray], rows: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return the group keys that each row has in columns of values or of lists of values.
+    """Return the group keys that each row has in columns of values or of lists of values; nulls have none.
 
     Args:
         columns: Columns of equal length.
@@ -82,13 +82,9 @@ def keys_of_rows(columns: Sequence[pa.ChunkedArray], rows: int = 0) -> tuple[np.
         Number of keys of each row, int64 [rows]; and the keys, row after row, int64.
     """
     of, keys = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for column in map(one_array, columns):
+    for column in columns:
+        offsets, values = unnest(one_array(column))
         rows = len(column)
-        if not is_list(column.type):
-            of.append(np.arange(rows))
-            keys.append(group_keys(column))
-            continue
-        offsets, values = unnest(column)
         of.append(np.repeat(np.arange(rows), np.diff(offsets)))
         keys.append(group_keys(values))
     whole = np.concatenate(of)

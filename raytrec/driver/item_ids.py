@@ -60,9 +60,9 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
     if own is None or not dataset.groups:
         return
     drawn = {each.column for each in dataset.form.plan.transforms if isinstance(each, Sample)}
-    table, lists = schema.sparse[columns[own]].table, sorted(dataset.form.lists)
-    histories = [schema.column_of(name) for name in lists if schema.sparse[name].table == table]
-    histories = [column for column in histories if column not in drawn]
+    table = schema.sparse[columns[own]].table
+    same_table = {schema.column_of(f) for f in dataset.form.lists if schema.sparse[f].table == table}
+    histories = sorted(same_table - drawn)
     named = {section.right_column: [own]} | dict.fromkeys(section.seen, histories)
     try:
         rows = read_columns(dataset, dataset.groups[0], list({own, *histories, *named}), SAMPLE_ROWS)
@@ -70,18 +70,17 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
         return  # raised, or skipped, where the workers read the rows
     for column, references in named.items():
         known = [_pairs(rows[each], read(own)) for each in references]
-        for other in (section.item, *_id_columns(items)):
-            found = _pairs(rows[column], read(other))
-            if any(len(each) and np.isin(each, found).mean() > MOST for each in known):
+        for key in (section.item, *_id_columns(items)):
+            found = _pairs(rows[column], read(key))
+            if not any(len(each) and np.isin(each, found).mean() > MOST for each in known):
+                continue
+            if key == section.item:
                 break
-        else:
-            continue
-        if other != section.item:
             raise DataError(
-                f"'{column}' names items by '{other}', not by '{section.item}'",
+                f"'{column}' names items by '{key}', not by '{section.item}'",
                 where=f"{dataset.groups[0].path}, eval.retrieval.item={section.item}",
                 expected=f"values of {section.item} in {items.uri}",
-                do=f"eval.retrieval.item={other}, or write {column} with values of {section.item}",
+                do=f"eval.retrieval.item={key}, or write {column} with values of {section.item}",
             )
 
 

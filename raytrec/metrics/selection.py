@@ -29,6 +29,7 @@ from raytrec.tasks.task import Task, resolve_tasks
 
 ANY_FORMAT = "{:.4g}"
 LOSS = "loss"  # the key of the training loss; TASK.loss is a task's part of it
+NE, LOG_LOSS = "ne", "logloss"  # names of metrics that reports look at
 EVAL = "eval."  # begins the keys of result.json that are of evaluations
 RETRIEVAL = "retrieval"  # of the keys of full rankings (eval.retrieval)
 RANKING_COUNTS = [f"{RETRIEVAL}.{name}" for name in ("rows", "items", "unknown_items", "unknown_seen")]

@@ -75,7 +75,7 @@ class Predictions(Summary):
             ("seconds", f"{metrics['seconds']:,.1f}"),
         ]
         if ids := metrics["predict.ids"]:
-            pairs.append(("ids out of range", f"{metrics['predict.changed_ids']:,} of {ids:,}"))
+            pairs.append(("ids clamped or hashed", f"{metrics['predict.changed_ids']:,} of {ids:,}"))
         for key in ("skipped_rows", "skipped_files"):
             if count := metrics[f"predict.{key}"]:
                 pairs.append((key.replace("_", " "), f"{count:,}"))

@@ -15,7 +15,7 @@ from typing import Any
 
 from raytrec.common.formatting import duration, number, percent
 from raytrec.common.messages import PHASES, Eval, Final, RankLine, recorded_ranks
-from raytrec.metrics.results import EVAL
+from raytrec.metrics.selection import EVAL, NE
 from raytrec.report.run_timeline import story
 from raytrec.tracking import aggregate
 from raytrec.tracking.run_folder import RunFolder
@@ -50,7 +50,7 @@ CURES = {
     "other": "evaluate, save or report less often (train.eval_every_steps, checkpoint.every_s, "
     "train.log_every_steps)",
 }
-DEAD = 0.9  # share of a table's rows: more, and its size is worth a thought
+DEAD, DEAD_BYTES = 0.9, 2**26  # share of a table's rows, and their memory, above which its size matters
 CHANGED = 0.01  # share of ids that were clamped or hashed
 COLLIDED = 0.1
 MISSED = 0.5  # of a cached table's lookups
@@ -60,12 +60,12 @@ BAD = {"failed": "a failure", "hang": "a hang", "not saved": "a checkpoint was n
 
 
 def findings(run: RunFolder) -> list[str]:
-    """Sentences, the most urgent first; empty where all is well."""
+    """Return sentences about problems of a run, the most urgent first."""
     failed = [f"check {each.check} failed at step {each.step:,}: {each.text}" for each in run.failures]
     return [
+        *_model(run),
         *_shortened(failed, "failed checks"),
         *_shortened(_story(run), "events"),
-        *_model(run),
         *_ranks(run),
         *_tables(run),
     ]
@@ -85,14 +85,17 @@ def _story(run: RunFolder) -> list[str]:
 
 
 def _model(run: RunFolder) -> list[str]:
-    found = []
+    worse, found = [], []
     for metric in run.metrics_of_tasks:
         measured = [line.figure(metric.key) for line in run.figures(Eval, Final)]
         written = [number(run.result.get(EVAL + metric.key)), *measured]
         values = [value for value in written if not isnan(value)]
         if metric.is_ratio and values and abs(values[-1] - 1) > OFF:
             found.append(f"predictions are off: {metric.title} is {percent(values[-1])}")
-    return found
+        if metric.key.rpartition(".")[2] == NE and values and values[-1] > 1:
+            found_ne = f"{metric.label} is {metric.text(values[-1])}: worse than predicting the label's mean"
+            worse.append(f"{found_ne} for every row, which has NE 1")
+    return worse + found
 
 
 def _ranks(run: RunFolder) -> list[str]:
@@ -103,9 +106,9 @@ def _ranks(run: RunFolder) -> list[str]:
 def _tables(run: RunFolder) -> list[str]:
     lines = list(aggregate.by_step(run.ranks).values())[-1] if run.ranks else []
     last = {name: run.over_ranks(lines, name) for name in aggregate.order_by_load(lines)}
-    for name, figures in last.items():
-        if run.table_spec(name).get("out_of_range") == "hash":  # as text is: collisions are what it costs
-            figures["changed_share"] = nan
+    for figures in last.values():
+        if figures["dead_share"] * figures["weight_bytes"] < DEAD_BYTES:
+            figures["dead_share"] = nan
     found = []
     for key, limit, text in (
         ("dead_share", DEAD, "table {}: {} of rows never trained"),

@@ -58,8 +58,9 @@ class Skew:
     measures: list[Measure]
 
     def show(self) -> None:
-        """Tables on stdout."""
+        """Print the verdict, then tables, to stdout."""
         metrics, console = self.metrics, open_console()
+        console.print(plain(f"differs      {', '.join(metrics['differs']) or 'nothing'}"), soft_wrap=True)
         rows = f"{metrics['rows']:,} rows of {metrics['requests']:,} requests"
         console.print(bold(metrics["name"]), soft_wrap=True)
         for version, count in metrics["other_versions"].items():
@@ -71,18 +72,19 @@ class Skew:
         console.print(again)
         if self.measures:
             console.print(self._of_columns(rows))
-        console.print(plain(f"differs      {', '.join(metrics['differs']) or 'nothing'}"), soft_wrap=True)
 
     def _of_columns(self, rows: str) -> Table:
-        """What differs, and of the other columns what comes nearest to it."""
-        table = Table("column", "what", "log", "training", "psi", "", title_justify="left")
+        """Return a table of what differs, and of the nearest measure of each other column."""
+        table = Table("", "column", "what", "psi", "log", "training", title_justify="left")
+        for column in table.columns:  # on narrow terminals, names and figures are wrapped
+            column.no_wrap, column.overflow = column.header in ("", "psi"), "fold"
         table.title = plain(f"{rows}, and {self.metrics['data_rows']:,} of training")
         shown: set[str] = set()
         for each in self.measures:
             if each.differs or each.column not in shown:
                 texts = (plain(_text(figures)) for figures in (each.log, each.training))
                 verdict = "differs" if each.differs else ""
-                table.add_row(plain(each.column), each.measure, *texts, f"{each.psi:.3f}", verdict)
+                table.add_row(verdict, plain(each.column), each.measure, f"{each.psi:.3f}", *texts)
             shown.add(each.column)
         return table
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
+from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,8 +153,13 @@ class RunFolder(History):
         return series
 
     def over_ranks(self, lines: list[RankLine], table: str) -> dict[str, Any]:
-        """Figures of a table's shards together, at one step (aggregate.combine_shards)."""
-        return combine_shards(lines, table, self.planned(table).get("sharding_type") == "data_parallel")
+        """Return figures of a table's shards together, at one step (aggregate.combine_shards).
+
+        `changed_share` is NaN for tables of out_of_range: hash, into which all text is hashed.
+        """
+        replicated = self.planned(table).get("sharding_type") == "data_parallel"
+        hashed = {"changed_share": nan} if self.table_spec(table).get("out_of_range") == "hash" else {}
+        return combine_shards(lines, table, replicated) | hashed
 
     def planned(self, table: str) -> dict[str, Any]:
         """The table's entry in plan.json; empty where there is none."""

@@ -28,7 +28,7 @@ def test_so_are_predictions_and_an_index():
         "predict.skipped_files": 1,
     }
     shown = Predictions(metrics, "out", ["row", "score"])._repr_html_()
-    for cells in ("rows</td><td>5,000", "ids out of range</td><td>3 of 9", "skipped files</td><td>1"):
+    for cells in ("rows</td><td>5,000", "ids clamped or hashed</td><td>3 of 9", "skipped files</td><td>1"):
         assert f"<tr><td>{cells}</td></tr>" in shown
     assert "skipped rows" not in shown and shown.endswith("columns      row, score</pre>")
     metrics = {"name": "films", "seconds": 2.0, "index.items": 40, "index.width": 8, "index.faiss": None}

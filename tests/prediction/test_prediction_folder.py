@@ -119,7 +119,7 @@ def test_files_figures_and_the_command(run, data, tmp_path, group):
     assert (figures["predict.ids"], figures["predict.changed_ids"]) == (500, figures["changed"]["user"])
     assert figures["checkpoint"].endswith("step-0000000020")
     shown = CliRunner().invoke(app, words[:-1])
-    assert "nothing was left to do" in shown.stdout and "ids out of range" in shown.stdout
+    assert "nothing was left to do" in shown.stdout and "ids clamped or hashed" in shown.stdout
     assert len(group) == 1
 
 

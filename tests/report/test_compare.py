@@ -76,6 +76,18 @@ def test_curves_lie_over_one_another(runs):
     assert training.lines[0].get_color() != training.lines[1].get_color()
 
 
+def test_long_names_of_many_runs_fit_below_the_curves(runs):
+    comparison = compare(runs)
+    names = [f"clicks-and-purchases-20261126-15385{i}" for i in range(6)]
+    assert [collisions(picture) for picture in overlay(comparison.runs * 3, names)] == [[]] * 5
+
+
+def test_the_tables_of_the_page_have_no_scroll_bars(runs, tmp_path):
+    text = write(compare(runs), tmp_path / "compare.html").read_text()
+    assert text.count('<div class="box wide whole"') == text.count("<table>") == 2
+    assert ".box.whole { max-height: none; }" in text
+
+
 def test_the_page(runs, tmp_path):
     runs.append(another(tmp_path / "c", HOSTILE))
     page = Page(write(compare(runs), tmp_path / "compare.html"))

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from recorded import interval, record, write_lines
+from recorded import METRICS, interval, record, write_lines
 
 from raytrec.common.messages import RankLine
 from raytrec.report.findings import findings, hot_rank, low_utilisation, straggler
@@ -140,4 +140,34 @@ def test_ids_that_are_meant_to_be_hashed_are_no_finding(tmp_path):
 
 
 def test_nearly_all_rows_are_not_all(tmp_path):
-    assert told(tmp_path, dead_share=0.9996)["hash"] == ["table table_0: 99.96 % of rows never trained"]
+    large = {"weight_bytes": 2**30, "dead_share": 0.9996}
+    assert told(tmp_path, **large)["hash"] == ["table table_0: 99.96 % of rows never trained"]
+
+
+def test_untrained_rows_of_small_tables_are_no_finding(tmp_path):
+    """`raytrec inspect` gives hashed text ten times as many rows as there are values."""
+    assert told(tmp_path, weight_bytes=2**25, state_bytes=2**20, dead_share=0.98) == {"hash": [], "clamp": []}
+
+
+def test_worse_than_the_base_rate_is_the_first_finding(tmp_path):
+    place = record(tmp_path / "run")
+    assert "NE" not in " ".join(findings(RunFolder.read(place)))
+    *lines, last = (place / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(last) | {"ne": 1.16, "calibration": 0.4}
+    write_lines(place / "metrics.jsonl", [*map(json.loads, lines), last])
+    first, second, *others = findings(RunFolder.read(place))
+    assert first == "NE is 1.1600: worse than predicting the label's mean for every row, which has NE 1"
+    assert second.startswith("predictions are off: calibration") and len(others) == 2
+
+
+def test_worse_than_the_base_rate_is_found_in_each_task_and_before_the_result(tmp_path):
+    described = [{**METRICS[1], "key": f"{task}.ne", "label": f"{task}: NE"} for task in ("click", "buy")]
+    start = {"event": "start", "step": 0, "total": 20, "workers": 1, "metrics": described}
+    write_lines(tmp_path / "events.jsonl", [start])
+    lines = [{"kind": "eval", "step": step, "click.ne": 0.9, "buy.ne": ne} for step, ne in ((10, 3), (20, 2))]
+    train = {"kind": "train", "step": 10, "click.ne": 7.0, "buy.ne": 7.0}
+    write_lines(tmp_path / "metrics.jsonl", [train, *lines])
+    found = [text for text in findings(RunFolder.read(tmp_path)) if "NE" in text]
+    assert found == [
+        "buy: NE is 2.0000: worse than predicting the label's mean for every row, which has NE 1"
+    ]

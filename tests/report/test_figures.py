@@ -46,12 +46,72 @@ def test_a_run_that_learns_by_the_loss_of_its_model_has_a_panel_of_it_and_a_lege
     train = [{"kind": "train", "step": step, "loss": 1 / step} for step in (10, 20)]
     write_lines(tmp_path / "events.jsonl", [start])
     write_lines(tmp_path / "metrics.jsonl", [*train, {"kind": "final", "step": 20, "auc": 0.8}])
+    finals = {"kind": "eval", "step": 10, "auc": 0.7}
+    write_lines(tmp_path / "metrics.jsonl", [*train, finals, {"kind": "final", "step": 20, "auc": 0.8}])
     figure = learning.curves(RunFolder.read(tmp_path))
     above, below = figure.axes
     assert [above.get_ylabel(), below.get_ylabel()] == ["loss", "AUC"]
     assert drawn(above, "training") == ([10, 20], [0.1, 0.05])
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["training", "final evaluation"]
+    assert [text.get_text() for text in legend.get_texts()] == ["training", "evaluation", "final evaluation"]
+
+
+def learned(folder, train, *others):
+    """A run of one task whose training loss and metrics are recorded."""
+    loss = {"key": "loss", "title": "training loss", "label": "loss", "better": "lower", "format": "{:.4f}"}
+    start = {"event": "start", "step": 0, "total": 20, "workers": 1, "metrics": [*METRICS, loss]}
+    folder.mkdir(exist_ok=True)
+    write_lines(folder / "events.jsonl", [start])
+    lines = [{"kind": "train", "step": 10 * n, **figures} for n, figures in enumerate(train, 1)]
+    write_lines(folder / "metrics.jsonl", [*lines, *others])
+    return RunFolder.read(folder)
+
+
+@pytest.mark.parametrize("factor, labels", [(1.004, ["log loss"]), (1.2, ["log loss", "loss"])])
+def test_a_loss_that_repeats_the_log_loss_is_left_out(tmp_path, factor, labels):
+    run = learned(tmp_path, [{"logloss": 0.5 / n, "loss": factor * 0.5 / n} for n in range(1, 9)])
+    assert [axes.get_ylabel() for axes in learning.curves(run).axes] == labels
+    assert len(learning.overlay([run, run], ["a", "b"])) == len(labels)
+
+
+def test_a_far_first_point_does_not_flatten_the_curve(tmp_path):
+    values = [15.2, *(1 - 0.02 * n for n in range(20))]
+    run = learned(tmp_path, [{"ne": ne} for ne in values], {"kind": "eval", "step": 15, "ne": 1.1})
+    for figure in (learning.curves(run), learning.overlay([run], ["a"])[0]):
+        (axes,) = figure.axes
+        low, high = axes.get_ylim()
+        assert low < 0.62 and 1 < high < 1.3, "the later points fill the panel"
+        assert [y for line in axes.lines for y in line.get_ydata() if y > high] == [15.2]
+        assert [text.get_text() for text in axes.texts] == ["▲ 15.2"], "the clipped point is marked"
+        assert collisions(figure) == []
+    overlaid = learning.overlay([run] * 7, list("abcdefg"))[0]
+    assert len(overlaid.axes[0].texts) == 5 and collisions(overlaid) == []
+
+
+@pytest.mark.parametrize(
+    "values", [[0.7, 0.65, 0.6, 0.55, 0.5, 0.45], [15.0, 1.0, 0.9], [0.5] * 12, [0.5] * 11 + [9.0]]
+)
+def test_other_points_are_not_clipped(tmp_path, values):
+    """A steady fall, a line of three points, a constant, and a late rise."""
+    (axes,) = learning.curves(learned(tmp_path, [{"ne": ne} for ne in values])).axes
+    assert axes.get_ylim()[1] >= max(values) and not axes.texts
+
+
+def test_a_figure_of_one_point_is_a_number_and_no_panel(tmp_path):
+    run = learned(tmp_path, [{"ne": 0.9}, {"ne": 0.8}], {"kind": "final", "step": 20, "auc": 0.7, "ne": 0.85})
+    figure = learning.curves(run)
+    assert [axes.get_ylabel() for axes in figure.axes] == ["NE"]
+    assert figure.get_suptitle() == "NE 0.8500, AUC 0.7000 at step 20"
+    titles = [picture.get_suptitle() for picture in learning.overlay([run, run], ["a", "b"])]
+    assert titles == ["NE in training"]
+
+
+def test_runs_of_one_interval_have_no_pictures_over_steps(tmp_path):
+    run = learned(tmp_path, [{"ne": 0.9, "calibration": 1.0, "rows_per_s": 5.0}])
+    write_lines(tmp_path / "ranks.jsonl", [interval(["t"], 0, 1, 100)])
+    run = RunFolder.read(tmp_path)
+    over_steps = learning.curves, learning.ratios, phases.throughput, tables.health
+    assert [draw(run) for draw in over_steps] == [None] * 4
 
 
 def test_reliability_and_roc_are_those_of_the_last_evaluation(run, tmp_path):

@@ -236,6 +236,25 @@ def test_an_injected_skew_is_named_first(made, loaded, training, tmp_path, chang
     assert (found["rescored"]["score_y"]["share"] == 1) == bool(error)
 
 
+@pytest.fixture
+def narrow(capsys, monkeypatch):
+    """What has been printed on a terminal of 80 columns, as lines."""
+    monkeypatch.setenv("COLUMNS", "80")
+    return lambda: capsys.readouterr().out.splitlines()
+
+
+def test_the_verdict_comes_first_in_80_columns(made, loaded, training, tmp_path, narrow):  # noqa: F811
+    found = skew(write_log(tmp_path, loaded, scaled(rows_of(2, 1200))), made[0], data=training)
+    found.show()
+    lines = narrow()
+    assert lines[0] == f"differs      {', '.join(found.metrics['differs'])}" and lines[1] == loaded.version
+    rows = [line for line in lines if line.startswith("│ differs │")]
+    assert len(rows) == len(found.metrics["differs"]) > 0
+    first = found.measures[0]
+    assert all(text in rows[0] for text in (first.column, first.measure, f"{first.psi:.3f}"))
+    assert not [line for line in lines[1:] if len(line) > 80 or "…" in line]
+
+
 @pytest.mark.survive
 def test_rows_that_are_not_those_scored_show_in_the_scores(made, loaded, tmp_path):  # noqa: F811
     rows = rows_of(2, 200)

@@ -30,10 +30,10 @@ class Picture:
     missing: str
 
 
-NO_METRICS = "no figures of training or evaluation in metrics.jsonl"
+NO_METRICS = "metrics.jsonl has no figure of training or evaluation at two steps: see the result"
 NO_RANKS = "ranks.jsonl has no intervals: too short a run, or tracking is off"
 NO_CURVES = "no evaluation in metrics.jsonl has this curve (labels must be both 0 and 1)"
-NO_TABLES = "ranks.jsonl has no such figures of tables"
+NO_TABLES = "ranks.jsonl has no such figures of tables, or of one interval: see the table below"
 
 GALLERY = (
     Picture("curves", "learning", "Metrics over steps", learning.curves, NO_METRICS),

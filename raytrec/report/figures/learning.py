@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle
 from math import isnan
+from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 
 from raytrec.common.formatting import as_list, number
 from raytrec.common.messages import Eval, Final, Measured, Train
+from raytrec.metrics.selection import LOG_LOSS, LOSS
 from raytrec.metrics.selection import Figure as Metric
 from raytrec.report.figures import style
 from raytrec.tracking.history import History
@@ -22,6 +24,7 @@ STYLES: dict[type[Measured], tuple[str, str, str | None, float]] = {
     Eval: ("evaluation", style.ORANGE, "o", 3.5),
     Final: ("final evaluation", style.GREEN, "D", 5),
 }
+SAME = 0.01  # relative difference of two curves that look the same
 DASHES = ("-", "--", ":")  # more runs than colours: the colours again, dashed
 
 
@@ -88,16 +91,16 @@ def roc(run: History) -> Figure | None:
 
 @style.styled
 def overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
-    """A picture of each metric that should be low or high, in training and evaluations: a line for each run.
+    """Draw each metric that should be low or high, in training and in evaluations, with a line for each run.
 
-    A diamond is a final evaluation, which may be of other data than those before it.
+    A diamond is a final evaluation, which may use other data. Metrics of one point have no picture.
     """
-    metrics = {each.key: each.label for run in runs for each in run.metrics_of_tasks if each.directed}
+    metrics = {each.key: each.label for run in runs for each in _distinct(run) if each.directed}
     found = {
         (kind, name): f"{label} {where}"
         for kind, where in ((Train, "in training"), (Eval, "in evaluations (diamonds: final ones)"))
         for name, label in metrics.items()
-        if any(points(run, each, name)[0] for run in runs for each in {kind, Final if kind is Eval else kind})
+        if any(_is_line(run, name, {kind, Final if kind is Eval else kind}) for run in runs)
     }
     pictures = []
     for (kind, name), title in found.items():
@@ -105,11 +108,12 @@ def overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
         for index, (run, called) in enumerate(zip(runs, names, strict=True)):
             turn, place = divmod(index, len(style.LINES))
             line: dict[str, Any] = {"color": style.LINES[place], "linestyle": DASHES[turn % len(DASHES)]}
-            line |= {"label": style.fitted(called, 130), "marker": "." if kind is Eval else None}
+            line |= {"label": style.fitted(called, 110), "marker": "." if kind is Eval else None}
             axes.plot(*style.thinned(*points(run, kind, name)), **line)
             if kind is Eval:
                 final = points(run, Final, name)
                 axes.plot(*final, color=style.LINES[place], linestyle="none", marker="D", markersize=5)
+        style.clip_start(axes)
         axes.yaxis.set_major_formatter(style.PLAIN)
         style.few_ticks(axes.yaxis)
         style.step_axis(axes)
@@ -118,19 +122,37 @@ def overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
     return pictures
 
 
+def _distinct(run: History) -> list[Metric]:
+    """Return the run's metrics without training losses that repeat the log loss of the same task."""
+    return [each for each in run.metrics_of_tasks if not _repeats_log_loss(run, each.key)]
+
+
+def _repeats_log_loss(run: History, key: str) -> bool:
+    task, _, name = key.rpartition(".")
+    losses, others = (points(run, Train, each)[1] for each in (key, f"{task}.{LOG_LOSS}".lstrip(".")))
+    apart = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, others, strict=False)]
+    return name == LOSS and bool(apart) and median(apart) < SAME
+
+
 def _measured(run: History) -> list[Metric]:
-    """The metrics that were measured; those of training first."""
-    found = [each for each in run.metrics_of_tasks if any(points(run, k, each.key)[0] for k in STYLES)]
+    """Return the metrics that were measured; metrics of training first."""
+    found = [each for each in _distinct(run) if any(points(run, k, each.key)[0] for k in STYLES)]
     return sorted(found, key=lambda each: not points(run, Train, each.key)[0])
 
 
+def _is_line(run: History, key: str, kinds: Iterable[type[Measured]]) -> bool:
+    """Return True if a metric has two points or more; one is a number of the title or the result."""
+    return sum(len(points(run, kind, key)[0]) for kind in kinds) > 1
+
+
 def _over_steps(run: History, found: list[Metric], right: float | None = None) -> Figure | None:
-    """A panel for each metric; with `right`, a line at the value that it should have."""
-    if not found:
+    """Draw a panel for each metric of two points or more, with a line at the value `right`."""
+    shown = [metric for metric in found if _is_line(run, metric.key, STYLES)]
+    if not shown:
         return None
-    height = 0.75 + 1.35 * len(found)
-    made, axes = style.new_figure(_what_was_reached(run, found), height, len(found), sharex=True)
-    for panel, metric in zip(axes, found, strict=True):
+    height = 0.75 + 1.35 * len(shown)
+    made, axes = style.new_figure(_what_was_reached(run, found), height, len(shown), sharex=True)
+    for panel, metric in zip(axes, shown, strict=True):
         if right is not None:
             panel.axhline(right, color=style.MUTED, linewidth=0.8)
         _draw(panel, run, metric.key)
@@ -150,6 +172,7 @@ def _draw(axes: Axes, run: History, name: str) -> None:
         if steps:
             line: dict[str, Any] = {"color": colour, "marker": marker, "markersize": size, "label": label}
             axes.plot(*style.thinned(steps, values), **line)
+    style.clip_start(axes)
     style.restart_lines(axes, run.restarts)
     axes.yaxis.set_major_formatter(style.PLAIN)
     style.few_ticks(axes.yaxis)

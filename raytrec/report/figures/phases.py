@@ -21,9 +21,9 @@ MOST_PANELS = 6
 
 @style.styled
 def throughput(run: RunFolder) -> Figure | None:
-    """Rows trained a second by all ranks together, over steps."""
+    """Draw rows trained per second by all ranks together, over steps."""
     steps, rates = points(run, Train, "rows_per_s")
-    if not steps:
+    if len(steps) < 2:
         return None
     usual = median(rates)
     made, (axes,) = style.new_figure(f"Speed: {usual:,.0f} rows/s in the median", 1.9)

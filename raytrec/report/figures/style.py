@@ -30,6 +30,8 @@ TITLE_WIDTH = 54  # characters
 PANEL, NAME_POINTS = 112, 90
 FONT = "DejaVu Sans"
 MOST_POINTS = 1000  # of one line
+MOST_MARKED = 5  # points beyond an edge that have their value in words
+FAR = 4  # times the range of later points: a point as far above them is cut off
 ROUND = (1, 2, 2.5, 5, 10)  # what ticks are multiples of
 
 # Of the page, by their role. In SVG they become the page's own, which depend on light and dark (THEME).
@@ -204,6 +206,27 @@ def restart_lines(axes: Axes, steps: Sequence[int], label: str | None = "restart
     """Dashed lines where a run began again."""
     for index, step in enumerate(steps):
         axes.axvline(step, color=MUTED, linewidth=0.8, linestyle=(0, (3, 2)), label=None if index else label)
+
+
+def clip_start(axes: Axes) -> None:
+    """Fit y to all lines without their first tenth, if that reaches far above the rest.
+
+    A triangle at the upper edge marks the highest point of each line that is cut off, with its value. Lines
+    of fewer than five points count in full.
+    """
+    lines = [(line.get_color(), *map(list, line.get_data())) for line in axes.lines if len(line.get_ydata())]
+    rest = [y for _, _, ys in lines for y in ys[len(ys) // 10 + 1 if len(ys) >= 5 else 0 :]]
+    low, high = min(rest), max(rest)
+    span = high - low or abs(high) or 1.0
+    highest = [(colour, *max(zip(ys, xs, strict=True))) for colour, xs, ys in lines]
+    if all(y <= high + FAR * span for _, y, _ in highest):
+        return
+    axes.set_ylim(low - 0.05 * span, high + 0.3 * span)
+    cut = [each for each in highest if each[1] > high + 0.3 * span][:MOST_MARKED]
+    for number, (colour, y, x) in enumerate(cut):
+        text: dict[str, Any] = {"color": colour, "va": "top", "fontsize": STYLE["xtick.labelsize"]}
+        text |= {"xytext": (-4, -8 * number), "textcoords": "offset points"}
+        axes.annotate(f"▲ {y:.3g}", (x, 1), xycoords=axes.get_xaxis_transform(), **text)
 
 
 PERCENT = FuncFormatter(lambda value, _: percent(round(value, 6)))

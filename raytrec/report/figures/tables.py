@@ -95,9 +95,9 @@ def health(run: RunFolder) -> Figure | None:
 
 
 def _known(series: dict[str, dict[int, dict]], key: str) -> dict[str, list[tuple[int, float]]]:
-    """Table → (step, figure) where there is a figure."""
+    """Return table → (step, figure) of tables that have the figure at two steps or more."""
     points = {n: [(s, e[key]) for s, e in steps.items() if not isnan(e[key])] for n, steps in series.items()}
-    return {name: found for name, found in points.items() if found}
+    return {name: found for name, found in points.items() if len(found) > 1}
 
 
 def _borders(steps: list[int]) -> np.ndarray:
