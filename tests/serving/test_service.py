@@ -24,8 +24,11 @@ from services import (
     mapped_folders,
     running,
 )
+from urllib3 import PoolManager
+from urllib3.exceptions import NewConnectionError
 from waiting import wait_for
 
+from raytrec.cluster.head import check_ports
 from raytrec.common.errors import RunError
 from raytrec.serving.command import promote
 from raytrec.serving.coordinator import GONE_S
@@ -272,6 +275,39 @@ def test_it_listens_on_loopback_alone_and_ends_with_all_it_has_started(service):
     assert service.process.wait(60) == 0
     _, alive = psutil.wait_procs(family, 20)
     assert not alive
+
+
+def test_its_end_resets_no_request_and_its_port_is_free_at_once(exports, tmp_path):
+    """Of clients that keep connections and of clients that do not; a refused connection is no request."""
+    made, rows = exports
+    http, wrong, answered, stop = PoolManager(maxsize=4), [], Counter(), threading.Event()
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+
+    def run(service, closing):
+        while not stop.is_set():
+            try:
+                own = headers | ({"Connection": "close"} if closing else {})
+                answer = http.request(
+                    "POST", f"{service.url}/predict", json={"rows": rows}, headers=own, retries=False
+                )
+                answered[answer.status] += 1
+            except NewConnectionError:
+                return
+            except Exception as error:
+                wrong.append(error)
+
+    with running(made["whole"].path, 2, tmp_path) as service:
+        threads = [threading.Thread(target=run, args=(service, number % 2)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        time.sleep(1)
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(60) == 0
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+        assert not wrong and answered[200] > 20, (answered, wrong[:3])
+        check_ports({"--port": int(service.url.rpartition(":")[2])})
 
 
 def test_a_second_replica_comes_under_load(exports, tmp_path):
