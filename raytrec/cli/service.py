@@ -29,10 +29,7 @@ def serve(
     log_sample: Annotated[
         float, typer.Option(min=1e-6, max=1, help="Share of requests that is logged.")
     ] = 0.01,
-    promote_from: Annotated[
-        str | None,
-        typer.Option(metavar="URI", help="Folder of exports to promote; default: the one that contains URI."),
-    ] = None,
+    promote_from: Annotated[str | None, typer.Option(help="Folder of exports; default: URI's.")] = None,
     allow_code: AllowCode = False,
 ):
     """Serve an export over HTTP, on Ray Serve, until Ctrl-C."""

@@ -15,10 +15,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrec.checkpoint.index import INDEX, CheckpointError
 from raytrec.checkpoint.managed import ids_of
 from raytrec.checkpoint.rows import StoredTable
-from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import bytes_text, number, percent
 from raytrec.common.output_folder import OutputFolder, hold_folder
 from raytrec.common.storage import absolute, open_filesystem
@@ -37,7 +36,6 @@ from raytrec.scoring.load import open_export
 from raytrec.scoring.manifest import GOLDEN, ONNX, Manifest, Precision, ProgramEntry
 
 GOLDEN_ROWS = 64
-TRIES = 3  # checkpoints that a run may remove while they are exported, before that is an error
 MLFLOW_MODEL = "mlflow_model"  # the key of its URI among the figures
 
 
@@ -106,7 +104,7 @@ def export(
     """Write a run's model as a folder for `raytrec.load` and `raytrec serve`.
 
     It needs neither workers nor Ray, and memory for a small part of the tables. Interrupted, it continues
-    when it is called again. If a run that goes on removes the checkpoint, it starts over with the newest.
+    when it is called again; if the run has saved another checkpoint since, it starts over with the newest.
 
     Args:
         run: run folder or checkpoint folder. Nothing is written there.
@@ -123,8 +121,8 @@ def export(
         allow_code: the configuration in there may name code (raytrec/config/trust.py).
 
     Raises:
-        RunError: no checkpoint there, the exported model has other scores, the run is not in MLflow, another
-            process writes to `out`, or the run removes each checkpoint before it is exported.
+        RunError: no checkpoint there, the exported model has other scores, the run is not in MLflow, or
+            another process writes to `out`.
         ConfigError: `out` holds something else, or the model cannot be exported. DataError: what is wrong
             with the data.
 
@@ -136,35 +134,21 @@ def export(
     config, schema, folder, index = resolve_checkpoint(run, checkpoint, [], allow_code)
     places = absolute(str(data)) if data else config.data.test or config.data.valid or config.data.train
     precision: Precision = quantize or "fp32"
-    options, output = (precision, golden_rows, onnx), OutputFolder(out)
-    if embed and not (mlflow and output.is_local):
+    options = precision, golden_rows, onnx
+    request = _hash(absolute(str(run)), checkpoint, *options)
+    target = Target(OutputFolder(out), _hash(index["sha256"], *options), request)
+    if embed and not (mlflow and target.folder.is_local):
         raise ConfigError(
             "only a local export goes into an MLflow model",
             where="--embed",
             expected="--mlflow, and a local --out",
         )
     tracked = MlflowRun.of(run, allow_code) if mlflow else None
-    with RunConsole(config.run.name) as console, hold_folder(output):
-        for tries_left in reversed(range(TRIES)):
-            try:
-                request = _hash(absolute(str(run)), checkpoint, *options)
-                target = Target(output, _hash(index["sha256"], *options), request)
-                if (manifest := target.complete()) is None:
-                    console.phase("exporting the dense model")
-                    trained = read_trained(config, as_examples(schema, places), folder, index)
-                    manifest = _write(target, trained, places, *options, console)
-                break
-            except CheckpointError:
-                if _exists(folder):
-                    raise
-                if not tries_left or checkpoint not in (None, "newest", "best"):
-                    raise RunError(
-                        "the run has removed the checkpoint while it was being exported",
-                        where=folder,
-                        expected="a checkpoint that the run keeps",
-                        do="raise checkpoint.keep_last, or export when the run has ended",
-                    ) from None
-            config, schema, folder, index = resolve_checkpoint(run, checkpoint, [], allow_code)
+    with RunConsole(config.run.name) as console, hold_folder(target.folder):
+        if (manifest := target.complete()) is None:
+            console.phase("exporting the dense model")
+            trained = read_trained(config, as_examples(schema, places), folder, index)
+            manifest = _write(target, trained, places, precision, golden_rows, onnx, console)
         logged = {}
         if tracked:
             console.phase("logging the model to MLflow")
@@ -192,12 +176,6 @@ def export(
 
 def _hash(*parts: str | int | None) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _exists(folder: str) -> bool:
-    """Return True if a checkpoint has its index, with which its removal begins."""
-    filesystem, path = open_filesystem(f"{folder}/{INDEX}")
-    return filesystem.get_file_info(path).is_file
 
 
 def _write(

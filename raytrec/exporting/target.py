@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 from raytrec.common.errors import ConfigError, os_errors
 from raytrec.common.output_folder import OutputFolder
@@ -34,7 +34,7 @@ class Target:
     def complete(self) -> Manifest | None:
         """Return the manifest if the export is complete; otherwise find out which files are complete.
 
-        Files of the same request from an older checkpoint, which the run may have removed, are deleted.
+        Deletes the files of the same request from another checkpoint, which the run may have removed.
 
         Raises:
             ConfigError: The folder holds something else.
@@ -79,25 +79,17 @@ class Target:
         unfinished = {"binding": self.binding, "request": self.request, "files": entries}
         self.folder.write(UNFINISHED, json.dumps(unfinished).encode())
 
-    def _check_owner(self) -> None:
-        text = self.folder.read(UNFINISHED)
-        if (json_values(text)["binding"] if text else read_manifest(self.folder.uri).binding) != self.binding:
-            raise self._other("another export, which was written meanwhile")
-
     def write(self, name: str, data: Iterable[bytes]) -> None:
         """Write a file, unless it is complete.
 
         Raises:
             RunError: The file cannot be written.
-            ConfigError: On a store, which has no locks: another export has been written here meanwhile.
         """
         if name in self.files:
             return
         digest, size = hashlib.sha256(), 0
         with _written(f"{self.folder.uri}/{name}"):
-            if self.files:
-                self._check_owner()
-            else:
+            if not self.files:
                 self._note()  # first of all, so that the folder is this export's
             with self.folder.stream(name, f"{self.folder.partial}/{name.replace('/', '-')}") as stream:
                 for piece in data:
@@ -110,9 +102,9 @@ class Target:
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, with which the export is complete."""
         with _written(f"{self.folder.uri}/{EXPORT}"):
-            self._check_owner()
             self.folder.write(EXPORT, manifest.to_json().encode())
-            self.folder.delete(UNFINISHED)
+            with suppress(FileNotFoundError):  # the same export, at the same time, on a store without locks
+                self.folder.delete(UNFINISHED)
             self.folder.remove(self.folder.partial)
 
 

@@ -24,21 +24,13 @@ from prometheus_client.metrics_core import Metric
 
 from raytrec.common.errors import RaytrecError, RunError
 from raytrec.serving.figures import Course, Tally, counts_of, write_metrics
-from raytrec.serving.versions import Versions
+from raytrec.serving.versions import Export, Versions
 
 log = logging.getLogger(__name__)
 
 FOLLOW_S = 5.0  # after which a replica that has nothing to do asks again
 GONE_S = 15.0  # after which a replica that has not asked is taken for ended
 LOAD_S = 1800.0  # that loading may take
-
-
-@dataclass(frozen=True)
-class Export:
-    """Where an export is, and its manifest's version."""
-
-    uri: str
-    version: str
 
 
 @dataclass(frozen=True)
@@ -115,26 +107,18 @@ class Coordinator:
 
         Args:
             failed: Export that could not be loaded.
-            why: Reason, for the log.
+            why: Reason.
 
         Raises:
-            RunError: Other replicas still answer with the export.
+            RunError: Other replicas still answer with it, or have ended less than GONE_S ago.
         """
-        began = monotonic()  # replicas that have just ended still count for a while
-        while failed == self._now and self._live() and monotonic() - began < 2 * GONE_S:
-            await asyncio.sleep(0.5)
-        if failed != self._now or self._before is None:
-            return
-        if self._live():
-            raise RunError(
-                f"a replica cannot load the export that others answer with: {why}",
-                where=failed.uri,
-                do="promote another export",
-            )
-        self._remember(self._before, failed, self._declared)
-        self._news = f"{self._now.version} answers again, because {failed.uri} cannot be loaded: {why}"
-        log.warning(self._news)
-        self._tell()
+        if failed == self._now and self._before:
+            if self._live():
+                raise RunError(why, where=failed.uri, do="promote another export")
+            self._remember(self._before, failed, self._declared)
+            self._news = f"{self._now.version} answers again, because {failed.uri} cannot be loaded: {why}"
+            log.warning(self._news)
+            self._tell()
 
     async def news(self) -> str:
         """Return the last change of the version that answers, for the console; empty: none."""
@@ -254,37 +238,6 @@ class Coordinator:
         now = monotonic()
         self._replicas = {name: seen for name, seen in self._replicas.items() if now - seen.at < GONE_S}
         return self._replicas
-
-
-def load_either(now: Export, before: Export | None, allow_code: bool) -> tuple[Versions, str | None]:
-    """Load the current export, or the one before it if the current one is not whole any more.
-
-    Returns:
-        The loaded export, and the reason if it is the one before.
-
-    Raises:
-        RaytrecError: The reason, if there is no export before or it cannot be loaded either.
-    """
-    try:
-        return _load_unchanged(now, allow_code), None
-    except RaytrecError as error:
-        if before is None:
-            raise
-        with suppress(RaytrecError):
-            return _load_unchanged(before, allow_code), str(error)
-        raise
-
-
-def _load_unchanged(export: Export, allow_code: bool) -> Versions:
-    versions = Versions(export.uri, allow_code)
-    if (found := versions.current.version) != export.version:
-        raise RunError(
-            f"the export has been changed in place: it is {found} now",
-            where=export.uri,
-            expected=export.version,
-            do="write each export to a separate folder, and promote it",
-        )
-    return versions
 
 
 def carry_out(versions: Versions, order: Order, before: Report) -> Report:

@@ -25,21 +25,12 @@ from raytrec.scoring.manifest import read_manifest
 from raytrec.serving.app import App, Endpoint, Service
 from raytrec.serving.bodies import JSON, Refused, check_type
 from raytrec.serving.command import TOKEN
-from raytrec.serving.coordinator import (
-    FOLLOW_S,
-    LOAD_S,
-    Coordinator,
-    Export,
-    Order,
-    Report,
-    carry_out,
-    load_either,
-)
+from raytrec.serving.coordinator import FOLLOW_S, LOAD_S, Coordinator, Order, Report, carry_out
 from raytrec.serving.figures import about_model
 from raytrec.serving.listener import Listener
 from raytrec.serving.places import containing_folder, resolve_export
 from raytrec.serving.request_log import RequestLog
-from raytrec.serving.versions import Loaded
+from raytrec.serving.versions import Export, Loaded, load_either
 
 NAMESPACE = "raytrec-serve"
 BUSY = 0.6  # share of the time that replicas score, which their number is kept near
@@ -123,10 +114,7 @@ class Replica:
         given = values.get("uri", "before") if isinstance(values, dict) else None
         if not given or not isinstance(given, str):
             raise Refused(400, DataError("no uri", where="the body", expected='{"uri": "URI"}, or {}'))
-        try:
-            uri = resolve_export(given, self._promote_from) if "uri" in values else None
-        except RaytrecError as error:
-            raise Refused(403, error) from None
+        uri = resolve_export(given, self._promote_from) if "uri" in values else None
         version = await self._asking(lambda: self._coordinator.promote.remote(uri))
         return _json({"version": version})
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from raytrec.common.errors import RunError
 
-KEEP_ALIVE_S = 90  # seconds that an idle connection stays
-LINGER_S, DRAIN_S = 1.0, 30  # at the end: seconds that clients may send requests, and that answers may take
+LINGER_S, DRAIN_S = 1, 30  # at the end: seconds that clients may send requests, and that answers may take
 BACKLOG = 2048  # connections that wait to be accepted
 SO_ATTACH_FILTER, BPF_RET = 26, 6  # linux/asm-generic/socket.h, linux/bpf_common.h
 
@@ -39,7 +38,7 @@ class Listener:
     def __init__(self, app: Any, host: str, port: int):
         import uvicorn
 
-        from raytrec.compat.uvicorn_ import BoundedProtocol
+        from raytrec.compat.uvicorn_ import CLIENT_S, BoundedProtocol, abort_slow
 
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -65,8 +64,10 @@ class Listener:
             lifespan="off",
             ws="none",
             server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=CLIENT_S,
             timeout_graceful_shutdown=DRAIN_S,
+            callback_notify=lambda: abort_slow(self._server),
+            timeout_notify=0,
         )
         self._server = uvicorn.Server(config)
         self._thread = Thread(target=self._server.run, args=([self._socket],), name="http", daemon=True)
@@ -86,9 +87,7 @@ class Listener:
         closing, state = (b"connection", b"close"), self._server.server_state
         for headers in (self._server.config.encoded_headers, state.default_headers):
             headers.append(closing)
-        began = time.monotonic()
-        while time.monotonic() - began < 0.1 or (state.connections and time.monotonic() - began < LINGER_S):
-            time.sleep(0.02)
+        time.sleep(LINGER_S)
         self._server.should_exit = True
         self._thread.join(DRAIN_S + 5)
 
@@ -99,7 +98,6 @@ def refuse_connections(listening: socket.socket) -> None:
     Closing a socket resets connections that wait to be accepted. Dropped packets are sent again after 1 s.
     """
     drop = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RET, 0, 0, 0))
-    with suppress(OSError):
-        listening.setsockopt(
-            socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop))
-        )
+    program = struct.pack("HP", 1, ctypes.addressof(drop))
+    with suppress(OSError):  # some kernels of containers have no filters
+        listening.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)

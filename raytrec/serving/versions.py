@@ -7,10 +7,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
 
-from raytrec.common.errors import RunError
+from raytrec.common.errors import RaytrecError, RunError
 from raytrec.scoring.load import load
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
+
+
+@dataclass(frozen=True)
+class Export:
+    """Where an export is, and its manifest's version."""
+
+    uri: str
+    version: str
 
 
 @dataclass(frozen=True)
@@ -76,3 +84,25 @@ class Versions:
         with self._lock:
             self._prepared = None
             gc.collect()
+
+
+def load_either(now: Export, before: Export | None, allow_code: bool) -> tuple[Versions, str | None]:
+    """Load the current export, or the one before it if the current one is not whole any more.
+
+    Returns:
+        The loaded export, and the reason if it is the one before.
+
+    Raises:
+        RaytrecError: The reason, if there is no export before or it cannot be loaded either.
+    """
+    errors: list[RaytrecError] = []
+    for export in filter(None, (now, before)):
+        try:
+            versions = Versions(export.uri, allow_code)
+            if (found := versions.current.version) == export.version:
+                return versions, str(errors[0]) if errors else None
+            what = f"the export has been changed in place, from {export.version} to {found}"
+            errors.append(RunError(what, where=export.uri))
+        except RaytrecError as error:
+            errors.append(error)
+    raise errors[0]

@@ -15,6 +15,7 @@ import raytrec
 import raytrec.exporting.export
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.output_folder import OutputFolder, hold_folder
+from raytrec.exporting.target import Target
 
 exporting = sys.modules["raytrec.exporting.export"]
 
@@ -55,28 +56,16 @@ def during_the_tables(monkeypatch, act):
 
 
 def test_a_checkpoint_that_is_removed_meanwhile_gives_way_to_the_newest(run, saved, tmp_path, monkeypatch):
-    steps = iter((3,))
-    during_the_tables(monkeypatch, lambda: [next_step(run, saved, step) for step in steps])
-    found = raytrec.export(run, str(tmp_path / "out"))
+    out = str(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        during_the_tables(patch, lambda: next_step(run, saved))
+        with pytest.raises(RunError, match="the checkpoint cannot be read"):
+            raytrec.export(run, out)
+    found = raytrec.export(run, out)
     assert found.metrics["checkpoint"].endswith("step-0000000003")
-    assert raytrec.load(found.path, check_tables=True).check() <= 1e-6
-    assert raytrec.export(run, str(tmp_path / "out")).metrics["version"] == found.metrics["version"]
-    assert not {"_export.json", "_parts"} & set(os.listdir(found.path))
-
-
-def test_a_run_that_always_removes_it_first_is_an_error(run, saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting, "TRIES", 2)
-    steps = iter(range(3, 100))
-    during_the_tables(monkeypatch, lambda: next_step(run, saved, next(steps)))
-    with pytest.raises(RunError, match="the run has removed the checkpoint") as caught:
-        raytrec.export(run, str(tmp_path / "out"))
-    assert "checkpoint.keep_last" in caught.value.do and next(steps) < 10
-
-
-def test_a_step_that_is_named_is_not_replaced_by_another(run, saved, tmp_path, monkeypatch):
-    during_the_tables(monkeypatch, lambda: next_step(run, saved))
-    with pytest.raises(RunError, match="the run has removed the checkpoint"):
-        raytrec.export(run, str(tmp_path / "out"), checkpoint=2)
+    assert raytrec.load(out, check_tables=True).check() <= 1e-6
+    assert raytrec.export(run, out).metrics["version"] == found.metrics["version"]
+    assert not {"_export.json", "_parts"} & set(os.listdir(out))
 
 
 class Interrupted(Exception):
@@ -127,22 +116,15 @@ def test_two_processes_export_into_one_folder_at_once(run, tmp_path):
     assert raytrec.load(out, check_tables=True).check() <= 1e-6
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_a_folder_that_another_export_has_filled_meanwhile(run, saved, tmp_path, monkeypatch, same):
+def test_the_same_export_that_another_process_completes_meanwhile(run, tmp_path, monkeypatch):
     """As on a store, where there are no locks."""
     monkeypatch.setattr(exporting, "hold_folder", lambda folder: nullcontext())
-    out, write = str(tmp_path / "out"), exporting._write_tables
-    made = raytrec.export(run if same else saved / "b", str(tmp_path / "other")).path
+    commit, out = Target.commit, str(tmp_path / "out")
 
-    def after_another(*parts):
-        write(*parts)
-        shutil.rmtree(out)
-        shutil.copytree(made, out)
+    def after_another(self, manifest):
+        commit(self, manifest)
+        commit(self, manifest)
 
-    monkeypatch.setattr(exporting, "_write_tables", after_another)
-    if same:
-        assert raytrec.export(run, out).path == out
-    else:
-        with pytest.raises(ConfigError, match="another export"):
-            raytrec.export(run, out)
+    monkeypatch.setattr(Target, "commit", after_another)
+    raytrec.export(run, out)
     assert raytrec.load(out, check_tables=True).check() <= 1e-6

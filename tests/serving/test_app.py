@@ -22,9 +22,9 @@ from raytrec.scoring.manifest import read_manifest
 from raytrec.serving.app import Service
 from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import ARROW, JSON, Limits
-from raytrec.serving.coordinator import Export, Order, Report, carry_out, load_either
+from raytrec.serving.coordinator import Export, Order, Report, carry_out
 from raytrec.serving.figures import about_model, counts_of
-from raytrec.serving.versions import Versions
+from raytrec.serving.versions import Versions, load_either
 
 LIMITS = Limits(body_bytes=200_000, rows=100, ids=50)
 

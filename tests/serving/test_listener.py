@@ -1,6 +1,6 @@
 """Connections of the listener: limits of time and size, and its end. Plain ASGI applications, no model."""
 
-import json
+import asyncio
 import socket
 import struct
 import threading
@@ -60,9 +60,8 @@ def echo(shared):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Requests have 0.3 s to arrive, and answers to be taken."""
-    for name in ("RECEIVE_S", "SEND_S"):
-        monkeypatch.setattr(LIMITS + name, 0.3)
+    """Clients have 1.2 s; the listener looks at them once a second."""
+    monkeypatch.setattr(LIMITS + "CLIENT_S", 1.2)
 
 
 def connect(listener):
@@ -84,56 +83,64 @@ def statuses(answers):
     return [int(part[:3]) for part in answers.split(b"HTTP/1.1 ")[1:]]
 
 
-def send_slowly(connection, data, size=1, pause_s=0.05):
-    """Send pieces until the listener closes the connection; everything it answered, and seconds."""
-    began = time.monotonic()
-    connection.settimeout(pause_s)
-    found = b""
-    for at in range(0, len(data), size):
-        try:
-            connection.sendall(data[at : at + size])
-            if not (part := connection.recv(1 << 16)):
-                break
-            found += part
-        except TimeoutError:
-            continue
-        except OSError:
-            break
-    else:
-        raise AssertionError("the listener took all of it")
-    return found, time.monotonic() - began
+SLOW = {
+    "a head": GET[:-2] + b"X: y\r\n" * 1000,
+    "a body": POST + b"x" * 99,
+    "a body in chunks": CHUNKED + b"1\r\nx\r\n" * 1000,
+    "empty lines": b"\r\n" * 1000,
+    "nothing": b"",
+    "the next request": GET + GET[:-2],
+    "empty lines after a request": GET + b"\r\n" * 1000,
+}
 
 
-SLOW = {"a head": (GET[:-2] + b"X: y\r\n" * 1000, 408), "a body": (POST + b"x" * 99, 408)}
-SLOW |= {"a body in chunks": (CHUNKED + b"1\r\nx\r\n" * 100, 408), "empty lines": (b"\r\n" * 1000, 408)}
+def test_clients_that_are_slow_are_disconnected(short, listener):
+    """All at once, a byte each 0.05 s."""
+    with ExitStack() as stack:
+        connections = {name: stack.enter_context(connect(listener)) for name in SLOW}
+        sending = [
+            threading.Thread(target=send_slowly, args=(connections[name], data), daemon=True)
+            for name, data in SLOW.items()
+        ]
+        began = time.monotonic()
+        for thread in sending:
+            thread.start()
+        found = {name: read_all(connection) for name, connection in connections.items()}
+        assert time.monotonic() - began < 8
+        for thread in sending:
+            thread.join(WAIT_S)
+    assert {name for name, answers in found.items() if answers} == {
+        name for name in SLOW if "request" in name
+    }
 
 
-@pytest.mark.parametrize("data, status", SLOW.values(), ids=SLOW)
-def test_requests_that_arrive_slowly_are_refused(short, listener, data, status):
-    with connect(listener) as connection:
-        found, seconds = send_slowly(connection, data, len(data) // 100)
-    assert statuses(found) == [status] and seconds < 5
-    assert "error" in json.loads(found.partition(b"\r\n\r\n")[2])
+def send_slowly(connection, data):
+    first = len(GET) if data.startswith(GET) else len(POST) if data.startswith(POST) else 0
+    with suppress(OSError):  # the listener has closed it
+        connection.sendall(data[:first])
+        for at in range(first, len(data)):
+            connection.sendall(data[at : at + 1])
+            time.sleep(0.05)
 
 
 def test_a_body_that_nobody_reads_has_the_same_time(short):
     with closing(Listener(Echo(reads=False), "127.0.0.1", 0)) as listener, connect(listener) as connection:
-        connection.sendall(POST)
-        found, seconds = send_slowly(connection, b"x" * 99)
-        assert statuses(found) == [200] and seconds < 5
+        sending = threading.Thread(target=send_slowly, args=(connection, POST + b"x" * 99), daemon=True)
+        sending.start()
+        began = time.monotonic()
+        assert statuses(read_all(connection)) == [200] and time.monotonic() - began < 5
+        sending.join(WAIT_S)
 
 
-def test_a_silent_connection_is_closed_without_an_answer(short, listener):
-    with connect(listener) as connection:
-        assert read_all(connection) == b""
+def test_an_answer_may_take_longer_than_a_client(short):
+    class Slow(Echo):
+        async def __call__(self, scope, receive, send):
+            await asyncio.sleep(2.6)
+            await super().__call__(scope, receive, send)
 
-
-def test_kept_connections_outlast_the_time_of_a_request(short, listener):
-    with connect(listener) as connection:
-        for _ in range(2):
-            connection.sendall(GET)
-            assert connection.recv(1 << 16).endswith(b"0")
-            time.sleep(0.5)
+    with closing(Listener(Slow(), "127.0.0.1", 0)) as listener, connect(listener) as connection:
+        connection.sendall(GET)
+        assert statuses(connection.recv(1 << 16)) == [200]
 
 
 LARGE = {
@@ -156,7 +163,7 @@ def test_large_heads_are_refused(listener, echo, data, size):
         sending.start()
         found = read_all(connection)
         sending.join(WAIT_S)
-    assert statuses(found) in ([431], []), found[:200]  # none: reset while the client was sending the rest
+    assert statuses(found) in ([400], []), found[:200]  # none: reset while the client was sending the rest
     assert not echo.begun or data.startswith(CHUNKED)
 
 
@@ -191,8 +198,8 @@ def test_pipelining_is_bounded(listener, echo):
         sending.start()
         found = read_all(connection)
         sending.join(WAIT_S)
-    assert 1 <= echo.begun < 200, "thousands of requests of one connection were taken"
-    assert set(statuses(found)) <= {200}
+    assert 1 <= echo.begun <= 101, "thousands of requests of one connection were taken"
+    assert set(statuses(found)) <= {200, 400}
 
 
 def send_quietly(connection, *pieces):
@@ -201,16 +208,8 @@ def send_quietly(connection, *pieces):
             connection.sendall(piece)
 
 
-def test_what_is_wrong_behind_a_good_request_does_not_take_its_answer(listener):
-    with connect(listener) as connection:
-        connection.sendall(GET + b"\x16\x03\x01 noise\r\n\r\n")
-        found = read_all(connection)
-    assert statuses(found) == [200] and b"connection: close" in found
-
-
 @pytest.mark.parametrize("answer_bytes", [64 << 20, 40_000])
-def test_a_client_that_reads_no_answer_is_disconnected(short, monkeypatch, answer_bytes):
-    monkeypatch.setattr("raytrec.serving.listener.KEEP_ALIVE_S", 1)
+def test_a_client_that_reads_no_answer_is_disconnected(short, answer_bytes):
     listener = Listener(Echo(answer_bytes), "127.0.0.1", 0)
     with closing(listener), socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -227,7 +226,10 @@ def test_new_connections_take_the_place_of_those_that_wait_the_longest(monkeypat
     monkeypatch.setattr(LIMITS + "MAX_CONNECTIONS", 3)
     with ExitStack() as stack:
         listener = stack.enter_context(closing(Listener(echo, "127.0.0.1", 0)))
-        kept = [stack.enter_context(connect(listener)) for _ in range(3)]
+        kept = []
+        for _ in range(3):
+            kept.append(stack.enter_context(connect(listener)))
+            time.sleep(0.05)
         for asking in (kept[0], stack.enter_context(connect(listener)), kept[0], kept[2]):
             asking.sendall(GET)
             assert statuses(asking.recv(1 << 16)) == [200]

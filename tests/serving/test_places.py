@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from raytrec.common.errors import RaytrecError
+from raytrec.common.errors import DataError
+from raytrec.serving.bodies import Refused
 from raytrec.serving.places import containing_folder, resolve_export
 
 
@@ -40,7 +41,7 @@ def test_exports_in_the_folder_are_accepted_with_links_resolved(root):
 )
 def test_places_outside_of_the_folder_are_refused(root, place):
     for uri in (f"{root}/{place}", f"file://{root}/{place}", f"file://{root}/{place.replace('.', '%2e')}"):
-        with pytest.raises(RaytrecError, match="not in the folder"):
+        with pytest.raises(Refused, match="not in the folder"):
             resolve_export(uri, str(root / "exports"))
 
 
@@ -60,7 +61,7 @@ STORE = "s3://bucket/exports"
     ],
 )
 def test_exports_in_a_folder_of_a_store_are_accepted(uri, folder):
-    assert resolve_export(uri, folder) == uri
+    assert resolve_export(uri, folder) == uri.rstrip("/")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_exports_in_a_folder_of_a_store_are_accepted(uri, folder):
     ],
 )
 def test_other_places_and_servers_are_refused(uri, folder):
-    with pytest.raises(RaytrecError):
+    with pytest.raises((Refused, DataError)):
         resolve_export(uri, folder)
 
 

@@ -278,7 +278,7 @@ def test_it_listens_on_loopback_alone_and_ends_with_all_it_has_started(service):
 
 
 def test_its_end_resets_no_request_and_its_port_is_free_at_once(exports, tmp_path):
-    """Of clients that keep connections and of clients that do not; a refused connection is no request."""
+    """Of clients that keep connections and of clients that do not; a refused connection does not count."""
     made, rows = exports
     http, wrong, answered, stop = PoolManager(maxsize=4), [], Counter(), threading.Event()
     headers = {"Authorization": f"Bearer {TOKEN}"}
