@@ -13,7 +13,7 @@ from raytrec.checkpoint.sound import why_no_run
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import number
 from raytrec.common.reading import MOST_YAML_BYTES, NotReadable, read_bytes, yaml_values
-from raytrec.common.storage import absolute, chooses_server, open_filesystem
+from raytrec.common.storage import absolute, chooses_server, join_uri, open_filesystem, split_query
 from raytrec.config.trust import is_ours, not_ours
 from raytrec.metrics.selection import Figure
 
@@ -25,7 +25,7 @@ _KNOWN: dict[str, tuple[tuple[int, int], dict]] = {}
 
 def folder_of(root: str, step: int) -> str:
     """The folder of the checkpoint of a step."""
-    return f"{root.rstrip('/')}/{STEP_PREFIX}{step:010d}"
+    return join_uri(root, f"{STEP_PREFIX}{step:010d}")
 
 
 def steps(root: str) -> list[int]:
@@ -51,7 +51,7 @@ def indexes(
         try:
             index = read_index(folder)
             if why := why_not(index["about"]):
-                raise unreadable(f"it is not that of a run ({why})", f"{folder}/{INDEX}")
+                raise unreadable(f"it is not that of a run ({why})", join_uri(folder, INDEX))
             yield folder, index, None
         except CheckpointError as error:
             yield folder, {}, error
@@ -77,7 +77,7 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
         folder, index = newest(root)
         if folder:
             return folder, _of_a_run(folder, index)
-    if _is_step(place.rstrip("/").rpartition("/")[2]) or _exists(f"{place}/{INDEX}"):
+    if _is_step(split_query(place)[0].rpartition("/")[2]) or _exists(join_uri(place, INDEX)):
         return place, _of_a_run(place, read_index(place))
     raise RunError(
         "there is no run or checkpoint here",
@@ -173,7 +173,7 @@ def _found(root: str) -> dict[int, dict | None]:
         try:
             found[step] = _about(folder)
         except CheckpointError:
-            if not _exists(f"{folder}/{INDEX}"):
+            if not _exists(join_uri(folder, INDEX)):
                 found[step] = None
     return found
 
@@ -251,7 +251,7 @@ def _of_a_run(folder: str, index: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: it lacks something that the index of a run's checkpoint has.
     """
     if why := why_no_run(index["about"]):
-        raise unreadable(f"it is not that of a run (about: {why})", f"{folder}/{INDEX}")
+        raise unreadable(f"it is not that of a run (about: {why})", join_uri(folder, INDEX))
     return index
 
 
@@ -282,7 +282,7 @@ def _check_trusted(root: str, config: Path) -> None:
 
 def _roots(place: str) -> list[str]:
     """Where a run folder's checkpoints may be: checkpoint.dir of its configuration, next to it, or here."""
-    roots = [f"{place}/{FOLDER}", place]
+    roots = [join_uri(place, FOLDER), place]
     config = Path(place) / "config.yaml"
     if "://" not in place and config.is_file():
         try:

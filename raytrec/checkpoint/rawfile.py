@@ -15,7 +15,7 @@ from typing import Any
 
 from raytrec.checkpoint.index import is_local, reason, unreadable
 from raytrec.common.reading import open_regular, retry_read
-from raytrec.common.storage import open_filesystem, sync
+from raytrec.common.storage import join_uri, open_filesystem, sync
 
 ALIGNMENT = 64  # bytes
 SEND_BYTES = 32 << 20  # after how many the disk is set to work
@@ -36,7 +36,7 @@ class Sink:
     """
 
     def __init__(self, folder: str, name: str):
-        filesystem, path = open_filesystem(f"{folder}/{name}")
+        filesystem, path = open_filesystem(join_uri(folder, name))
         self.size, self._path, self._local = 0, Path(path), is_local(filesystem)
         self._sent = 0
         if self._local:
@@ -99,7 +99,7 @@ class Source:
     """
 
     def __init__(self, folder: str, name: str):
-        self._uri = f"{folder}/{name}"
+        self._uri = join_uri(folder, name)
         filesystem, path = open_filesystem(self._uri)
         if is_local(filesystem):
             self.reads = READS
@@ -146,7 +146,7 @@ def open_source(folder: str, name: str, where: str | None = None) -> Source:
     try:
         return Source(folder, name)
     except OSError as error:
-        raise unreadable(reason(error), where or f"{folder}/{name}") from None
+        raise unreadable(reason(error), where or join_uri(folder, name)) from None
 
 
 def read_block(source: Source, start: int, into: memoryview, crc32: int | None, where: str) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from raytrec.checkpoint.index import CheckpointError
 from raytrec.checkpoint.rawfile import Source, open_source, read_block
 from raytrec.common.errors import RunError, hint
+from raytrec.common.storage import join_uri
 
 BAND_BYTES = 4 << 20  # float32 values of whole rows that are in work at a time
 STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
@@ -64,7 +65,7 @@ class StoredTable:
                 part,
                 entry["dtype"],
                 index["block_bytes"] if checked else None,
-                f"{folder}/{part['file']}",
+                join_uri(folder, part["file"]),
             )
             for part in entry["chunks"]
         ]

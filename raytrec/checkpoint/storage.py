@@ -45,6 +45,7 @@ from raytrec.checkpoint.index import (
     writing,
 )
 from raytrec.checkpoint.rawfile import Sink, Source, open_source, read_block
+from raytrec.common.storage import join_uri
 
 BLOCK_BYTES = 4 << 20  # unit of checksums and of reading; a multiple of the largest element
 
@@ -81,7 +82,7 @@ class ShardWriter(StorageWriter):
         read: Callable[[torch.Tensor, int], Iterator[memoryview]] = blocks,
     ):
         self._folder, self._attempt, self._confirm = folder.rstrip("/"), attempt, confirm
-        self._about = as_json(about, f"{self._folder}/{INDEX}: about")
+        self._about = as_json(about, f"{join_uri(self._folder, INDEX)}: about")
         self._block_bytes, self._read = BLOCK_BYTES, read
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
@@ -150,7 +151,7 @@ class ShardWriter(StorageWriter):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         results = []
         with ExitStack() as stack:
-            stack.enter_context(writing(f"{self._folder}/{plan.storage_data}"))
+            stack.enter_context(writing(join_uri(self._folder, plan.storage_data)))
             file = stack.enter_context(Sink(self._folder, plan.storage_data))
             checks = stack.enter_context(ThreadPoolExecutor(1))
             for item in plan.items:

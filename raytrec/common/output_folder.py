@@ -13,7 +13,7 @@ from pyarrow import fs
 
 from raytrec.common.errors import RunError, os_errors
 from raytrec.common.processes import owner, remove_leftovers
-from raytrec.common.storage import open_filesystem, read_bytes, sync
+from raytrec.common.storage import join_uri, open_filesystem, read_bytes, sync
 
 
 class OutputFolder:
@@ -35,7 +35,7 @@ class OutputFolder:
 
     def uri_of(self, name: str) -> str:
         """The address of a file."""
-        return f"{self.uri}/{name}"
+        return join_uri(self.uri, name)
 
     def names(self) -> set[str]:
         """Of all files, at all depths."""

@@ -141,16 +141,34 @@ def sync(path: str | Path) -> None:
         os.close(descriptor)
 
 
+def join_uri(uri: str, name: str) -> str:
+    """Return the place of a file or folder inside a folder.
+
+    Example:
+        >>> join_uri("s3://bucket/train?region=eu-north-1", "part-0.parquet")
+        's3://bucket/train/part-0.parquet?region=eu-north-1'
+    """
+    path, query = split_query(uri)
+    return f"{path}/{name}{query}"
+
+
+def split_query(uri: str) -> tuple[str, str]:
+    """Return a place without slashes at its end, and the query of a URI: "" or "?key=value"."""
+    path, mark, query = uri.partition("?") if "://" in uri else (uri, "", "")
+    return path.rstrip("/"), mark + query
+
+
 def sibling(uri: str, name: str) -> str:
-    """The path of `name` in the folder that holds `uri`."""
-    return uri.rstrip("/").rpartition("/")[0] + "/" + name
+    """Return the place of `name` in the folder that contains `uri`."""
+    path, query = split_query(uri)
+    return f"{path.rpartition('/')[0]}/{name}{query}"
 
 
 def train_part(uri: str) -> str:
     """The train/ folder inside a folder that has one; else the place itself."""
     from pyarrow import fs
 
-    inner = uri.rstrip("/") + "/train"
+    inner = join_uri(uri, "train")
     filesystem, path = open_filesystem(inner)
     return inner if filesystem.get_file_info(path).type == fs.FileType.Directory else uri
 
@@ -159,12 +177,12 @@ def parts_beside(uri: str) -> dict[str, str]:
     """Validation and test data next to a folder train/ (or a file train.parquet): name → place."""
     from pyarrow import fs
 
-    name = uri.rstrip("/").rpartition("/")[2]
+    name = split_query(uri)[0].rpartition("/")[2]
     if name.partition(".")[0] != "train":
         return {}
     found = {}
     for part in ("valid", "val", "validation", "test", "eval"):
-        place = uri.rstrip("/").removesuffix(name) + name.replace("train", part, 1)
+        place = sibling(uri, name.replace("train", part, 1))
         filesystem, path = open_filesystem(place)
         if filesystem.get_file_info(path).type != fs.FileType.NotFound:
             found[part] = place

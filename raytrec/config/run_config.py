@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from raytrec.common.errors import LONGEST_WORD, ConfigError, did_you_mean, some, some_of
 from raytrec.common.reading import NotReadable, yaml_values
 from raytrec.common.redaction import hide_all
-from raytrec.common.storage import read_yaml
+from raytrec.common.storage import join_uri, read_yaml
 from raytrec.config.base import Section
 from raytrec.config.data import DataSection, RunSection, WarmStartSection
 from raytrec.config.evaluation import EvalSection
@@ -104,7 +104,7 @@ class RunConfig(Section):
     @property
     def checkpoint_root(self) -> str:
         """The folder of all checkpoints of a run whose folder is resolved."""
-        return (self.checkpoint.dir or f"{self.run.dir}/checkpoints").rstrip("/")
+        return self.checkpoint.dir or join_uri(self.run.dir, "checkpoints")
 
     def to_yaml(self) -> str:
         """The resolved whole, every default included, in the file's own spelling."""

@@ -11,6 +11,7 @@ import pyarrow as pa
 from raytrec.checkpoint.index import INDEX, read_index
 from raytrec.checkpoint.table_starts import schema_of
 from raytrec.common.errors import ConfigError, DataError
+from raytrec.common.storage import sibling, split_query
 from raytrec.config.evaluation import TowerName
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
@@ -215,7 +216,7 @@ def check_every_id(config: RunConfig, schema: Schema, train: Dataset) -> None:
 def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     data = config.data
     list_files(data.train, "data.train")  # before the schema, which is searched for next to it
-    folder, _, name = data.schema_uri.rpartition("/")  # of a schema.yaml, or of a checkpoint's index
+    folder, name = sibling(data.schema_uri, ""), split_query(data.schema_uri)[0].rpartition("/")[2]
     schema = schema_of(read_index(folder)["about"]) if name == INDEX else Schema.load(data.schema_uri)
     datasets = {
         name: open_dataset(config, schema, places, f"data.{name}", to_train=name == "train")

@@ -15,7 +15,7 @@ from raytrec.cluster.session import started_here
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.memory import FEW_ARENAS
 from raytrec.common.messages import Command
-from raytrec.common.storage import open_filesystem, relative
+from raytrec.common.storage import join_uri, open_filesystem, relative
 from raytrec.compat.ray_names import (
     ENABLE_PREEMPTION_WATCHER,
     HEALTH_CHECK_INTERVAL_S,
@@ -113,7 +113,7 @@ def run_group(
             {"backend": "nccl" if device == "cuda" else "gloo", "timeout_s": group_timeout(config, device)},
         ),
         scaling_config=ray_scaling,
-        run_config=_ray_run(checkpoint if saves else f"{config.run.dir}/ray"),
+        run_config=_ray_run(checkpoint if saves else join_uri(config.run.dir, "ray")),
         policies={"scaling_policy": room, "failure_policy": failures},
         own=started_here(),
         on_start=stop.install,
@@ -183,7 +183,7 @@ def _ray_run(folder: str) -> Any:
     """
     import ray.train
 
-    filesystem, path = open_filesystem(f"{folder}/{SNAPSHOT}")
+    filesystem, path = open_filesystem(join_uri(folder, SNAPSHOT))
     if filesystem.get_file_info(path).is_file:
         filesystem.delete_file(path)
     filesystem, path = open_filesystem(folder)  # rather than its address, which Ray Train would show

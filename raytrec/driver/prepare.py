@@ -16,7 +16,7 @@ from raytrec.checkpoint.index import INDEX
 from raytrec.common.errors import ConfigError, RunError, os_errors
 from raytrec.common.messages import CHECKS, EVENTS, METRICS, RANKS
 from raytrec.common.redaction import hidden_keys
-from raytrec.common.storage import absolute, relative
+from raytrec.common.storage import absolute, join_uri, relative
 from raytrec.config.data import name_like
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
@@ -202,7 +202,7 @@ def config_from(
     name = re.sub(r"-\d{8}-\d{6}$", "", whole.run.name or "run")
     values["run"] |= {"name": None, "dir": None}
     values["checkpoint"]["dir"] = None
-    given = {"warm_start.from": folder, "data.schema": f"{folder}/{INDEX}"}
+    given = {"warm_start.from": folder, "data.schema": join_uri(folder, INDEX)}
     overrides = [*(f"{key}={json.dumps(each)}" for key, each in given.items()), *overrides]
     elsewhere = checkpoint_origin(folder, index["about"]["config"])
     return load_config(values, overrides, elsewhere=elsewhere, allow_code=allow_code), name

@@ -19,7 +19,7 @@ from pyarrow import types
 import raytrec
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
-from raytrec.common.storage import read_bytes
+from raytrec.common.storage import join_uri, read_bytes
 from raytrec.data.arrow import list_element
 from raytrec.driver.track import tracked_config
 from raytrec.scoring.manifest import GOLDEN, Manifest
@@ -139,7 +139,7 @@ class MlflowRun:
 
 def _described(export: str, manifest: Manifest) -> dict[str, Any]:
     """Signature and example of a model, of the golden rows and their scores."""
-    golden = pa.ipc.open_file(pa.py_buffer(read_bytes(f"{export}/{GOLDEN}"))).read_all()
+    golden = pa.ipc.open_file(pa.py_buffer(read_bytes(join_uri(export, GOLDEN)))).read_all()
     scores = [task.column for task in manifest.tasks]
     example = _without_zones(golden.drop_columns(scores)[:EXAMPLE_ROWS]).to_pandas()
     return {"signature": signature_of(golden, scores), "input_example": example if len(example) else None}

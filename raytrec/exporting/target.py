@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, suppress
 from raytrec.common.errors import ConfigError, os_errors
 from raytrec.common.output_folder import OutputFolder
 from raytrec.common.reading import NotReadable, json_values
+from raytrec.common.storage import join_uri
 from raytrec.scoring.manifest import EXPORT, FileEntry, Manifest, read_manifest
 
 UNFINISHED = "_export.json"  # what has been written, as long as not all has
@@ -88,7 +89,7 @@ class Target:
         if name in self.files:
             return
         digest, size = hashlib.sha256(), 0
-        with _written(f"{self.folder.uri}/{name}"):
+        with _written(join_uri(self.folder.uri, name)):
             if not self.files:
                 self._note()  # first of all, so that the folder is this export's
             with self.folder.stream(name, f"{self.folder.partial}/{name.replace('/', '-')}") as stream:
@@ -101,7 +102,7 @@ class Target:
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, with which the export is complete."""
-        with _written(f"{self.folder.uri}/{EXPORT}"):
+        with _written(join_uri(self.folder.uri, EXPORT)):
             self.folder.write(EXPORT, manifest.to_json().encode())
             with suppress(FileNotFoundError):  # the same export, at the same time, on a store without locks
                 self.folder.delete(UNFINISHED)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from raytrec.common.errors import ConfigError, RaytrecError, os_errors
-from raytrec.common.storage import absolute
+from raytrec.common.storage import absolute, join_uri
 from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -122,8 +122,8 @@ def index(
     kept = list(dict.fromkeys([key, *(_all_columns(items) if columns is None else split_names(columns))]))
     _check_columns(kept)
     options: dict[str, Any] = {"workers": workers, "overrides": overrides, "allow_code": allow_code}
-    made = predict(folder, items, f"{out}/{ITEMS}", columns=kept, vectors="item", **options).metrics
-    table, vectors = read_vectors(f"{out}/{ITEMS}")
+    made = predict(folder, items, join_uri(out, ITEMS), columns=kept, vectors="item", **options).metrics
+    table, vectors = read_vectors(join_uri(out, ITEMS))
     metrics = {"index.items": len(vectors), "index.width": vectors.shape[1], "index.faiss": faiss}
     if faiss:
         with RunConsole(config.run.name) as console:
@@ -203,5 +203,5 @@ def _write(out: str, name: str, data: bytes) -> None:
         RunError: it cannot be written.
     """
     do = "make room, and give the same command again: the vectors stay"
-    with os_errors("the index cannot be written", where=f"{out}/{name}", do=do):
+    with os_errors("the index cannot be written", where=join_uri(out, name), do=do):
         PredictionFolder(out).write(name, data)

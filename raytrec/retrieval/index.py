@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from raytrec.common.errors import ConfigError, DataError, RunError, first_line, some
 from raytrec.common.reading import NotReadable, json_values
-from raytrec.common.storage import absolute, open_filesystem, read_bytes
+from raytrec.common.storage import absolute, join_uri, open_filesystem, read_bytes
 from raytrec.data.fragments import list_files
 from raytrec.prediction.folder import VECTOR
 from raytrec.prediction.writer import read_checked
@@ -180,14 +180,14 @@ def load_index(folder: str) -> Index:
 
 def _read(uri: str, about: dict[str, Any]) -> Index:
     """An index whose files are those of its manifest; errors of many kinds where they are not."""
-    items, vectors = read_vectors(f"{uri}/{ITEMS}")
+    items, vectors = read_vectors(join_uri(uri, ITEMS))
     if len(vectors) != about.get("index.items", len(vectors)):
         raise ValueError(f"{ITEMS} has {len(vectors):,} vectors, and {MANIFEST} has {about['index.items']}")
     if about["item"] not in items.column_names:
         raise LookupError(f"{ITEMS} has no column '{about['item']}'")
     if not about.get("faiss"):
         return Index(items, vectors, about["item"], about)
-    filesystem, path = open_filesystem(f"{uri}/{FAISS}")
+    filesystem, path = open_filesystem(join_uri(uri, FAISS))
     with filesystem.open_input_stream(path) as stream:
         data = stream.read()
     if about.get("index.faiss_sha256", found := sha256(data).hexdigest()) != found:
@@ -217,7 +217,7 @@ def _read_manifest(uri: str) -> dict[str, Any]:
         RunError: there is none, or it cannot be read.
     """
     try:
-        values = json_values(read_bytes(f"{uri}/{MANIFEST}"))
+        values = json_values(read_bytes(join_uri(uri, MANIFEST)))
     except FileNotFoundError:
         raise RunError(
             "there is no index here",

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from raytrec.common.errors import RunError
 from raytrec.common.reading import NotReadable, json_values
-from raytrec.common.storage import read_bytes
+from raytrec.common.storage import join_uri, read_bytes
 from raytrec.config.base import NonNegativeInt, PositiveInt, Section
 from raytrec.config.evaluation import TowerName
 from raytrec.config.features import Features
@@ -160,7 +160,7 @@ def read_manifest(uri: str) -> Manifest:
         RunError: there is none, or it cannot be read.
     """
     try:
-        return Manifest.model_validate(json_values(read_bytes(f"{uri}/{EXPORT}")))
+        return Manifest.model_validate(json_values(read_bytes(join_uri(uri, EXPORT))))
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(
             "there is no export here",

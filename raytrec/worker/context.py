@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raytrec.common.messages import Message, Phase, Warn, beat_s
+from raytrec.common.storage import join_uri
 from raytrec.compat.versions import require_versions
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
@@ -106,7 +107,7 @@ class WorkerContext:
             return None
         data = self.task.config.data
         # Skipped rows are noted in the run folder; what is evaluated again has none to write to.
-        skipped = f"{self.task.config.run.dir}/{SKIPPED}" if "train" in self.task.datasets else None
+        skipped = join_uri(self.task.config.run.dir, SKIPPED) if "train" in self.task.datasets else None
         return Stream(
             self.task.datasets[name],
             order,

@@ -1,0 +1,20 @@
+"""Places of files in folders whose URI has a query."""
+
+import pytest
+
+from raytrec.common.storage import join_uri, sibling, split_query
+
+
+@pytest.mark.parametrize(
+    ("folder", "inside", "beside"),
+    [
+        ("/data/a b?/train", "/data/a b?/train/x", "/data/a b?/x"),  # ? is a letter of a path
+        ("data/train//", "data/train/x", "data/x"),
+        ("s3://bucket/data/train", "s3://bucket/data/train/x", "s3://bucket/data/x"),
+        ("s3://bucket/train/?region=eu-1", "s3://bucket/train/x?region=eu-1", "s3://bucket/x?region=eu-1"),
+        ("gs://bucket/train?a=b/c&d=?", "gs://bucket/train/x?a=b/c&d=?", "gs://bucket/x?a=b/c&d=?"),
+    ],
+)
+def test_names_are_joined_before_the_query(folder, inside, beside):
+    assert (join_uri(folder, "x"), sibling(folder, "x")) == (inside, beside)
+    assert split_query(inside)[1] == split_query(folder)[1]
