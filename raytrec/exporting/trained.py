@@ -12,7 +12,7 @@ import torch
 from raytrec import __version__
 from raytrec.checkpoint.managed import ids_of
 from raytrec.checkpoint.rows import StoredTable
-from raytrec.common.redaction import hide
+from raytrec.common.storage import split_query
 from raytrec.config.evaluation import TowerName
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.run_config import RunConfig
@@ -94,11 +94,11 @@ def read_trained(config: RunConfig, schema: Schema, folder: str, index: dict[str
 
 
 def source_of(trained: Trained) -> ExportSource:
-    """Where the model is from."""
+    """Return the origin of the model, without paths of this machine."""
     return ExportSource(
         run=trained.config.run.name,
         step=trained.index["about"]["progress"]["step"],
-        checkpoint=hide(trained.folder),
+        checkpoint=split_query(trained.folder)[0].rpartition("/")[2],
         checkpoint_id=trained.index["sha256"],
         raytrec=__version__,
         torch=torch.__version__,

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 from pyarrow import fs
 
-from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.errors import ConfigError, RunError, first_line
 from raytrec.common.formatting import bytes_text
 from raytrec.common.memory import expect_scattered
 from raytrec.common.processes import owner, remove_leftovers
@@ -35,19 +35,19 @@ COPY = "raytrec-export-"  # begins the names of temporary folders
 
 
 def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = False) -> Scorer:
-    """A model that `raytrec export` has written. It needs neither Ray nor TorchRec, and no run.
+    """Load a model that `raytrec export` has written. Neither Ray, TorchRec nor a run is needed.
 
-    Tables are mapped into memory: what has been looked up stays there as long as there is room.
+    Tables are mapped into memory: rows that have been looked up stay there as long as there is room.
 
     Args:
-        uri: local, s3:// or gs://; from a store all files are copied into a temporary folder first. What
-            they take of the disk is free when the process ends, or the model is no longer used.
-        check_tables: compare the checksums of tables, too, which reads all of them.
-        allow_code: transforms of the export may name code (module:name), which is imported.
+        uri: Local path, s3:// or gs:// URI. Files of a store are first copied into a temporary folder, whose
+            space is freed when the process ends or the model is no longer used.
+        check_tables: Also compare the checksums of tables, which reads all of their files.
+        allow_code: Import the code that transforms of the export name (module:name).
 
     Raises:
-        RunError: there is none, it is damaged, or its golden rows have other scores here. ConfigError: it
-            names code.
+        RunError: There is no export, it is damaged, or its golden rows have other scores here.
+        ConfigError: The export names code.
 
     Example:
         >>> model = raytrec.load("films-export")
@@ -61,8 +61,18 @@ def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = Fals
     with ExitStack() as copies:
         folder, copied = _on_disk(place, manifest, copies)
         check_files(folder, manifest, check_tables, place)
-        scorer = open_export(folder, manifest)
-        scorer.check()
+        try:
+            scorer = open_export(folder, manifest)
+            scorer.check()
+        except (RunError, ConfigError):
+            raise
+        except Exception as error:  # a manifest that does not fit its files can fail anywhere
+            raise RunError(
+                f"the files of the export do not fit its {EXPORT}: {first_line(error)}",
+                where=place,
+                expected="an export as `raytrec export` writes it",
+                do="export the run again",
+            ) from error
         for name in _names_of_tables(manifest) if copied else ():
             (folder / name).unlink()  # it is mapped: its room is free when the process ends, killed or not
         weakref.finalize(scorer, copies.pop_all().close)
@@ -176,6 +186,7 @@ def open_export(folder: Path, manifest: Manifest) -> Scorer:
     ids = {name: _ids(folder / file, manifest, name) for name, file in manifest.ids.items()}
     with pa.memory_map(str(folder / GOLDEN)) as file:
         golden = pa.ipc.open_file(file).read_all()
+    golden.validate(full=True)  # wrong offsets would be read from elsewhere in memory
     scores = {task.column for task in manifest.tasks}
     columns = pa.schema([(f.name, wide(f.type)) for f in golden.schema if f.name not in scores])
     return Scorer(manifest, programs, Lookups(manifest.features, tables, ids), columns, golden)

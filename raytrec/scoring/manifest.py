@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from raytrec.common.errors import RunError
+from raytrec.common.errors import RunError, first_line
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import join_uri, read_bytes
 from raytrec.config.base import NonNegativeInt, PositiveInt, Section
@@ -70,13 +71,14 @@ class TaskEntry(Section):
 
 
 class ExportSource(Section):
-    """Where the model is from."""
+    """Origin of the model."""
 
     run: str
     step: NonNegativeInt
     checkpoint: str
+    """Name of the checkpoint's folder, without the path to it."""
     checkpoint_id: str
-    """Stands for the checkpoint's content."""
+    """Checksum of the checkpoint's content."""
     raytrec: str
     torch: str
 
@@ -122,8 +124,8 @@ class Manifest(Section):
             if name not in self.files:
                 raise ValueError(f"files: {name} is missing")
         for name in self.files:
-            if name.startswith("/") or ".." in name.split("/"):
-                raise ValueError(f"files: {name} is outside of the folder")
+            if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
+                raise ValueError(f"files: {name!r} is outside of the folder, or not a name")
         for name, table in self.data_schema.tables.items():
             entry = self.tables.get(name)
             if entry is None or len(entry.files) != -(-table.rows // entry.block_rows):
@@ -145,8 +147,9 @@ class Manifest(Section):
 
     @property
     def version(self) -> str:
-        """Names the model in answers: run, step, and some digits of the checksum."""
-        return f"{self.source.run}-{self.source.step}-{self.checksum[:8]}"
+        """Name of the model in answers: run, step, and some digits of the checksum, in ASCII for headers."""
+        run = re.sub(r"[^\w.-]", "_", self.source.run, flags=re.ASCII)
+        return f"{run}-{self.source.step}-{self.checksum[:8]}"
 
     def to_json(self) -> str:
         """The text of the file."""
@@ -154,10 +157,10 @@ class Manifest(Section):
 
 
 def read_manifest(uri: str) -> Manifest:
-    """The manifest of an export.
+    """Read the manifest of an export.
 
     Raises:
-        RunError: there is none, or it cannot be read.
+        RunError: There is no export, or its manifest cannot be read.
     """
     try:
         return Manifest.model_validate(json_values(read_bytes(join_uri(uri, EXPORT))))
@@ -168,8 +171,8 @@ def read_manifest(uri: str) -> Manifest:
             expected=f"a folder that `raytrec export` has filled, with its {EXPORT}",
             do="export a run: `raytrec export RUN --out URI`; interrupted, give it again",
         ) from None
-    except (OSError, NotReadable) as error:
-        raise RunError(f"{EXPORT} cannot be read: {error}", where=uri) from None
+    except (OSError, NotReadable, UnicodeError) as error:
+        raise RunError(f"{EXPORT} cannot be read: {first_line(error)}", where=uri) from None
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))

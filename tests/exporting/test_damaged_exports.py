@@ -1,10 +1,13 @@
 """Exports that are damaged, or made to do harm, end in one message, and nothing of them is unpickled."""
 
+import hashlib
 import json
+import re
 import shutil
 import zipfile
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from checkpoints import flip
 from exports import trained
@@ -62,6 +65,8 @@ def change(copy, edit):
     [
         (lambda m: m["files"].update({"../secret": m["files"]["golden.arrow"]}), "outside of the folder"),
         (lambda m: m["files"].update({"/etc/passwd": m["files"]["golden.arrow"]}), "outside of the folder"),
+        (lambda m: m["files"].update({"a\0b": m["files"]["golden.arrow"]}), "not a name"),
+        (lambda m: m["files"].update({"a\ud800": m["files"]["golden.arrow"]}), "not a name|surrogates"),
         (lambda m: m["programs"]["predict"].update(file="other.pt2"), "other.pt2 is missing"),
         (lambda m: m.update(format=2), "format"),
         (lambda m: m.pop("tasks"), "tasks"),
@@ -83,9 +88,15 @@ def test_code_in_transforms_is_refused(copy):
         raytrec.load(copy)
 
 
-def test_pickles_are_refused(copy, tmp_path):
-    import hashlib
+def replace(copy, name, content):
+    """Replace a file of an export, with its size and checksum in the manifest."""
+    (copy / name).write_bytes(content)
+    about = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    change(copy, lambda m: m["files"].update({name: about}))
 
+
+def test_pickles_are_refused(copy, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     file, harm = copy / "predict.pt2", b"cos\nsystem\n(S'touch harm'\ntR."
     with zipfile.ZipFile(file) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
@@ -93,9 +104,65 @@ def test_pickles_are_refused(copy, tmp_path):
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, content in (entries | {sample: harm}).items():
             archive.writestr(name, content)
-    content = file.read_bytes()
-    about = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    change(copy, lambda m: m["files"].update({"predict.pt2": about}))
+    replace(copy, "predict.pt2", file.read_bytes())
     with pytest.raises(RunError, match="sample inputs, which are a pickle"):
         raytrec.load(copy)
     assert not Path("harm").exists()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda m: m["schema"]["dense"].clear(),
+        lambda m: m["schema"]["dense"].__setitem__(0, "other"),
+        lambda m: m["schema"]["dense"].__setitem__(0, "\0"),
+        lambda m: m["schema"]["sparse"]["user"].update(table="\ud800"),
+        lambda m: m["schema"]["sparse"]["tags"].update(weights="\x1b[2J"),
+        lambda m: m["schema"]["sparse"]["user"].update(column="\ud800"),
+        lambda m: m["lists"].clear(),
+        lambda m: m["towers"].clear(),
+        lambda m: m["tasks"].clear(),
+        lambda m: m["tasks"][0].update(column="user"),
+        lambda m: m["programs"]["predict"]["inputs"][1].update(width=7),
+        lambda m: m["programs"]["predict"]["inputs"][1].update(feature="friends"),
+        lambda m: m.update(sequences={"user": 3}),
+        lambda m: m.update(metrics={"auc": {"int8": float("nan")}}),
+        lambda m: m.update(golden_rows=2**62),
+    ],
+)
+def test_a_manifest_that_does_not_fit_its_files_ends_in_a_message(copy, edit):
+    change(copy, edit)
+    try:
+        raytrec.load(copy)
+    except (RunError, ConfigError) as error:
+        assert str(copy) in error.where or "manifest" in error.what or "export" in error.what
+
+
+@pytest.mark.parametrize("name", ["golden.arrow", "tables/0-user-00000.safetensors", "query.pt2"])
+def test_files_with_other_content_end_in_a_message(copy, name):
+    original = (copy / name).read_bytes()
+    flipped = original[:8] + bytes(byte ^ 0xFF for byte in original[8:-8]) + original[-8:]
+    for content in (b"", b"1", original[: len(original) // 2], flipped):
+        replace(copy, name, content)
+        with pytest.raises((RunError, ConfigError)):
+            raytrec.load(copy)
+
+
+def test_names_of_runs_do_not_reach_headers_and_terminals(copy):
+    change(copy, lambda m: m["source"].update(run="é\r\nSet-Cookie: a\x1b[2J"))
+    assert re.fullmatch(r"[\w.-]+-2-[0-9a-f]{8}", raytrec.load(copy).manifest.version, re.ASCII)
+
+
+def test_exports_have_no_paths_of_the_machine_that_wrote_them(export):
+    root = str(export.parent).encode()
+    assert [name for name in files(export) if root in (export / name).read_bytes()] == []
+
+
+def test_golden_rows_with_wrong_offsets_are_not_read(copy):
+    content = (copy / "golden.arrow").read_bytes()
+    golden = pa.ipc.open_file(pa.py_buffer(content)).read_all()
+    offsets = golden["friends"].chunk(0).buffers()[1].to_pybytes()[:52]
+    assert content.count(offsets) >= 1
+    replace(copy, "golden.arrow", content.replace(offsets, offsets[:-4] + b"\xff\xff\xff\x7f"))
+    with pytest.raises(RunError, match="do not fit"):
+        raytrec.load(copy)
