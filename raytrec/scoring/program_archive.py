@@ -24,7 +24,7 @@ from raytrec.common.reading import NotReadable, json_values
 from raytrec.compat.torch_ import is_dispatched, load_archive
 
 MODEL, SAMPLE_INPUTS = "models/model.json", "data/sample_inputs/model.pt"
-# Configuration of tensors → pattern of their entries beside it.
+# Configuration of tensors → pattern of the entries in its folder.
 TENSORS = {
     "data/weights/model_weights_config.json": re.compile(r"weight_\d+"),
     "data/constants/model_constants_config.json": re.compile(r"tensor_\d+"),
@@ -91,7 +91,7 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
             f"the program contains {error}",
             where=str(file),
             expected="a graph and tensors, as `raytrec export` writes them",
-            do="do not use this export; have it exported again by somebody you trust",
+            do="do not use this export; export the model again, or ask a person you trust to do so",
         ) from None
     except Exception as error:  # torch's exceptions have no common base
         raise RunError(f"the program cannot be read: {first_line(error)}", where=str(file)) from None
@@ -167,7 +167,7 @@ def _json(entries: dict[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _checked_tensors(config: dict[str, Any], pattern: re.Pattern) -> dict[str, Any]:
-    """Return a configuration of tensors, whose entries match a pattern and are no pickles."""
+    """Return a configuration of tensors, whose entries match a pattern and are not pickles."""
     tensors = as_dict(config.get("config"))
     for name, value in tensors.items():
         tensor = as_dict(value)
@@ -212,7 +212,7 @@ def _is_operator(target: str) -> bool:
 
 
 def _checked_expression(text: str) -> str:
-    """Return a symbolic expression, such as "Add(Symbol('s0', integer=True), Integer(1))", written anew.
+    """Return a symbolic expression, such as "Add(Symbol('s0', integer=True), Integer(1))", in canonical form.
 
     sympy evaluates it as Python.
     """

@@ -6,7 +6,7 @@ from raytrec.common.storage import join_uri, sibling, split_query
 
 
 @pytest.mark.parametrize(
-    ("folder", "inside", "beside"),
+    ("folder", "inside", "neighbour"),
     [
         ("/data/a b?/train", "/data/a b?/train/x", "/data/a b?/x"),  # ? is a letter of a path
         ("data/train//", "data/train/x", "data/x"),
@@ -15,6 +15,6 @@ from raytrec.common.storage import join_uri, sibling, split_query
         ("gs://bucket/train?a=b/c&d=?", "gs://bucket/train/x?a=b/c&d=?", "gs://bucket/x?a=b/c&d=?"),
     ],
 )
-def test_names_are_joined_before_the_query(folder, inside, beside):
-    assert (join_uri(folder, "x"), sibling(folder, "x")) == (inside, beside)
+def test_names_are_joined_before_the_query(folder, inside, neighbour):
+    assert (join_uri(folder, "x"), sibling(folder, "x")) == (inside, neighbour)
     assert split_query(inside)[1] == split_query(folder)[1]
