@@ -116,7 +116,8 @@ def checked_archive(content: bytes) -> bytes:
         parts[name] = json.dumps(config).encode()
         for tensor in config["config"].values():
             place = f"{name.rpartition('/')[0]}/{tensor['path_name']}"
-            parts[place] = parts.get(place) or _taken(entries, place)
+            if place not in parts:  # tensors without values share an empty entry
+                parts[place] = _taken(entries, place)
             if not parts[place] and {"as_int": 0} not in tensor["tensor_meta"]["sizes"]:
                 raise BadZipFile(f"{place} is empty")  # torch would load zeros
     parts[MODEL] = json.dumps(_checked(_json(entries, MODEL), "")).encode()
