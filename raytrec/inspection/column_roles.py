@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field
 
@@ -260,18 +259,3 @@ def _counts_since_1970(s: ColumnStats) -> str | None:
     if _is_named_id(s):
         return None
     return next((u for u, (low, high) in TIMES.items() if low <= s.low and s.high < high), None)
-
-
-def table_size(low: float, high: float, distinct: int, is_integer: bool, all_seen: bool) -> dict:
-    """rows and out_of_range of a table for ids.
-
-    Args:
-        low, high: of integer ids. distinct: how many there are.
-        all_seen: whether validation and test data was looked at, and no sample.
-    """
-    if not is_integer or low < 0 or high >= max(SPARSE_FILL * distinct, 100_000):
-        room = 10 if distinct < 1000 else 2  # where it costs nothing, hardly any two ids share a row
-        return {"rows": max(room * distinct, 100), "out_of_range": "hash"}
-    if all_seen:
-        return {"rows": int(high) + 1}
-    return {"rows": math.ceil(1.1 * (int(high) + 1)), "out_of_range": "hash"}

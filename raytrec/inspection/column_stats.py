@@ -46,7 +46,7 @@ class ColumnStats:
         pairs: label → value → the label's value in the same rows; None where they are not one for one
             (`pair_with_labels`).
         elsewhere: the same of validation and test data, by folder.
-        hot: of integers and text, those that are met most.
+        hot: The most frequent integers, or hashes (SipHash) of text.
         moments: of numbers, how many, Σ and Σ² of their distance from `first`, and of their logarithms
             (Scale.log).
     """
@@ -225,7 +225,7 @@ class ColumnStats:
             self._add_moments(values.astype(np.float64), counts.to_numpy())
         hashes = hash_array(values)
         if self.base in ("integer", "text"):
-            self.hot.add(hashes, counts.to_numpy())
+            self.hot.add(hashes if self.base == "text" else values.astype(np.uint64), counts.to_numpy())
         if len(self._hashes) == SMALLEST:
             hashes = hashes[hashes < self._hashes[-1]]
         self._new.append(hashes)

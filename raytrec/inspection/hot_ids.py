@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 MOST = 65_536  # ids that are counted at a time
@@ -19,11 +21,11 @@ class HotIds:
         self._new_count = self._taken = self._all = 0
 
     def add(self, hashes: np.ndarray, counts: np.ndarray) -> None:
-        """Adds ids.
+        """Add lookups of ids.
 
         Args:
-            hashes: uint64 [n], each once.
-            counts: int64 [n], how often each is met.
+            hashes: Ids, or hashes of them, uint64 [n].
+            counts: Number of lookups of each, int64 [n].
         """
         self._all += int(counts.sum())
         self._new.append((hashes, counts))
@@ -48,11 +50,23 @@ class HotIds:
             ids, sums = ids[sums > least], sums[sums > least] - least
         self._ids, self._counts = ids, sums
 
-    def shares(self) -> list[float]:
-        """Of all lookups those of the 1, 10, 100, 1,000 and 10,000 ids that are met most, as far as there are
-        more than so many."""
+    def counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the most frequent ids, uint64 [n], and the number of lookups of each, int64 [n]."""
         if self._new:
             self._merge()
-        counts = np.sort(self._counts)[::-1] + self._taken
+        return self._ids, self._counts + self._taken
+
+    def shares(self) -> list[float]:
+        """Return the shares of all lookups of the 1, 10, 100, 1,000 and 10,000 most frequent ids, as long as
+        there are more ids than that."""
+        counts = np.sort(self.counts()[1])[::-1]
         sums = np.cumsum(counts) / max(1, self._all)
         return [round(min(1.0, float(sums[power - 1])), 5) for power in POWERS if power < len(counts)]
+
+
+def merge_counts(parts: Iterable[HotIds]) -> HotIds:
+    """Return the most frequent ids of several sets of lookups together."""
+    merged = HotIds()
+    for part in parts:
+        merged.add(*part.counts())
+    return merged

@@ -20,7 +20,7 @@ or where values are such (text, hashed ids) that it cannot be chance (shared_tab
 A table has max + 1 rows where ids fill their range. Where there is no validation and test data next to the
 training data, or only a sample was read, it has a tenth more, and `out_of_range: hash` for ids that were not
 seen. Text, hashed and negative ids are hashed, too, into ten times as many rows as there are values (of many:
-twice as many).
+twice as many), or more, so that frequent values do not share a row (table_size.py).
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, all_se
         "dense": [f.stats.name for f in findings if f.kind == "dense"],
         "scale": {f.stats.name: f.stats.scale() for f in findings if f.kind == "dense"},
         "sparse": sparse,
-        "tables": {table.name: {"dim": dim, **table.size(all_seen)} for table in tables},
+        "tables": {table.name: {"dim": dim, **table.choose_size(all_seen)} for table in tables},
     }
     values["statistics"] = {f.stats.name: f.stats.statistics() for f in findings if f.kind == "sparse"}
     return Schema.parse(values, uri)
