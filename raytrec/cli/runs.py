@@ -194,14 +194,6 @@ def doctor(
 def plan(
     config: Annotated[str | None, typer.Argument(metavar="[CONFIG]")] = None,
     overrides: Overrides = None,
-    from_run: Annotated[
-        str | None,
-        typer.Option(
-            "--from-run",
-            metavar="RUN",
-            help="Instead of CONFIG: the plan of this run, next to one by the ids that it has looked up.",
-        ),
-    ] = None,
     on: Annotated[
         str | None,
         typer.Option(
@@ -232,15 +224,10 @@ def plan(
     from raytrec.driver.plan import draw
     from raytrec.driver.plan import plan as make
     from raytrec.driver.print_plans import print_plans
-    from raytrec.driver.replan import replan
 
-    if from_run and config and "=" in config:
-        config, overrides = None, [config, *(overrides or [])]
-    if bool(config or prices) == bool(from_run):
-        what = "CONFIG and --prices exclude --from-run" if from_run else "no config was given"
-        raise ConfigError(what, expected="raytrec plan CONFIG, or raytrec plan --from-run RUN")
-    overrides = overrides or []
-    plans = replan(from_run, overrides, on, rates) if from_run else make(config, overrides, on, rates, prices)
+    if not (config or prices):
+        raise ConfigError("no config was given", expected="raytrec plan CONFIG")
+    plans = make(config, overrides or [], on, rates, prices)
     if picture:
         draw(plans, picture)
     print_json(plans.metrics()) if json else print_plans(plans)

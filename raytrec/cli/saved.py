@@ -242,7 +242,15 @@ def compare(
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(help="Folder or file of Parquet: local, s3:// or gs://.")],
+    path: Annotated[
+        str | None, typer.Argument(help="Folder or file of Parquet: local, s3:// or gs://.")
+    ] = None,
+    from_run: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN", help="Instead: the run's schema, with statistics of the ids it looked up."
+        ),
+    ] = None,
     out: Annotated[str | None, typer.Option(help="Write the schema here instead of to stdout.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     label: Annotated[list[str] | None, typer.Option(help="Column to predict (repeatable).")] = None,
@@ -254,9 +262,16 @@ def inspect(
     rows: Annotated[int | None, typer.Option(help="Read only about this many rows.")] = None,
 ):
     """Inspect Parquet and print a ready schema.yaml (and a table of its columns on stderr)."""
+    from raytrec.common.errors import ConfigError
+    from raytrec.driver.recorded_lookups import read_run_schema
     from raytrec.inspection.propose import inspect as look
-    from raytrec.inspection.result import check_out
+    from raytrec.inspection.result import check_out, write_schema
 
+    if (path is None) == (from_run is None):
+        raise ConfigError("give either data or a run", expected="inspect PARQUET, or inspect --from-run RUN")
     if out is not None:
         check_out(out, force)
+    if from_run:
+        write_schema(read_run_schema(from_run).to_yaml(), out)
+        return
     look(path, dim=dim, labels=label, reserve_columns=reserve, max_rows=rows).show(out, overwrite=force)

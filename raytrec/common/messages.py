@@ -19,7 +19,6 @@ METRICS, RANKS, CHECKS, EVENTS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl",
 
 Figures = Mapping[str, Any]
 PROFILED = "profiled"  # the Event of a run whose profile has been written
-REPLANNED = "replanned"  # the Event of a run whose new number of workers is planned by recorded lookups
 ENDED_EARLY = "ended early"  # the Event of a run whose evaluations have ended training
 FLAT = {"flat": True}  # of a field whose keys are next to those of the other fields
 MOST_RECORDED = 64  # ranks whose lines are recorded: pictures show no more

@@ -171,6 +171,3 @@ class PlanSection(Section):
     in memory leave of it has the rows of tables in files that are looked up most."""
     mmap_dir: Annotated[str, AfterValidator(_local)] | None = None
     """Folder on a disk of each node for tables with compute_kernel fused_mmap; default: the run folder."""
-    replan: Literal["never", "on_resize"] = "never"
-    """on_resize: a run that resumes with another number of workers is planned by the ids that it has looked
-    up so far, instead of the schema's statistics."""

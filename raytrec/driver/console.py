@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrec.cluster.session import in_job
-from raytrec.common.messages import ENDED_EARLY, PROFILED, REPLANNED
+from raytrec.common.messages import ENDED_EARLY, PROFILED
 from raytrec.common.terminal import bold, open_console, plain
 from raytrec.metrics.results import format_result, slice_tables
 from raytrec.metrics.selection import figures_of
@@ -99,7 +99,7 @@ class RunConsole:
             self.note(f"{reason}: saving")
         elif event == ENDED_EARLY:
             self.note(f"training ends early: {reason}")
-        elif event in (PROFILED, REPLANNED):
+        elif event == PROFILED:
             self.note(f"{event} {reason}")
 
     def check(self, check: str, step: int, passed: bool, text: str, **_: Any) -> None:

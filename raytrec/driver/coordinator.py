@@ -16,10 +16,8 @@ from time import monotonic, time
 from typing import Any
 
 from raytrec.cluster.session import on_node
-from raytrec.common.decoding import from_json
 from raytrec.common.messages import BEAT_S, Command, beat_s
 from raytrec.driver.members import Member, describe_gpu
-from raytrec.embeddings.planner.recorded import Recorded
 
 SILENT_S = 3.0  # without a heartbeat for so long (or for 3 of them), a process hangs, or has ended
 PHASES = {
@@ -44,7 +42,6 @@ class Coordinator:
         patience_s: the same for what may take long (SLOW_PHASES).
         again: asked whether this is one that takes the place of another, whose process has ended. What that
             one knew is lost: ranks learn that their group is unknown, end, and are started again.
-        recorded: what the run has looked up before, to which is added what ranks report; None: no rank asks.
     """
 
     def __init__(
@@ -52,7 +49,6 @@ class Coordinator:
         hang_timeout_s: float,
         patience_s: float,
         again: Callable[[], bool] = lambda: False,
-        recorded: Recorded | None = None,
     ):
         self._hang_s, self._patience_s = hang_timeout_s, patience_s
         self._messages: asyncio.Queue = asyncio.Queue()
@@ -60,18 +56,12 @@ class Coordinator:
         self._attempt, self._attempts, self._command = "", 0, Command.GO
         self._cause = LOST if again() else ""
         self._look: asyncio.Task | None = None
-        self._beat_s, self._recorded = BEAT_S, recorded
+        self._beat_s = BEAT_S
 
     # Messages: ranks and policies put, the driver gets.
 
     def put(self, message: dict[str, Any]) -> None:
         self._messages.put_nowait(message)
-        if self._recorded is not None:
-            self._recorded.add(from_json(message))
-
-    async def recorded(self) -> Recorded | None:
-        """What the run has looked up, as far as ranks have reported it."""
-        return self._recorded
 
     async def get(self, timeout: float) -> list[dict[str, Any]]:
         """All messages so far; waits for the first."""
@@ -241,13 +231,13 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def start_coordinator(hang_timeout_s: float, patience_s: float, recorded: Recorded | None = None) -> Any:
+def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
     """A Coordinator as an actor on this node, which ends with the driver; Ray restarts it if it dies."""
     import ray
 
     here = on_node(ray.get_runtime_context().get_node_id())
     actor = ray.remote(Coordinator).options(max_concurrency=1000, max_restarts=-1, **here)
-    return actor.remote(hang_timeout_s, patience_s, _is_again, recorded)
+    return actor.remote(hang_timeout_s, patience_s, _is_again)
 
 
 def _is_again() -> bool:

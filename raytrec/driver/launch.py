@@ -28,7 +28,6 @@ from raytrec.data.fragments import Dataset
 from raytrec.driver.failure_analysis import explain, write_story
 from raytrec.driver.nodes import check_constraints, choose_device, gpu_nodes, reads_elsewhere
 from raytrec.driver.recorder import Watch
-from raytrec.driver.resume import read_recorded
 from raytrec.driver.session import bundle
 from raytrec.embeddings.planner.validation import without_saves, without_training
 from raytrec.worker.context import WorkerTask
@@ -78,8 +77,7 @@ def run_group(
     from raytrec.driver.failed_gpus import FailedGpus
     from raytrec.driver.policies import FailuresWithReason, RoomOnNodes
 
-    recorded = read_recorded(config) if saves else None
-    coordinator = start_coordinator(scaling.hang_timeout_s, PHASE_TIMEOUT_S, recorded)
+    coordinator = start_coordinator(scaling.hang_timeout_s, PHASE_TIMEOUT_S)
     others_read = reads_elsewhere(config, device)
     places = bundle(config, device, others_read)
     ray_scaling = ray.train.ScalingConfig(

@@ -52,7 +52,6 @@ class Prediction:
         time: None without rates.
         lacks: tiers that are too small.
         remedies: changes, each of which makes it fit.
-        name: as it is shown.
     """
 
     cluster: Cluster
@@ -64,10 +63,11 @@ class Prediction:
     tables_gib: tuple[float, float] = (0.0, 0.0)
     lacks: list[Lack] = field(default_factory=list)
     remedies: list[str] = field(default_factory=list)
-    name: str = ""
 
-    def __post_init__(self) -> None:
-        self.name = self.name or self.cluster.name
+    @property
+    def name(self) -> str:
+        """Name of the cluster."""
+        return self.cluster.name
 
     @property
     def fits(self) -> bool:
@@ -99,11 +99,7 @@ class Predictor:
             found.remedies = list(self._remedies(config, cluster))
         return found
 
-    def of_plan(self, cluster: Cluster, tables: list[PlannedTable]) -> Prediction:
-        """The prediction for a plan on a cluster."""
-        return self._predict(_for(self._config, cluster), cluster, tables)
-
-    def _predict(self, config: RunConfig, cluster: Cluster, tables: Any = None) -> Prediction:
+    def _predict(self, config: RunConfig, cluster: Cluster) -> Prediction:
         from raytrec.embeddings.planner.dry_run import dry_run
         from raytrec.embeddings.planner.loads import loads_of
         from raytrec.embeddings.planner.memory_by_part import memory_of
@@ -112,7 +108,7 @@ class Predictor:
         try:
             with catch_warnings():  # of what TorchRec will change
                 simplefilter("ignore", FutureWarning)
-                tables = tables or dry_run(config, self._schema, cluster, self._dense_layers(config))
+                tables = dry_run(config, self._schema, cluster, self._dense_layers(config))
         except ConfigError as refusal:
             return Prediction(cluster, refusal=refusal, tables_gib=self._tables_gib(config, cluster))
         shape = cluster.linked

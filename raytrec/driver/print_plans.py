@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from raytrec.common.formatting import ranges
 from raytrec.driver.plan import Plans
 from raytrec.driver.predict import Prediction, price_of
-from raytrec.driver.replan import Replan, balance_of
 from raytrec.embeddings.planner.footprint import GIB
 from raytrec.embeddings.planner.machines import ENOUGH_GIB
 
-MOST_RANKS = 16  # that are shown of a run
 TIER_NAMES = {"device": "GPU", "host": "host", "disk": "disk"}
 
 
 def print_plans(plans: Plans) -> None:
-    """The predictions on stdout: tables of one cluster, or what a run has recorded; memory and time of all
-    side by side; what does not fit; the choice, or what the run would gain."""
+    """Print predictions: tables of one cluster; memory and time of all side by side; what does not fit."""
     from raytrec.common.terminal import open_console
 
     console = open_console()
     shown = plans.on or plans.chosen
-    if isinstance(plans, Replan):
-        for lines in _recorded(plans):
-            console.print(lines)
     if len(shown) == 1 and shown[0].tables:
         console.print(_tables(plans, shown[0]))
     if any(each.memory for each in shown):
@@ -35,38 +28,12 @@ def print_plans(plans: Plans) -> None:
     for each in shown:
         for line in _troubles(each):
             console.print(line, soft_wrap=True, markup=False)
-    if isinstance(plans, Replan):
-        console.print(plans.summary, soft_wrap=True)
     if plans.chosen:
         least, cheapest = plans.chosen[0], plans.cheapest()
         console.print(f"smallest: {least.cluster.name}", soft_wrap=True)
         if cheapest:
             price = price_of(cheapest, plans.prices)
             console.print(f"cheapest: {cheapest.cluster.name}, {price:,.2f} an hour", soft_wrap=True)
-
-
-def _recorded(found: Replan) -> Iterator[Any]:
-    """Tables of what a run has recorded, by table and by rank, next to both plans."""
-    from rich.table import Table
-
-    from raytrec.common.terminal import plain
-
-    names = [each.name for each in found.on]
-    lines, plans = Table("table", "ids of a row", "recorded", *names), [each.tables for each in found.on]
-    places = [
-        {table.table: f"{table.sharding_type}: {ranges(table.ranks)}" for table in its} for its in plans
-    ]
-    for table, ids in sorted(found.recorded.items(), key=lambda item: -item[1]):
-        where = [its.get(table, "–") for its in places]
-        lines.add_row(plain(table), f"{found.expected[table]:.2f}", f"{ids:.2f}", *where)
-    yield lines
-    lines = _side_by_side("MB of rows that a rank looks up in a step", ["recorded", *names])
-    columns = [found.rank_bytes, *map(found.bytes_of, found.on)]
-    for rank in [*found.rank_bytes][:MOST_RANKS]:
-        lines.add_row(f"rank {rank}", *(f"{its[rank] / 1e6:,.2f}" if its else "–" for its in columns))
-    lines.add_section()
-    lines.add_row("balance", *(f"{balance_of(its.values()):.0%}" if its else "–" for its in columns))
-    yield lines
 
 
 def _tables(plans: Plans, found: Prediction) -> Any:

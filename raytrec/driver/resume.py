@@ -12,7 +12,6 @@ import yaml
 from raytrec.checkpoint.files import newest
 from raytrec.common.errors import ConfigError, DataError, RunError, os_errors
 from raytrec.common.formatting import flatten
-from raytrec.common.messages import EVENTS, RANKS
 from raytrec.common.reading import json_values, read_bytes, read_text
 from raytrec.common.storage import absolute
 from raytrec.config.run_config import RunConfig, load_config
@@ -21,8 +20,7 @@ from raytrec.config.trust import code_in, is_ours, not_ours, refuse_code
 from raytrec.data.contents import Content, differences, fingerprint, written_again
 from raytrec.data.fragments import Dataset
 from raytrec.driver.recorder import RESULT, write_json
-from raytrec.embeddings.planner.recorded import Recorded
-from raytrec.tracking.run_folder import SCHEMA, RunFolder
+from raytrec.tracking.run_folder import SCHEMA
 
 DATA = "data.json"  # in the run folder: what the data held when the run began
 
@@ -220,16 +218,6 @@ def _noted(folder: Path) -> dict[str, list[Content]]:
         return {name: [Content(**values) for values in found] for name, found in noted.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
-
-
-def read_recorded(config: RunConfig) -> Recorded | None:
-    """What a run has looked up so far, for plan.replan; None: its plan does not depend on it."""
-    if config.plan.replan == "never":
-        return None
-    run = RunFolder(config.run.dir, files=(EVENTS, RANKS))
-    with suppress(OSError):  # then nothing was recorded, for which no run fails
-        run.read_new()
-    return Recorded([*run.starts, *run.ranks])
 
 
 def stored_schema(folder: Path) -> Schema:

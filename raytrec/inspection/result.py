@@ -110,15 +110,10 @@ class Inspection:
         if out is not None:
             check_out(out, overwrite)
         self._print_table()
-        if out is None:
-            if hasattr(sys.stdout, "reconfigure"):
-                sys.stdout.reconfigure(encoding="utf-8")  # as a schema is read, whatever the terminal's is
-            sys.stdout.write(self.schema_yaml())
-            return
-        with os_errors("cannot write the schema", ConfigError, where=out):
-            Path(out).write_text(self.schema_yaml(), encoding="utf-8")
-        print(f"wrote {out}; look it over, then:", file=sys.stderr)
-        print(f"  {self._command(out)}", file=sys.stderr)
+        write_schema(self.schema_yaml(), out)
+        if out is not None:
+            print(f"wrote {out}; look it over, then:", file=sys.stderr)
+            print(f"  {self._command(out)}", file=sys.stderr)
 
     def _command(self, schema: str) -> str:
         """The command that trains with a schema file."""
@@ -149,6 +144,21 @@ class Inspection:
         for f in self.findings:
             if f.kind == "label" and ONE_VALUE in f.notes:
                 console.print(plain(f"warning: the label {f.stats.name} is {ONE_VALUE}"), soft_wrap=True)
+
+
+def write_schema(text: str, out: str | None) -> None:
+    """Write the text of a schema to a file, or to stdout.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    if out is not None:
+        with os_errors("cannot write the schema", ConfigError, where=out):
+            Path(out).write_text(text, encoding="utf-8")
+        return
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(encoding="utf-8")  # the encoding of schemas, whatever the terminal's is
+    sys.stdout.write(text)
 
 
 def check_out(out: str, overwrite: bool) -> None:

@@ -47,7 +47,6 @@ def build_step(
     fill: bool = True,
     steps: int = 0,
     objective: type[Objective] = Objective,
-    plan_by: Callable[[Callable[[Schema], ShardingPlan]], ShardingPlan] | None = None,
 ) -> tuple[Step, ShardingPlan]:
     """Model, plan, optimizers and pipeline of this rank; a collective.
 
@@ -57,7 +56,6 @@ def build_step(
         fill: whether tables get their initial values; a checkpoint that is read next brings others.
         steps: of the whole run; 0: nothing is trained.
         objective: what becomes of the model's logits.
-        plan_by: chooses by which schema's statistics the given function plans; default: `schema`.
     """
     require_gradient_division()
     prepare_process(config.train)
@@ -72,11 +70,7 @@ def build_step(
         checkpoint_activations(model.head.model)
     fuse(model.embeddings.collections, optimizers, device.type)
     offered = sharders_for_planning(config, schema, world)
-
-    def plan_for(expected: Schema) -> ShardingPlan:
-        return make_plan(model, offered, expected, config, device)
-
-    plan = plan_by(plan_for) if plan_by else plan_for(schema)
+    plan = make_plan(model, offered, schema, config, device)
     codecs = make_codecs(config, widths_of(plan), world)
     tables = held(planned(plan, config, schema, world), config, schema, device.type)
     shares = hot_shares(tables, config, schema, world)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from raytrec.common import messages
 from raytrec.config.run_config import RunConfig
 from raytrec.data.order import Order
@@ -28,7 +26,6 @@ def train_worker(task: WorkerTask) -> None:
     from raytrec.worker.observers import make_observers
     from raytrec.worker.process import freeze_gc
     from raytrec.worker.progress import EarlyStopping, Progress
-    from raytrec.worker.replan import plan_by_records
 
     context = WorkerContext.enter(task)
     config, order = task.config, train_order(task.config)
@@ -38,8 +35,7 @@ def train_worker(task: WorkerTask) -> None:
     context.enter_phase("building the model", "plan")
     if config.train.compile:
         context.heartbeat.watch_compiler()
-    plan_by = partial(plan_by_records, context)
-    step, plan = build_step(config, task.schema, context.device, fill=False, steps=total, plan_by=plan_by)
+    step, plan = build_step(config, task.schema, context.device, fill=False, steps=total)
     selection = Selection.of_config(config, task.schema)
     window = Sums(selection, context.device)
     state, progress = LogicalState(step.model, step.optimizer), Progress(window)

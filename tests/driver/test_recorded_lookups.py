@@ -1,0 +1,94 @@
+"""raytrec inspect --from-run: statistics of the ids that a run has looked up, in its schema."""
+
+import pytest
+from uneven import IDS, config_of, lines_of, plan_of, schema_of, write_run
+
+from raytrec import cli
+from raytrec.common.errors import RunError
+from raytrec.common.messages import recorded_ranks
+from raytrec.config.schema import Schema
+from raytrec.driver.recorded_lookups import read_run_schema, recorded_lengths, with_lengths
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with both long bags on rank 0, because its schema expects one id per row of every table."""
+    return write_run(tmp_path_factory.mktemp("recorded") / "run")
+
+
+def command(capsys, *arguments):
+    """Return the exit code, output and errors of raytrec inspect."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["inspect", *map(str, arguments)])
+    return (ended.value.code or 0, *capsys.readouterr())
+
+
+def ranks_of(tables):
+    return {table.table: table.ranks for table in tables}
+
+
+def test_recorded_lookups_give_a_balanced_plan(run, capsys, tmp_path):
+    out = tmp_path / "schema.yaml"
+    assert command(capsys, "--from-run", run, "--out", out)[0] == 0
+    schema = Schema.load(str(out))
+    lengths = {feature: known.mean_length for feature, known in schema.statistics.items()}
+    assert lengths == pytest.approx({name.replace("t", "f"): ids for name, ids in IDS.items()})
+    assert schema.statistics["f0"].hottest == [0.1, 0.4]
+    before, now = ranks_of(plan_of(config_of(run), schema_of())), ranks_of(plan_of(config_of(run), schema))
+    assert before["t0"] == before["t2"] and now["t0"] != now["t2"], "the two long bags are apart"
+    assert command(capsys, "--from-run", run)[1] == out.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either data or a run"),
+        (["data", "--from-run", "RUN"], "give either data or a run"),
+        (["--from-run", "nowhere"], "there is no such run folder"),
+        (["--from-run", "RUN", "--out", "RUN"], "this is a folder"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(run, capsys, arguments, message):
+    code, _, errors = command(capsys, *(str(run) if each == "RUN" else each for each in arguments))
+    assert code == 1 and message in errors and "Traceback" not in errors
+
+
+def test_a_run_without_records_is_refused(tmp_path):
+    run = write_run(tmp_path / "run", lines=[])
+    with pytest.raises(RunError, match="the run has recorded no lookups") as error:
+        read_run_schema(run)
+    assert "tracking.every_steps" in error.value.expected
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError, match="nothing of a run is in this folder"):
+        read_run_schema(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts", "workers"),
+    [
+        *[("table_wise", 1, 2), ("row_wise", 1, 3), ("column_wise", 1, 4), ("data_parallel", 1, 2)],
+        *[("table_row_wise", 2, 6), ("table_column_wise", 2, 4), ("grid_shard", 2, 4), ("grid_shard", 2, 6)],
+    ],
+)
+def test_lengths_are_known_from_the_shards_of_every_sharding_type(tmp_path, kind, hosts, workers):
+    schema = schema_of()
+    schema.tables["t3"].rows = 5  # of six ranks one has none
+    config = config_of(tmp_path, workers, sharding_types=[kind])
+    lines = lines_of(plan_of(config, schema, hosts), workers)
+    assert recorded_lengths(lines, config, schema) == pytest.approx(IDS)
+
+
+def test_ranks_that_are_not_recorded_count_as_the_others(tmp_path):
+    config, schema = config_of(tmp_path, 128, sharding_types=["row_wise"]), schema_of()
+    kept = [line for line in lines_of(plan_of(config, schema), 128) if line.rank in recorded_ranks(128)]
+    assert len(kept) == 3 * 64
+    assert recorded_lengths(kept, config, schema) == pytest.approx(IDS, rel=0.02)
+
+
+def test_features_of_one_table_share_the_recorded_lookups(tmp_path):
+    schema = schema_of(f1={"mean_length": 3, "p99_length": 9, "max_length": 9, "distinct": 9})
+    schema.sparse["f0"].table = schema.sparse["f1"].table = schema.sparse["f2"].table = "t0"
+    del schema.statistics["f2"]
+    known = with_lengths(config_of(tmp_path), schema, {"t0": 10.0}).statistics
+    assert [known[name].mean_length for name in ("f0", "f1", "f2")] == [2, 6, 2]
+    assert known["f3"] == schema.statistics["f3"] and schema.statistics["f1"].mean_length == 3
