@@ -111,13 +111,14 @@ def test_a_new_run_restores_nothing(runs):
     assert "restoring" not in log and "setting initial values" in log
 
 
-def test_the_training_loss_is_in_the_metrics_and_in_the_report(runs):
+def test_the_training_loss_is_in_the_metrics_and_once_in_the_report(runs):
     run = runs[2]
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
     expected = {line["step"]: line["logloss"] for line in lines if line["kind"] == "train"}
     assert losses == pytest.approx(expected, rel=1e-5) and [*losses] == [20, 40, 48]
-    assert ">loss<" in (run.path / "report.html").read_text()
+    page = (run.path / "report.html").read_text()
+    assert "log loss<" in page and ">loss<" not in page, "the loss of bce is the log loss"
 
 
 @pytest.mark.parametrize("workers", OF_WORKERS)
