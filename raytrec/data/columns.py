@@ -18,6 +18,7 @@ from raytrec.data.hashing import hash_integers, hash_text, hash_text_bits
 NO_MANAGED_ID = -(2**63)  # in the place of a managed id where there is none
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 DAY_S = 86_400
+EXACT = 2**53  # from here on, floats do not hold every integer
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,10 @@ Tally = dict[str, tuple[int, int]]
 def single(
     column: pa.ChunkedArray, name: str, spec: Sparse, table: Table, place: Place, tally: Tally, no_id: int
 ) -> np.ndarray:
-    """A sparse column with one id a row: valid ids [n] of any integer type; `no_id` where there is none."""
+    """Return a sparse column with one id a row: valid ids [n] of any integer type; `no_id` for nulls.
+
+    Whole floats (integers with nulls, as pandas writes them) are ids, and NaN is a null.
+    """
     array = one_array(column)
     if is_list(array.type):
         raise DataError(
@@ -134,6 +138,7 @@ def single(
             expected="one id a row, as when the files' columns were looked at",
             do="do not change the files while they are read",
         )
+    array = _whole_floats(array, name, spec, place)
     if array.null_count == 0 and pa.types.is_integer(array.type):
         return _in_range(array.to_numpy(), name, spec, table, place, int, tally)
     offsets, flat = unnest(array)
@@ -159,7 +164,7 @@ def bags(
         offsets int32 [n + 1] from 0, ids (of any integer type) [offsets[n]], weights float32 or None. A null
         row is an empty bag.
     """
-    offsets, flat = unnest(one_array(column))
+    offsets, flat = unnest(_whole_floats(one_array(column), name, spec, place))
     rows = rows_of(offsets)
     if flat.null_count:
         at = pc.index(flat.is_null(), True).as_py()
@@ -224,6 +229,30 @@ def _count_text(flat: pa.Array, name: str, table: Table, tally: Tally) -> None:
     """Text that has been hashed into a table's rows counts as brought into range."""
     if is_text(flat.type) and not table.ids:
         tally[name] = len(flat), len(flat)
+
+
+def _whole_floats(array: pa.Array, name: str, spec: Sparse, place: Place) -> pa.Array:
+    """Return a column of floats, which are ids, as int64, with nulls for NaN; other columns as they are.
+
+    Raises:
+        DataError: A value has a fraction, or is too large to be an exact integer.
+    """
+    if not pa.types.is_floating(array.type):
+        return array
+    values = _as_floats(array, np.float64)
+    missing = np.isnan(values)
+    exact = missing | ((np.abs(values) < EXACT) & (values == np.floor(values)))
+    if not exact.all():
+        row = int(exact.argmin())
+        column = scalar(spec.column or name)
+        raise DataError(
+            f"feature '{name}' has {values[row]:.17g}",
+            where=place.of(name, row),
+            expected="ids: whole numbers below 2**53 in a column of floats",
+            do=f"list it under dense; or data.transforms: {{do: bucketize, columns: [{column}], boundaries: "
+            "[…]}; or skip such rows: data.on_error=skip",
+        )
+    return pa.array(np.where(missing, 0, values).astype(np.int64), mask=missing)
 
 
 def _ids(flat: pa.Array, table: Table) -> np.ndarray:

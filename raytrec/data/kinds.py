@@ -147,13 +147,15 @@ def _check_ids(
     kind: pa.DataType, feature: str, column: str, table: str, text_allowed: bool, uri: str
 ) -> None:
     value = value_type(kind)
+    if types.is_floating(value) and not is_list(plain(kind)):
+        return  # whole numbers with nulls, as pandas writes them
     if types.is_integer(value) or (is_text(value) and text_allowed) or types.is_null(value):
         return
     deep = " (lists inside of lists)" if is_list(value) else ""
     raise DataError(
         f"sparse feature '{feature}' holds {_short(value)}{deep}",
         where=f"{uri}, column {column}",
-        expected="integer ids, text (where out_of_range is hash, or ids are managed), or lists of them",
+        expected="whole numbers, text (where out_of_range is hash, or ids are managed), or lists of them",
         do=f"for text, set tables.{table}.out_of_range to hash"
         if is_text(value)
         else _as_ids(plain(kind), value, column),

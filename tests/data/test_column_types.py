@@ -102,6 +102,28 @@ def test_every_kind_of_number(tmp_path, kind):
     assert [row["dense"] for row in rows] == [[0.5, 1], [1.5, 0], [2.5, 1]]
 
 
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64()])
+@pytest.mark.parametrize("policy", ["error", "hash"])
+def test_whole_floats_are_the_ids_that_integers_are(tmp_path, kind, policy):
+    assert ids(tmp_path, pa.array([4.0, None, 6.0], kind), policy) == [[4], [], [6]]
+    assert ids(tmp_path, pa.array([4.0, float("nan"), -0.0], kind), policy) == [[4], [], [0]]
+    coded = pa.array([399.0, None, 399.0]).dictionary_encode()
+    assert ids(tmp_path, coded, policy) == [[399], [], [399]]
+
+
+def test_large_whole_floats_are_hashed_as_integers_are(tmp_path):
+    values = [2**53 - 1, None, -(2**40)]
+    assert ids(tmp_path, pa.array(values, pa.float64()), "hash") == ids(tmp_path, pa.array(values), "hash")
+
+
+@pytest.mark.parametrize("value", [1.5, 2.0**53, float("inf"), float("-inf"), -1e300])
+@pytest.mark.parametrize("policy", ["error", "hash"])
+def test_floats_that_are_no_ids_are_named(tmp_path, value, policy):
+    with pytest.raises(DataError, match=r"(?s)a\.parquet, row group 0, column x, row 2") as error:
+        ids(tmp_path, pa.array([1.0, float("nan"), value]), policy)
+    assert f"feature 'x' has {value:.17g}" in str(error.value)
+
+
 def test_weights_of_half_floats(tmp_path):
     table = {
         **BASE,
@@ -245,7 +267,6 @@ def test_the_advice_works_when_it_is_followed(tmp_path, name):
     [
         (TIMES, [[13], [14], [15]]),
         (pa.array([True, None, False]), [[1], [], [0]]),
-        (pa.array([4.0, float("nan"), 6.0]), [[4], [], [6]]),
         (pa.array([4, None, 6]).cast(pa.decimal128(20, 0)), [[4], [], [6]]),
         (pa.array([[4.0], None, [6.0, 7.0]]), [[4], [], [6, 7]]),
         (pa.array([[datetime(2026, 1, 1, 5)], None, []]), [[5], [], []]),

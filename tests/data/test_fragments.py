@@ -136,7 +136,7 @@ def test_an_encrypted_file_is_named_as_such(tmp_path, plaintext_footer):
         ({"price": ["a", "b"]}, "dense column 'price' is of type string"),
         ({"price": [[1.0], [2.0]]}, "dense column 'price' is a list"),
         ({"label": [[1], [0]]}, "label 'label' is a list"),
-        ({"user": [1.0, 2.0]}, "sparse feature 'user' holds double"),
+        ({"user": [True, False]}, "sparse feature 'user' holds bool"),
         ({"user": ["a", "b"]}, "tables.user.out_of_range to hash"),
         ({"tags": [[1.5], [2.0, 3.0]]}, "sparse feature 'tags' holds double"),
         ({"tag_weights": [1.0, 2.0]}, "'tag_weights', weights of 'tags', is of type double"),

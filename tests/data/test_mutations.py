@@ -97,7 +97,7 @@ def mutations():
     for name, values in {
         "label": pa.array(["yes"] * ROWS),
         "price": good()["tags"],
-        "user": pa.array(np.zeros(ROWS)),
+        "user": pa.array(np.full(ROWS, 0.5)),
         "tags": pa.array([[0.5]] * ROWS),
         "tag_weights": pa.array([["a"]] * ROWS),
         "pair": pa.array(["x"] * ROWS),
@@ -112,6 +112,7 @@ def mutations():
         ("price", 7, float("inf")),
         ("user", 160, -1),
         ("user", 160, 50),
+        ("user", 160, 2.5),
         ("user", 160, 2**62),
         ("user", 160, -(2**63)),
         ("tags", 449, [1, None]),
