@@ -89,14 +89,16 @@ def _feature(s: ColumnStats) -> Finding:
         return Finding(s, "skipped", "constant")
     if s.base == "time":
         return Finding(s, "skipped", f"a time; as a feature: {_time_hint(s)}")
-    if s.base == "integer" and not s.is_list and (unit := _counts_since_1970(s)):
+    if s.is_whole and not s.is_list and (unit := _counts_since_1970(s)):
         return Finding(s, "skipped", f"a time; as a feature: {_time_hint(s, unit)}")
     if s.base == "text" and s.is_unique:
         return Finding(s, "skipped", "another value in each row")
     if s.base == "text" or (s.is_list and s.base == "integer"):
         return Finding(s, "sparse", "a list of ids" if s.is_list else "text")
-    if s.base in ("float", "decimal") and s.whole and _is_named_id(s):
-        return Finding(s, "sparse", "its name; whole numbers").needs("cast", to="int64")
+    if s.is_whole and s.base != "integer" and (why := _named_id(s) if s.is_list else _why_id(s)):
+        found = Finding(s, "sparse", f"{why}; whole numbers")
+        exact = s.base == "float" and max(abs(s.lowest), abs(s.highest)) < EXACT
+        return found if exact and not s.is_list else found.needs("cast", to="int64")
     if s.is_list and s.base in ("float", "decimal"):
         return Finding(s, "skipped", "a list of floats that are not a feature's weights")
     if s.is_list and s.base == "bool":
@@ -234,14 +236,19 @@ def words(name: str) -> list[str]:
     return [w.lower() for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[^\W_A-Z]+|[^\W_]+", name)]
 
 
-def _is_named_id(s: ColumnStats) -> bool:
-    return bool(w := words(s.name)) and w[-1] in ("id", "ids")
+def _named_id(s: ColumnStats) -> str | None:
+    return "its name" if (w := words(s.name)) and w[-1] in ("id", "ids") else None
+
+
+def is_ordinal(s: ColumnStats) -> bool:
+    """Return True for integers such as an age, whose nearest value can stand for an unseen one."""
+    return s.distinct <= CODES and not s.is_list and not _named_id(s)
 
 
 def _why_id(s: ColumnStats) -> str | None:
-    """Why integers are ids, if they are."""
-    if _is_named_id(s):
-        return "its name"
+    """Return why whole numbers are ids, or None if they are not."""
+    if why := _named_id(s):
+        return why
     repeat, span = s.distinct * 2 <= s.values, s.highest - s.lowest
     if s.lowest >= 0 and s.highest < SPARSE_FILL * s.distinct and repeat:
         return "integers that fill their range"
@@ -255,7 +262,7 @@ def _why_id(s: ColumnStats) -> str | None:
 
 
 def _counts_since_1970(s: ColumnStats) -> str | None:
-    """The unit in which integers look like times."""
-    if _is_named_id(s):
+    """Return the unit in which whole numbers look like times since 1970, or None."""
+    if _named_id(s):
         return None
     return next((u for u, (low, high) in TIMES.items() if low <= s.low and s.high < high), None)

@@ -136,6 +136,13 @@ class ColumnStats:
         )
 
     @property
+    def is_whole(self) -> bool:
+        """True for integers and whole floats or decimals, as which integers with nulls are often stored."""
+        if self.base not in ("float", "decimal"):
+            return self.base == "integer"
+        return all(part.whole for part in self.parts) and not self.count("infinite")
+
+    @property
     def is_number(self) -> bool:
         return self.base in NUMBERS and not self.is_list
 
@@ -223,9 +230,12 @@ class ColumnStats:
             self.high = max(self.high, values.max().item())
             self.whole &= values.dtype.kind in "iu" or bool((values == np.floor(values)).all())
             self._add_moments(values.astype(np.float64), counts.to_numpy())
+            values = _as_integers(values)
         hashes = hash_array(values)
-        if self.base in ("integer", "text"):
-            self.hot.add(hashes if self.base == "text" else values.astype(np.uint64), counts.to_numpy())
+        if self.base == "text":
+            self.hot.add(hashes, counts.to_numpy())
+        elif self.whole and self.base != "time":
+            self.hot.add(values.view(np.uint64), counts.to_numpy())
         if len(self._hashes) == SMALLEST:
             hashes = hashes[hashes < self._hashes[-1]]
         self._new.append(hashes)
@@ -258,6 +268,18 @@ def _scale(mean: float, std: float, **options: Any) -> Scale:
     """With few digits, which are easier to read: six of std, and of the mean as far as std has them."""
     std = float(f"{std:.6g}") or 1.0
     return Scale(mean=round(float(mean), 5 - floor(log10(std))), std=std, **options)
+
+
+def _as_integers(values: np.ndarray) -> np.ndarray:
+    """Return numbers as int64; floats with a fraction, or too large, as their bits.
+
+    Equal numbers of different types have equal hashes.
+    """
+    if values.dtype.kind != "f":
+        return values.astype(np.int64)
+    values = values.astype(np.float64)
+    whole = (values == np.floor(values)) & (np.abs(values) < 2**63)
+    return np.where(whole, np.where(whole, values, 0).astype(np.int64), values.view(np.int64))
 
 
 def comparable(array, base: str, mixed: bool):

@@ -17,10 +17,12 @@ How a column's kind is inferred, in this order (column_roles.py):
 Fields of structs are columns: user.age. Features share a table where their values and their names agree,
 or where values are such (text, hashed ids) that it cannot be chance (shared_tables.py).
 
-A table has max + 1 rows where ids fill their range. Where there is no validation and test data next to the
-training data, or only a sample was read, it has a tenth more, and `out_of_range: hash` for ids that were not
-seen. Text, hashed and negative ids are hashed, too, into ten times as many rows as there are values (of many:
-twice as many), or more, so that frequent values do not share a row (table_size.py).
+A table whose ids fill their range has a row for each id up to the highest one, and `out_of_range: clamp`: a
+service reads larger values of an ordinal (at most 100 values, such as an age) as the highest, and larger ids
+as the last row. There is one row more than ids, or a tenth more if there is no validation and test data next
+to the training data. If only a sample was read, larger ids are hashed. Text, wide and negative ids are hashed
+into ten times as many rows as there are values (of many: twice as many), or more, so that frequent values do
+not share a row (table_size.py). Floats that are whole numbers have the roles of integers.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from raytrec.inspection.column_scan import scan_columns
 from raytrec.inspection.column_stats import ColumnStats, copied_label
 from raytrec.inspection.result import Inspection, as_flow
 from raytrec.inspection.shared_tables import SharedTable, find_tables, is_sequence
+from raytrec.inspection.table_size import Seen
 
 # Of transforms: in lists, all but fill_null remove nulls, whose weights would stay.
 ORDER = ("fill_null", "cast", "drop_null", "binarize", "clip")
@@ -94,8 +97,8 @@ def inspect(
     _skip_copies(findings)
     _pair_weights(findings)
     tables = find_tables(findings)
-    all_seen = bool(scan.also) and scan.whole
-    schema = _schema(findings, tables, dim, all_seen, uri)
+    seen: Seen = "sample" if not scan.whole else "more" if scan.also else "train"
+    schema = _schema(findings, tables, dim, seen, uri)
     return Inspection(
         uri, findings, schema, _transforms(findings), tables, scan, list(dict.fromkeys(reserve_columns or []))
     )
@@ -164,7 +167,7 @@ def _keep_length(f: Finding) -> None:
     f.needs("fill_null", value=s.high)
 
 
-def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, all_seen: bool, uri: str) -> Schema:
+def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, seen: Seen, uri: str) -> Schema:
     if not tables:
         raise SchemaError(
             "no column can be looked up in a table",
@@ -185,7 +188,7 @@ def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, all_se
         "dense": [f.stats.name for f in findings if f.kind == "dense"],
         "scale": {f.stats.name: f.stats.scale() for f in findings if f.kind == "dense"},
         "sparse": sparse,
-        "tables": {table.name: {"dim": dim, **table.choose_size(all_seen)} for table in tables},
+        "tables": {table.name: {"dim": dim, **table.choose_size(seen)} for table in tables},
     }
     values["statistics"] = {f.stats.name: f.stats.statistics() for f in findings if f.kind == "sparse"}
     return Schema.parse(values, uri)

@@ -91,7 +91,7 @@ class Inspection:
         shared = {
             name: f"shares {t.name}'s table: {why}" for t in self.tables for name, why in t.reasons.items()
         }
-        found = {("tables", t.name): t.comment for t in self.tables if t.comment}
+        found = {("tables", t.name): t.comment for t in self.tables}
         for f in self.findings:
             section = {"label": "labels", "dense": "dense", "sparse": "sparse"}.get(f.kind)
             if section:

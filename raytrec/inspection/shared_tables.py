@@ -9,10 +9,10 @@ from functools import cache
 import numpy as np
 
 from raytrec.config.schema import table_name
-from raytrec.inspection.column_roles import SPARSE_FILL, Finding, words
+from raytrec.inspection.column_roles import SPARSE_FILL, Finding, is_ordinal, words
 from raytrec.inspection.column_stats import SMALLEST, ColumnStats, count_distinct, share_of
 from raytrec.inspection.hot_ids import merge_counts
-from raytrec.inspection.table_size import table_size
+from raytrec.inspection.table_size import Kind, Seen, table_size
 
 # Words for how ids are used, not for what they are.
 HISTORY = frozenset(
@@ -36,20 +36,22 @@ class SharedTable:
     name: str
     members: list[Finding]
     reasons: dict[str, str] = field(default_factory=dict)
-    comment: str | None = None
+    comment: str = ""
 
-    def choose_size(self, all_seen: bool) -> dict:
+    def choose_size(self, seen: Seen) -> dict:
         """Return `rows` and `out_of_range` for the ids of all features in all parts of the data.
 
         Args:
-            all_seen: True if all rows of training, validation and test data were read.
+            seen: Rows that were read (`table_size`).
         """
         parts = [part for f in self.members for part in f.stats.parts]
         hashes = np.unique(np.concatenate([part.hashes for part in parts]))[:SMALLEST]
-        is_integer = all(f.stats.base != "text" for f in self.members)
-        low, high = (min(p.low for p in parts), max(p.high for p in parts)) if is_integer else (0, 0)
+        kind: Kind = "ordinal" if all(is_ordinal(f.stats) for f in self.members) else "id"
+        low, high = min(p.low for p in parts), max(p.high for p in parts)
+        if any(f.stats.base == "text" for f in self.members):
+            kind, low, high = "text", 0, 0
         hot = merge_counts(part.hot for part in parts)
-        size, self.comment = table_size(low, high, count_distinct(hashes), hot, is_integer, all_seen)
+        size, self.comment = table_size(low, high, count_distinct(hashes), hot, kind, seen)
         return size
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 
@@ -11,13 +11,15 @@ from raytrec.data.hashing import hash_integers
 from raytrec.inspection.column_roles import SPARSE_FILL
 from raytrec.inspection.hot_ids import HotIds
 
+Kind = Literal["text", "ordinal", "id"]
+Seen = Literal["sample", "train", "more"]
 FEW_VALUES = 1000  # the table of fewer values grows until each of them has its own row
 SMALL_TABLE = 65_536  # rows up to which tables have ten rows for each value
 
 
 def table_size(
-    low: float, high: float, distinct: int, hot: HotIds, is_integer: bool, all_seen: bool
-) -> tuple[dict, str | None]:
+    low: float, high: float, distinct: int, hot: HotIds, kind: Kind, seen: Seen
+) -> tuple[dict, str]:
     """Return a table's `rows` and `out_of_range`, and a comment on them.
 
     Args:
@@ -25,18 +27,23 @@ def table_size(
         high: Highest integer id.
         distinct: Number of distinct values.
         hot: The most frequent values.
-        is_integer: True for integer ids, False for text.
-        all_seen: True if all rows of training, validation and test data were read.
+        kind: Kind of the values.
+        seen: Rows that were read: a sample, all of the training data, or also those of validation or test
+            data.
     """
-    if not is_integer or low < 0 or high >= max(SPARSE_FILL * distinct, 100_000):
-        rows, shared = _rows_of_hash(distinct, hot, is_integer)
+    if kind == "text" or low < 0 or high >= max(SPARSE_FILL * distinct, 100_000):
+        rows, shared = _rows_of_hash(distinct, hot, kind != "text")
         comment = "each of its values has its own row"
         if shared or distinct > len(hot.counts()[0]):
             comment = f"values of {100 * shared:.2g} % of the lookups share a row with more frequent ones"
         return {"rows": rows, "out_of_range": "hash"}, comment
-    if all_seen:
-        return {"rows": int(high) + 1}, None
-    return {"rows": math.ceil(1.1 * (int(high) + 1)), "out_of_range": "hash"}, None
+    rows = int(high) + 1
+    if kind == "ordinal" and seen != "sample":
+        return {"rows": rows, "out_of_range": "clamp"}, f"larger values are read as {rows - 1}"
+    spare = 1 if seen == "more" else max(1, rows // 10)
+    if seen == "sample":
+        return {"rows": rows + spare, "out_of_range": "hash"}, "larger ids share rows with others"
+    return {"rows": rows + spare, "out_of_range": "clamp"}, "larger ids use its last row"
 
 
 def _rows_of_hash(distinct: int, hot: HotIds, is_integer: bool) -> tuple[int, float]:

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pyarrow as pa
 import pytest
-from any_parquet import write
+from any_parquet import accepted, write
 from reading import batch_of, read
 
 from raytrec.data.read_plan import ReadPlan
@@ -98,3 +98,88 @@ def test_bytes_are_counted_as_they_are_hashed(tmp_path):
     for kind in (pa.binary(), pa.large_binary()):
         write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, "word": pa.array(values, kind)})
         assert shared_rows(tmp_path, inspect(str(tmp_path)).schema, values) == 0
+
+
+def tables_of(folder, columns):
+    """Return feature → (rows, out_of_range) of its table, as proposed."""
+    write(folder / "a.parquet", {"label": np.arange(ROWS) % 2, **columns})
+    schema = inspect(str(folder)).schema
+    tables = {name: schema.tables[spec.table] for name, spec in schema.sparse.items()}
+    return {name: (table.rows, table.out_of_range) for name, table in tables.items()}
+
+
+def test_a_service_has_rows_for_integers_that_were_not_seen(tmp_path):
+    made = np.random.default_rng(4)
+    columns = {
+        "age": made.integers(17, 91, ROWS),
+        "year": made.integers(1990, 2025, ROWS),
+        "user_id": np.append(made.integers(0, 300, ROWS - 1), 299),
+        "shop": np.append(made.integers(0, 500, ROWS - 1), 499),
+        "tags": pa.array([bag.tolist() for bag in np.split(made.integers(0, 40, ROWS * 2), ROWS)]),
+    }
+    assert tables_of(tmp_path / "train", columns) == {
+        "age": (91, "clamp"),
+        "year": (2025, "clamp"),
+        "user_id": (330, "clamp"),
+        "shop": (550, "clamp"),
+        "tags": (44, "clamp"),
+    }
+    text = inspect(str(tmp_path / "train")).schema_yaml()
+    assert "user: {rows: 330, dim: 16, out_of_range: clamp}  # larger ids use its last row" in text
+    assert "age: {rows: 91, dim: 16, out_of_range: clamp}  # larger values are read as 90" in text
+    write(tmp_path / "test" / "a.parquet", {"label": np.arange(ROWS) % 2, **columns})
+    assert tables_of(tmp_path / "train", columns)["user_id"] == (301, "clamp"), "one row is not trained"
+
+
+def test_ids_beyond_a_sample_are_spread(tmp_path):
+    columns = {"label": np.arange(ROWS) % 2, "user_id": np.arange(ROWS) // 4}
+    write(tmp_path / "a.parquet", columns, row_group_size=100)
+    assert inspect(str(tmp_path), max_rows=1000).schema.tables["user"].out_of_range == "hash"
+
+
+@pytest.mark.parametrize("kind", [pa.float64(), pa.float32()])
+def test_whole_floats_have_the_roles_of_integers(tmp_path, kind):
+    made = np.random.default_rng(9)
+    nulls = made.random(ROWS) < 0.2
+    columns = {
+        "shop": made.integers(0, 300, ROWS),
+        "zip": made.choice(made.integers(8000, 9000, 50), ROWS),
+        "flag": made.integers(0, 2, ROWS),
+        "clicks": made.integers(-50, 50, ROWS),
+        "amount": made.integers(0, 10**6, ROWS),
+        "item_id": made.choice(made.integers(10**7, 2**24, 300), ROWS),
+    }
+    label = {"label": np.arange(ROWS) % 2}
+    for name, of in (("a", pa.int64()), ("b", kind)):
+        arrays = {key: pa.array(values, of, mask=nulls) for key, values in columns.items()}
+        write(tmp_path / name / "a.parquet", label | arrays)
+    plain, floats = (inspect(str(tmp_path / name)) for name in "ab")
+    assert set(plain.schema.sparse) == {"shop", "zip", "flag", "item_id"}
+    assert floats.schema == plain.schema and not floats.transforms
+    rows = [batch_of(*read(tmp_path / name, ReadPlan(plain.schema))).sparse for name in "ab"]
+    assert rows[0].values().tolist() == rows[1].values().tolist()
+    assert rows[0].lengths().tolist() == rows[1].lengths().tolist()
+
+
+def test_floats_that_are_no_exact_integers_are_not_read_as_ids(tmp_path):
+    made = np.random.default_rng(9)
+    columns = {
+        "half": made.integers(0, 30, ROWS) / 2,
+        "hole": np.append(made.integers(0, 30, ROWS - 1), np.inf),
+        "key_id": made.choice(made.integers(2**60, 2**62, 50), ROWS).astype(float),
+        "user_id": made.integers(0, 300, ROWS),
+    }
+    write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, **columns})
+    found = inspect(str(tmp_path))
+    assert found.schema.dense == ["half", "hole"]
+    assert {"do": "cast", "columns": ["key_id"], "to": "int64"} in found.transforms
+    accepted(found.schema_yaml(), tmp_path)
+
+
+def test_float_and_integer_columns_of_the_same_ids_share_a_table(tmp_path):
+    made = np.random.default_rng(2)
+    item = made.integers(0, 900, 300)[made.integers(0, 300, ROWS)] * 1000
+    columns = {"item_id": item, "last_item_id": pa.array(item[::-1], pa.float64(), mask=item > 800_000)}
+    write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, **columns})
+    sparse = inspect(str(tmp_path)).schema.sparse
+    assert sparse["item_id"].table == sparse["last_item_id"].table == "item"
