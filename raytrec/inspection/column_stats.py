@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pandas.util import hash_array
 
+from raytrec.config.base import MOST_AMOUNT
 from raytrec.config.schema import Scale, Statistics
 from raytrec.data.arrow import is_list, one_array, unnest
 from raytrec.data.columns import signed_log
@@ -246,19 +247,24 @@ class ColumnStats:
     def _add_moments(self, values: np.ndarray, counts: np.ndarray) -> None:
         self.first = float(values[0]) if self.first is None else self.first
         apart, logs = values - self.first, signed_log(values)
-        powers = np.stack([np.ones_like(values), apart, apart**2, logs, logs**2])
-        self.moments += powers @ counts
+        with np.errstate(over="ignore"):
+            powers = np.stack([np.ones_like(values), apart, apart**2, logs, logs**2])
+            self.moments += powers @ counts
 
     def scale(self) -> Scale:
-        """How its numbers are brought to one size: with mean 0 and variance 1; by their logarithms where one
-        is FAR from the others."""
+        """Return how the numbers are brought to mean 0 and variance 1.
+
+        Logarithms are used if a number is FAR from the others, or a schema cannot hold the standard deviation.
+        """
         count, apart, squares, logs, log_squares = self.moments
         nulls = "mean" if self.count_missing() else "error"
         if not count:
             return Scale(nulls=nulls)
-        mean, std = apart / count, max(0.0, squares / count - (apart / count) ** 2) ** 0.5
-        ends = np.array([self.low, self.high]) - self.first
-        if std and np.abs(ends - mean).max() > FAR * std:
+        mean = apart / count
+        with np.errstate(over="ignore", invalid="ignore"):
+            std = np.sqrt(np.maximum(0.0, squares / count - mean**2))  # NaN beyond float64
+            ends = np.array([self.low, self.high]) - self.first
+        if not std <= MOST_AMOUNT or (std and np.abs(ends - mean).max() > FAR * std):
             mean, std = logs / count, max(0.0, log_squares / count - (logs / count) ** 2) ** 0.5
             return _scale(mean, std, log=True, nulls=nulls)
         return _scale(self.first + mean, std, nulls=nulls)

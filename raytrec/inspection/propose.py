@@ -12,7 +12,7 @@ How a column's kind is inferred, in this order (column_roles.py):
                text; numbers called …id; integers that fill their range, from wherever it begins, and repeat;
                integers of few values, or too large for quantities
     weights    lists of floats called like a sparse list: tags_weights or tags_weight for tags
-    dense      other numbers
+    dense      other numbers; if no column is sparse, they are also looked up in buckets (bucketize)
 
 Fields of structs are columns: user.age. Features share a table where their values and their names agree,
 or where values are such (text, hashed ids) that it cannot be chance (shared_tables.py).
@@ -43,11 +43,11 @@ from raytrec.inspection.column_roles import (
 from raytrec.inspection.column_scan import scan_columns
 from raytrec.inspection.column_stats import ColumnStats, copied_label
 from raytrec.inspection.result import Inspection, as_flow
-from raytrec.inspection.shared_tables import SharedTable, find_tables, is_sequence
-from raytrec.inspection.table_size import Seen
+from raytrec.inspection.shared_tables import SharedTable, find_tables, free_name, is_sequence
+from raytrec.inspection.table_size import Seen, bucket_boundaries
 
 # Of transforms: in lists, all but fill_null remove nulls, whose weights would stay.
-ORDER = ("fill_null", "cast", "drop_null", "binarize", "clip")
+ORDER = ("fill_null", "cast", "drop_null", "binarize", "clip", "bucketize")
 
 
 def inspect(
@@ -96,12 +96,26 @@ def inspect(
     _check_some_label(findings, uri)
     _skip_copies(findings)
     _pair_weights(findings)
+    _add_buckets(findings)
     tables = find_tables(findings)
     seen: Seen = "sample" if not scan.whole else "more" if scan.also else "train"
     schema = _schema(findings, tables, dim, seen, uri)
     return Inspection(
         uri, findings, schema, _transforms(findings), tables, scan, list(dict.fromkeys(reserve_columns or []))
     )
+
+
+def _add_buckets(findings: list[Finding]) -> None:
+    """Make ids of dense columns, too, if no other column can be looked up in a table."""
+    if any(f.kind == "sparse" for f in findings):
+        return
+    taken = {f.stats.name for f in findings}
+    for f in findings:
+        if f.kind == "dense":
+            into = free_name(f"{f.stats.name}_bucket", taken)
+            taken.add(into)
+            f.needs("bucketize", boundaries=bucket_boundaries(f.stats.scale()), into=[into])
+            f.notes.append("also looked up in buckets, as no column has ids")
 
 
 def _check_there(named: list[str], names: list[str], uri: str) -> None:
@@ -168,13 +182,6 @@ def _keep_length(f: Finding) -> None:
 
 
 def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, seen: Seen, uri: str) -> Schema:
-    if not tables:
-        raise SchemaError(
-            "no column can be looked up in a table",
-            where=uri,
-            expected="integer ids, lists of them, or text",
-            do="make ids of a number in data.transforms: {do: bucketize, columns: [NUMBER], boundaries: […]}",
-        )
     of_column = {f.stats.name: table for table in tables for f in table.members}
     weights = {f.why.removeprefix("of "): f.stats.name for f in findings if f.kind == "weights"}
     sparse = {}
@@ -183,12 +190,19 @@ def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, seen: 
             name = f.stats.name
             pooling = "sequence" if is_sequence(f) else "mean" if f.stats.is_list else "sum"
             sparse[name] = {"table": of_column[name].name, "pooling": pooling, "weights": weights.get(name)}
+    sizes = {table.name: table.choose_size(seen) for table in tables}
+    for made in (t for f in findings for t in f.transforms if t["do"] == "bucketize"):
+        (name,) = made["into"]
+        sparse[name], sizes[name] = {"table": name}, {"rows": len(made["boundaries"]) + 1}
+    if not sparse:
+        expected = "numbers, integer ids, lists of them, or text"
+        raise SchemaError("no column can be a feature", where=uri, expected=expected)
     values: dict[str, Any] = {
         "labels": [f.stats.name for f in findings if f.kind == "label"],
         "dense": [f.stats.name for f in findings if f.kind == "dense"],
         "scale": {f.stats.name: f.stats.scale() for f in findings if f.kind == "dense"},
         "sparse": sparse,
-        "tables": {table.name: {"dim": dim, **table.choose_size(seen)} for table in tables},
+        "tables": {name: {"dim": dim, **size} for name, size in sizes.items()},
     }
     values["statistics"] = {f.stats.name: f.stats.statistics() for f in findings if f.kind == "sparse"}
     return Schema.parse(values, uri)

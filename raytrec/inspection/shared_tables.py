@@ -76,7 +76,7 @@ def find_tables(findings: list[Finding]) -> list[SharedTable]:
             table.members.append(f)
             table.reasons[f.stats.name] = why
         else:
-            tables.append(SharedTable(_free_name(f.stats.name, {t.name for t in tables}), [f]))
+            tables.append(SharedTable(free_name(f.stats.name, {t.name for t in tables}), [f]))
     return tables
 
 
@@ -108,8 +108,8 @@ def _nouns(name: str) -> frozenset[str]:
     return frozenset(re.sub(r"(?<=\w\w\w)s$", "", word) for word in words(name) if word not in USE)
 
 
-def _free_name(column: str, taken: set[str]) -> str:
-    """A table's name: the column's, without what tables or figures cannot have in theirs."""
+def free_name(column: str, taken: set[str]) -> str:
+    """Return a name for a table: the column's, without characters that tables or figures cannot have."""
     name = re.sub(r"[^\w\-]+", "_", re.sub(r"(?<=.)([_.][iI][dD]s?|(?<=[a-z])I[dD]s?)$", "", column)).strip(
         "_"
     )

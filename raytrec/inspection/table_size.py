@@ -1,12 +1,14 @@
-"""Numbers of rows of tables, chosen so that frequent values do not share a row."""
+"""Numbers of rows of tables, so that frequent values do not share a row, and buckets of numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
 
+from raytrec.config.schema import Scale
 from raytrec.data.hashing import hash_integers
 from raytrec.inspection.column_roles import SPARSE_FILL
 from raytrec.inspection.hot_ids import HotIds
@@ -44,6 +46,14 @@ def table_size(
     if seen == "sample":
         return {"rows": rows + spare, "out_of_range": "hash"}, "larger ids share rows with others"
     return {"rows": rows + spare, "out_of_range": "clamp"}, "larger ids use its last row"
+
+
+def bucket_boundaries(scale: Scale) -> list[float]:
+    """Return the boundaries of ten buckets with about as many of a column's numbers in each, if these are
+    normally distributed as they are read (`Scale`)."""
+    deciles = scale.mean + scale.std * np.array([NormalDist().inv_cdf(k / 10) for k in range(1, 10)])
+    numbers = np.sign(deciles) * np.expm1(np.abs(deciles).clip(max=700)) if scale.log else deciles
+    return sorted({float(f"{number:.12g}") for number in numbers})
 
 
 def _rows_of_hash(distinct: int, hot: HotIds, is_integer: bool) -> tuple[int, float]:

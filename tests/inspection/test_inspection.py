@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from any_parquet import accepted, odd_dataset, write
-from reading import batch_of, read
+from reading import batch_of, parse_transforms, read
 from typer.testing import CliRunner
 
 from raytrec.cli import app
@@ -199,12 +199,45 @@ def test_label_must_be_known(tmp_path):
         inspect(str(tmp_path), labels=["sold"])
 
 
-def test_nothing_to_look_up_and_nothing_there(tmp_path):
+def test_nothing_to_learn_from_and_nothing_there(tmp_path):
     with pytest.raises(DataError, match="no such folder"):
         inspect(str(tmp_path / "none"))
-    pq.write_table(pa.table({"label": [0, 1], "x": [0.5, 0.1]}), tmp_path / "a.parquet")
-    with pytest.raises(SchemaError, match="looked up"):
+    pq.write_table(pa.table({"label": [0, 1], "x": pa.nulls(2)}), tmp_path / "a.parquet")
+    with pytest.raises(SchemaError, match="no column can be a feature"):
         inspect(str(tmp_path))
+
+
+def test_numbers_alone_are_also_looked_up_in_buckets(tmp_path):
+    rng = np.random.default_rng(7)
+    columns = {
+        "label": rng.integers(0, 2, ROWS),
+        "x": rng.normal(1e9, 2.0, ROWS),
+        "x_bucket": pa.array(rng.normal(size=ROWS), mask=np.arange(ROWS) % 10 == 0),
+        "a: b": rng.lognormal(3, 3, ROWS) * rng.choice([-1, 1], ROWS),
+        "huge": np.where(np.arange(ROWS) % 9, rng.normal(size=ROWS), np.inf),
+        "flag": rng.random(ROWS) < 0.5,
+        "price": pa.array((rng.integers(-500, 500, ROWS) / 4).tolist()).cast(pa.decimal128(9, 2)),
+    }
+    write(tmp_path / "train" / "a.parquet", columns)
+    found = inspect(str(tmp_path))
+    schema = accepted(found.schema_yaml(), tmp_path / "train")
+    assert schema.dense == list(columns)[1:] and len(schema.sparse) == len(schema.dense)
+    assert "also looked up in buckets, as no column has ids" in found.schema_yaml()
+    table, form = read(tmp_path / "train", ReadPlan(schema, transforms=parse_transforms(found.transforms)))
+    batch = batch_of(table, form)
+    for name in ("x_bucket_2", "x_bucket_bucket", "a_b_bucket"):
+        ids = batch.sparse[name].values().numpy()
+        assert len(ids) == (1800 if name == "x_bucket_bucket" else ROWS)
+        assert schema.tables[name].rows == 10 and set(ids) == set(range(10))
+        assert np.bincount(ids).max() < 0.3 * ROWS
+
+
+def test_numbers_far_apart_have_buckets(tmp_path):
+    for far in (1e10, 1e30, 1e300):
+        write(tmp_path / "a.parquet", {"label": [1, 0, 1], "x": [0.5, far, -far]})
+        found = inspect(str(tmp_path))
+        accepted(found.schema_yaml(), tmp_path)
+        assert found.schema.scale["x"].log and found.schema.tables["x_bucket"].rows == 10
 
 
 def test_file_is_not_overwritten(folder, tmp_path, capsys):
