@@ -254,7 +254,7 @@ class ColumnStats:
     def scale(self) -> Scale:
         """Return how the numbers are brought to mean 0 and variance 1.
 
-        Logarithms are used if a number is FAR from the others, or a schema cannot hold the standard deviation.
+        Logarithms are used if a number is FAR from the others, or the deviation is too large for a schema.
         """
         count, apart, squares, logs, log_squares = self.moments
         nulls = "mean" if self.count_missing() else "error"
