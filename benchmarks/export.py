@@ -142,7 +142,7 @@ def _measure(run: Path, scratch: Path, precision: str, rows: int, requests: int)
 
 def _peak_memory(process: int) -> int:
     """The most resident memory that a process has had, in bytes. (wait4 counts its parent's, too.)"""
-    status = Path(f"/proc/{process}/status").read_text()
+    status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
     found = re.search(r"VmHWM:\s+(\d+) kB", status)
     return int(found[1]) * 1024 if found else 0
 

@@ -433,7 +433,10 @@ def exchange(size: Size, batch: int, device: torch.device, world: int) -> dict[s
     """Collectives of a step between `world` processes on this machine, without anything else."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_exchange, (world, device.type, size, batch, folder), nprocs=world)
-        return {side: Figures(**f) for side, f in json.loads(Path(folder, "figures").read_text()).items()}
+        return {
+            side: Figures(**f)
+            for side, f in json.loads(Path(folder, "figures").read_text(encoding="utf-8")).items()
+        }
 
 
 def _exchange(rank: int, world: int, kind: str, size: Size, batch: int, folder: str) -> None:
@@ -463,7 +466,7 @@ def _exchange(rank: int, world: int, kind: str, size: Size, batch: int, folder: 
             Figures(each * 1e3, batch / each, None, None)
         )
     if rank == 0:
-        Path(folder, "figures").write_text(json.dumps(found))
+        Path(folder, "figures").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 
 

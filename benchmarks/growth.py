@@ -117,7 +117,10 @@ def run(points: list[Point], steps: int) -> dict[Point, dict[str, Any]]:
         chosen = [point for point in dict.fromkeys(points) if point.workers == workers]
         with tempfile.TemporaryDirectory(prefix="growth-") as folder:
             mp.spawn(measure, (workers, chosen, steps, folder), nprocs=workers)
-            ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(workers)]
+            ranks = [
+                json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8"))
+                for rank in range(workers)
+            ]
         for point, *of in zip(chosen, *ranks, strict=True):
             found[point] = {key: sum(each[key] for each in of) for key in of[0]}
     return found

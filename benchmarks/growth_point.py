@@ -156,7 +156,7 @@ def measure(rank: int, workers: int, points: list[Point], steps: int, folder: st
         gc.collect()  # models are cycles
         if rank == 0:
             print(point, found[-1], flush=True)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    Path(folder, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -32,11 +32,11 @@ CODE = re.compile(r"(?s)```.*?```|`[^`]*`|<!--.*?-->")
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """(line, text) of what a reader reads in a file."""
     if path.suffix == ".md":
-        page = CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), path.read_text())
+        page = CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), path.read_text(encoding="utf-8"))
         yield from enumerate(page.splitlines(), 1)
         return
     kinds = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
         if token.type in kinds:
             yield from enumerate(token.string.splitlines(), token.start[0])
 

@@ -119,7 +119,7 @@ class Watched:
         return step / start["total"] * 1_000_000
 
     def _lines(self, name: str) -> Iterator[dict]:
-        with open(self.folder / "run" / name) as file:
+        with open(self.folder / "run" / name, encoding="utf-8") as file:
             yield from (json.loads(line) for line in file if line.endswith("\n"))
 
     def look(self) -> None:

@@ -30,7 +30,7 @@ METRICS = {
 
 def peak_bytes() -> int:
     """The most memory that this process has had."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 

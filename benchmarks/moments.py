@@ -36,7 +36,7 @@ class Moment:
 
 def note(name: str) -> None:
     line = json.dumps(asdict(Moment(name, time.time(), os.getpid()))) + "\n"
-    with open(os.environ[FILE], "a") as file:
+    with open(os.environ[FILE], "a", encoding="utf-8") as file:
         file.write(line)
 
 

@@ -159,7 +159,7 @@ def of_raytrec(trained: pd.DataFrame, tested: pd.DataFrame, seeds: int) -> list[
         for name, rows in (("train", trained), ("test", tested)):
             (Path(place) / name).mkdir()
             rows.to_parquet(Path(place) / name / "a.parquet", index=False, row_group_size=16_384)
-        Path(place, "schema.yaml").write_text(inspect(place).schema_yaml())
+        Path(place, "schema.yaml").write_text(inspect(place).schema_yaml(), encoding="utf-8")
         places = [f"data.train={place}/train", f"data.test={place}/test"]
         with session_of(load_config(JOB, places)):
             for seed in range(seeds):

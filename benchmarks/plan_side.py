@@ -32,23 +32,23 @@ STATUS = Path("/proc/self/status")
 
 def anonymous() -> int:
     """Bytes of this process's own memory."""
-    return 1024 * int(STATUS.read_text().split("RssAnon:")[1].split()[0])
+    return 1024 * int(STATUS.read_text(encoding="utf-8").split("RssAnon:")[1].split()[0])
 
 
 def peak() -> int:
     """The most that it had since `forget_peak`, files included."""
-    return 1024 * int(STATUS.read_text().split("VmHWM:")[1].split()[0])
+    return 1024 * int(STATUS.read_text(encoding="utf-8").split("VmHWM:")[1].split()[0])
 
 
 def resident() -> int:
-    return 1024 * int(STATUS.read_text().split("VmRSS:")[1].split()[0])
+    return 1024 * int(STATUS.read_text(encoding="utf-8").split("VmRSS:")[1].split()[0])
 
 
 def release() -> None:
     """Gives what is free back, and begins a new peak."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 class Case:

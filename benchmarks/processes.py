@@ -50,7 +50,7 @@ def command_of(pid: int) -> str:
 
 def read(pid: int, name: str) -> str:
     """A file that the kernel has about a process."""
-    return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")
 
 
 class Marked:

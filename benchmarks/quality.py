@@ -276,9 +276,8 @@ def measure_smallest(rows: list[Row]) -> None:
                 except RaytrecError as error:
                     failed.append(row.name)
                     why = Path(scratch, row.name, "error.txt")
-                    print(
-                        f"{row.name}: FAILED\n{error}\n{why.read_text() if why.exists() else ''}", flush=True
-                    )
+                    story = why.read_text(encoding="utf-8") if why.exists() else ""
+                    print(f"{row.name}: FAILED\n{error}\n{story}", flush=True)
     if failed:
         raise typer.Exit(1)
 

@@ -95,7 +95,10 @@ def _dlrm(table_rows: int) -> tuple[str, pa.Table]:
     subprocess.run([sys.executable, "-m", "raytrec", *make], check=True, capture_output=True, timeout=START_S)
     schema = Path("data/schema.yaml")
     # The ids stay those that were drawn: as many rows as in Ray's benchmark are there, not all are read.
-    schema.write_text(re.sub(r"rows: \d+", f"rows: {max(table_rows, 50_000)}", schema.read_text()))
+    schema.write_text(
+        re.sub(r"rows: \d+", f"rows: {max(table_rows, 50_000)}", schema.read_text(encoding="utf-8")),
+        encoding="utf-8",
+    )
     config = {
         "data": {"train": "data/train", "test": "data/test", "global_batch_size": 2048},
         "model": {"name": "dlrm", "bottom_mlp": [256], "top_mlp": [256, 128, 64]},
@@ -122,7 +125,7 @@ def _sasrec() -> tuple[str, pa.Table]:
         "sparse": sparse,
         "tables": {"item": {"rows": ITEMS, "dim": 64}},
     }
-    Path("sequences/schema.yaml").write_text(yaml.safe_dump(schema))
+    Path("sequences/schema.yaml").write_text(yaml.safe_dump(schema), encoding="utf-8")
     config = {
         "data": {"train": "sequences/train", "global_batch_size": 500},
         "model": {"name": "sasrec", "max_length": LENGTH},
@@ -197,7 +200,7 @@ def _sides(stack: ExitStack, export: str, data: pa.Table, table_rows: int) -> di
 def _running(words: list[str], port: int, body: bytes, environment: dict[str, str]):
     """A service, from when it answers."""
     words = [str(HERE.parent / word) if word.startswith("benchmarks/") else word for word in words]
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         process = subprocess.Popen(
             [sys.executable, *words], env=os.environ | environment, stdout=log, stderr=log
         )

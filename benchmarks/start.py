@@ -123,7 +123,7 @@ def _first_of_each(moments: list[Moment], name: str) -> list[float]:
 
 def read_moments(file: Path) -> list[Moment]:
     with suppress(FileNotFoundError):
-        lines = file.read_text().splitlines(keepends=True)
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         return [Moment(**json.loads(line)) for line in lines if line.endswith("\n")]
     return []
 

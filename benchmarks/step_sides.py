@@ -53,7 +53,7 @@ class Settings:
 
     @classmethod
     def load(cls, path: str) -> Settings:
-        return cls(**json.loads(Path(path).read_text()))
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
     @property
     def schema(self) -> Any:
@@ -67,7 +67,7 @@ def train(settings: Settings, batches: Iterator[Any], rank: int) -> None:
     from step_profile import Probe
 
     pipeline, probe = build(settings), Probe(rank)
-    with open(settings.steps, "a") as file:
+    with open(settings.steps, "a", encoding="utf-8") as file:
         for step in range(1, settings.total + 1):
             pipeline.progress(batches)
             probe.step(step)

@@ -38,7 +38,7 @@ _side: Side  # of this process
 
 def groups_here() -> Path | None:
     """The folder of this process's memory cgroup (v1), where it may make others; None: it may not."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, kinds, name = line.split(":", 2)
         folder = Path(f"/sys/fs/cgroup/memory{name}")
         if kinds == "memory" and os.access(folder, os.W_OK):

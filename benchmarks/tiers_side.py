@@ -108,7 +108,7 @@ def scattered(ids: torch.Tensor, rows: int) -> torch.Tensor:
 
 def own_memory() -> int:
     """Bytes of this process's memory that are of no file."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 

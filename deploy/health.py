@@ -22,7 +22,7 @@ def main() -> int:
     role = Path("/tmp/role")
     if not role.exists():  # a command, which ends by itself
         return 0
-    for url in QUESTIONS[role.read_text().strip()]:
+    for url in QUESTIONS[role.read_text(encoding="utf-8").strip()]:
         try:
             with urllib.request.urlopen(url, timeout=8):
                 pass

@@ -125,7 +125,7 @@ def refuse_old_driver(file: Path = DRIVER_FILE) -> None:
         InstallError: NVIDIA's driver on this machine is older than the packages' CUDA needs.
     """
     try:
-        found = re.search(r"\b(\d{3})\.\d+(\.\d+)?\b", file.read_text())
+        found = re.search(r"\b(\d{3})\.\d+(\.\d+)?\b", file.read_text(encoding="utf-8"))
     except OSError:
         return
     # NVIDIA's package of CUDA's libraries for older drivers, on GPUs of data centers.

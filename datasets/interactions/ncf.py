@@ -66,7 +66,7 @@ def read_negatives(path: Path) -> dict[int, list[int]]:
         DataError: a line is not a user with candidates; names it.
     """
     found: dict[int, list[int]] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         first, *others = line.split("\t")
         pair = PAIR.fullmatch(first.strip())
         if not pair or not others or not all(item.strip().isdecimal() for item in others):
@@ -117,7 +117,7 @@ def _ratings(path: Path) -> np.ndarray:
 def _broken(path: Path, why: str) -> DataError:
     """The error of a file, with its first line that is none of the layout's."""
     if path.is_file():
-        with path.open(errors="replace") as file:
+        with path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, 1):
                 fields = line.rstrip("\n").split("\t")
                 named = [fields[place] for place in (0, 1, 3) if place < len(fields)]

@@ -116,7 +116,7 @@ def read_sides(path: Path, key: str) -> list[Side]:
 def _table(path: Path, key: str) -> pa.Table:
     try:
         if path.suffix == ".json":
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text(encoding="utf-8"))
             return pa.table({key: list(content), ATTRIBUTES: list(content.values())})
         table = pq.read_table(path) if path.suffix == ".parquet" else csv.read_csv(path)
     except (OSError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:

@@ -187,7 +187,7 @@ def _broken(path: Path, divider: str, time: str | None, why: str) -> DataError:
     none."""
     expected = "as many fields in each line as in the first" + f", {time}: a number or timestamp" * bool(time)
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             lines = plain_csv.reader(file, delimiter=divider)
             names = next(lines, [])
             for line in filter(None, lines):

@@ -61,14 +61,17 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The `raytrec` command. A RaytrecError is one message and exit code 1, without a traceback.
+    """Run the `raytrec` command. A RaytrecError is one message and exit code 1, without a traceback.
 
     Args:
-        arguments: default: the command line's; then the process ends here.
+        arguments: Default: those of the command line; the process then ends here.
     """
-    from raytrec.common.processes import ends_at_once
+    from raytrec.common.processes import ends_at_once, take_hangup_as_sigterm
+    from raytrec.common.streams import lasting_streams
 
-    with ends_at_once() if arguments is None else nullcontext():
+    if arguments is None:
+        take_hangup_as_sigterm()
+    with ends_at_once() if arguments is None else nullcontext(), lasting_streams():
         _run(arguments)
 
 

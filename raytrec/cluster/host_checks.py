@@ -25,6 +25,9 @@ MIB, GIB = 1 << 20, 1 << 30
 SHARED_MEMORY, NVIDIA = Path("/dev/shm"), Path("/proc/driver/nvidia/gpus")
 NO_ROOM, LITTLE_ROOM = 64 * MIB, GIB  # bytes of shared memory; Docker gives 64 MiB
 LEAST_FILES, ENOUGH_FILES = 1024, 8192  # open files of a process
+# Bytes that each of Ray's processes maps, and the share of memory of the object store that it maps as well:
+# with 24 GiB of memory, a run ended under `ulimit -v` of 12 GiB, and not of 20 GiB.
+LEAST_VIRTUAL, STORE_SHARE = 12 * GIB, 0.3
 LEAST_MEMORY = GIB  # a worker takes about this much before it has a table
 LEAST_DISK, RAY_STOPS_AT = 200 * MIB, 0.95  # Ray 2.60: local_fs_capacity_threshold
 LIMIT_S = 15.0
@@ -178,11 +181,15 @@ def shared_memory() -> Found:
 
 @host_check("limits")
 def limits() -> Found:
-    """Open files, and locked memory where there is InfiniBand."""
+    """Check open files, virtual memory, and locked memory where there is InfiniBand."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    words = ["unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}" for limit in (files, locked)]
-    what = f"{words[0]} open files, {words[1]} bytes of locked memory"
+    virtual, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limited = ["unlimited" if n == resource.RLIM_INFINITY else f"{n:,}" for n in (files, locked, virtual)]
+    what = f"{limited[0]} open files, {limited[1]} bytes of locked and {limited[2]} of virtual memory"
+    if virtual != resource.RLIM_INFINITY and virtual < LEAST_VIRTUAL + STORE_SHARE * system_memory():
+        do = "remove it: ulimit -v unlimited, LimitAS=infinity (systemd); limit memory by cgroups instead"
+        yield Diagnosis(FAILURE, f"{what}: Ray's processes map more than that, and end at once", do)
     do = "raise it: ulimit -n 65536, LimitNOFILE=65536 (systemd), docker run --ulimit nofile=65536"
     if files != resource.RLIM_INFINITY and files < ENOUGH_FILES:
         yield Diagnosis(FAILURE if files < LEAST_FILES else WARNING, f"{what}: Ray needs more files", do)

@@ -9,6 +9,7 @@ import atexit
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -55,6 +56,12 @@ def _remove(path: Path) -> None:
     else:
         with suppress(OSError):
             path.unlink()
+
+
+def take_hangup_as_sigterm() -> None:
+    """Handle SIGHUP, sent when a terminal or an ssh session ends, like SIGTERM; under nohup, ignore it."""
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
 
 
 @contextmanager

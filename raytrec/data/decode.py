@@ -49,7 +49,7 @@ class Faults:
         if not self.skip:
             raise error
         if self.log:
-            with open(self.log, "a") as file:  # short lines, appended whole by each process
+            with open(self.log, "a", encoding="utf-8") as file:  # short lines, appended whole by each process
                 file.write(json.dumps({"what": error.what, "where": error.where, "rows": rows}) + "\n")
 
 

@@ -110,7 +110,7 @@ def write_rates(file: Path, ranks: int | None) -> None:
     gpus = usable_gpus() if built_for() == "cuda" else []
     rates = measure_rates(ranks or len(gpus) or 2, lambda line: print(line, file=sys.stderr))
     with os_errors("cannot write the rates", where=str(file)):
-        file.write_text(rates.to_json())
+        file.write_text(rates.to_json(), encoding="utf-8")
 
 
 def _existing(place: str) -> str:

@@ -115,7 +115,7 @@ def ask_to_stop(note: dict[str, Any]) -> None:
 def _started(pid: int) -> int | None:
     """When a process began, in the kernel's ticks: with its id, it is no other process. None: it is gone."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # the name before it may hold anything
@@ -144,7 +144,7 @@ def _logged(path: Path) -> Iterator[None]:
         return
     before = sys.stderr
     try:
-        file = open(path, "a", buffering=1)  # noqa: SIM115
+        file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
     except OSError:  # a full disk, which the run itself reports
         yield
         return

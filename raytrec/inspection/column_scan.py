@@ -10,11 +10,11 @@ from itertools import groupby
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import types as t
-from rich.console import Console
 from rich.progress import Progress
 
 from raytrec.common.errors import DataError, first_line
 from raytrec.common.storage import open_filesystem
+from raytrec.common.terminal import open_console
 from raytrec.data.arrow import (
     Ambiguous,
     find_column,
@@ -207,7 +207,7 @@ def _read_columns(columns: list[ColumnStats], chosen: dict, footers: dict, label
     Raises:
         DataError: a file cannot be opened, or no column can be read.
     """
-    console, errors = Console(stderr=True), []
+    console, errors = open_console(stderr=True), []
     slices = [columns[at : at + COLUMNS_AT_ONCE] for at in range(0, len(columns), COLUMNS_AT_ONCE)]
     work = [(part, path, i, some) for part, of in chosen.items() for path, i, _ in of for some in slices]
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:

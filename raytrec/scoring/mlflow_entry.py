@@ -24,7 +24,7 @@ class ExportedModel(PythonModel):
             RaytrecError: there is none, it is damaged, or another than the one that was logged.
         """
         place, allow_code = Path(context.artifacts["export"]), bool(context.model_config.get("allow_code"))
-        logged = None if place.is_dir() else json.loads(place.read_text())
+        logged = None if place.is_dir() else json.loads(place.read_text(encoding="utf-8"))
         self._model = raytrec.load(logged["uri"] if logged else place, allow_code=allow_code)
         manifest = self._model.manifest
         if logged and manifest.checksum != logged["checksum"]:

@@ -125,7 +125,9 @@ def _token(name: str) -> str:
     file = token_file(name)
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+        with open(
+            os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+        ) as opened:
             opened.write(secrets.token_urlsafe(32) + "\n")
     return file.read_text().strip()
 

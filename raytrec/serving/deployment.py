@@ -42,7 +42,6 @@ class Replica:
     def __init__(self, served: Served, token: str | None):
         import ray
         import torch
-        import torch.export.pt2_archive  # with what exports are read by
         from ray import serve
 
         from raytrec.compat.ray_serve import keep_replica_on_loopback, leave_models_to_the_collector

@@ -211,7 +211,7 @@ def one_delivery(folder: Path) -> Iterator[None]:
     On file systems without locks, or without room, it waits for none.
     """
     try:
-        file = open(folder / LOCK, "a")  # noqa: SIM115 (closed below)
+        file = open(folder / LOCK, "a", encoding="utf-8")  # noqa: SIM115 (closed below)
     except OSError:
         yield
         return

@@ -104,7 +104,9 @@ class Store:
     def upload(self, path: Path, folder: str) -> None:
         """A file as an artifact of the run, in a folder of its artifacts ('' for the top)."""
         if path.suffix == ".yaml":  # a configuration, in which there may be passwords
-            self._client.log_text(self.run_id, hide_yaml(path.read_text()), str(Path(folder) / path.name))
+            self._client.log_text(
+                self.run_id, hide_yaml(path.read_text(encoding="utf-8")), str(Path(folder) / path.name)
+            )
         else:
             self._client.log_artifact(self.run_id, str(path), folder or None)
 

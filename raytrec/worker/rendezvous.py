@@ -106,7 +106,7 @@ def chosen_network() -> str:
     if not file.name.startswith(NCCL_LOG):
         return ""
     try:
-        found = re.findall(r"Using network (.+)", file.read_text(errors="replace"))
+        found = re.findall(r"Using network (.+)", file.read_text(encoding="utf-8", errors="replace"))
         file.unlink()
     except OSError:
         return ""

@@ -173,6 +173,18 @@ def test_disks_memory_and_limits_that_are_short(tmp_path, monkeypatch):
     assert "ulimit -n" in the_only("limits", FAILURE).do
 
 
+def test_a_limit_of_virtual_memory_is_named_before_a_run():
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+from raytrec.cluster.host_checks import check_before_run
+print(*check_before_run(), sep="\\n")
+"""
+    lines = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).splitlines()
+    (line,) = [line for line in lines if line.startswith("limits")]
+    assert "8,589,934,592 of virtual memory" in line and "ulimit -v unlimited" in line
+
+
 def test_a_run_of_this_host_warns_of_what_is_short_before_ray_starts(tiny_data, tmp_path, monkeypatch):
     from raytrec.driver.preflight import check_plan
     from raytrec.driver.prepare import open_run, resolve_config

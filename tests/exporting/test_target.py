@@ -12,7 +12,6 @@ from exports import trained
 from test_models import Modelled
 
 import raytrec
-import raytrec.exporting.export
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.output_folder import OutputFolder, hold_folder
 from raytrec.exporting.target import Target

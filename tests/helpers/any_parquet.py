@@ -89,7 +89,7 @@ def random_array(kind, rng, rows):
     return pa.array(whole, bits).cast(kind)
 
 
-def read_all(place, schema, transforms=(), tasks=({},)):
+def read_all(place, schema, transforms=(), tasks=({},)):  # noqa: B006 (nothing changes it)
     """Reads all rows of a place as a run would."""
     resolved = resolve_tasks([TaskSection(**task) for task in tasks], schema)
     read(place, read_plan(resolved, schema, parse_transforms(transforms)))

@@ -239,7 +239,7 @@ def memory_filesystem(folder: Path) -> str | None:
     """The type of the file system that a folder is on, if that keeps its files in memory; Linux only."""
     device = os.stat(folder).st_dev
     try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     of_device = f"{os.major(device)}:{os.minor(device)}"

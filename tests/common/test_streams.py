@@ -1,0 +1,75 @@
+"""Output to streams that cannot take it."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from raytrec.common.streams import LastingStream, lasting_streams
+from raytrec.common.terminal import open_console
+
+CONFIG = [sys.executable, "-m", "raytrec", "config"]
+HANGUP = """
+import os, signal, sys
+from raytrec.common.processes import take_hangup_as_sigterm
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+take_hangup_as_sigterm()
+os.kill(os.getpid(), signal.SIGHUP)
+"""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_characters_that_the_encoding_lacks_are_replaced(encoding, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    with lasting_streams():
+        print("│ 1 – 2 … │")
+        open_console().print("× µs")
+    stream.flush()
+    text = stream.buffer.getvalue().decode(encoding)
+    assert text == ("│ 1 – 2 … │\n× µs\n".encode(encoding, "replace").decode(encoding))
+
+
+def test_streams_that_are_gone_drop_text():
+    ends = os.pipe()
+    os.close(ends[0])
+    with open(ends[1], "w", buffering=1) as pipe:
+        stream = LastingStream(lambda: pipe)
+        assert stream.write("a\n") == 2 and isinstance(stream.error, BrokenPipeError)
+        pipe_error = stream.error
+        stream.flush()
+        assert pipe_error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), pipe.fileno())
+    closed = io.StringIO()
+    closed.close()
+    assert LastingStream(lambda: closed).write("a") == 1
+    nothing = LastingStream(lambda: None)
+    assert nothing.write("a") == 1 and not hasattr(nothing, "isatty")
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "message"), [("/dev/full", 1, "No space left"), ("closed", 0, "")]
+)
+def test_a_result_that_is_lost_is_an_error_unless_its_reader_has_ended(target, code, message):
+    if target == "closed":
+        reading, writing = os.pipe()
+        os.close(reading)
+    else:
+        writing = os.open(target, os.O_WRONLY)
+    ended = subprocess.run(
+        [*CONFIG, "--schema"], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    os.close(writing)
+    assert ended.returncode == code and message in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(("ignored", "code"), [(False, 7), (True, 0)])
+def test_hangup_is_taken_as_sigterm_except_under_nohup(ignored, code):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        assert subprocess.run([sys.executable, "-c", HANGUP], timeout=60).returncode == code
+    finally:
+        signal.signal(signal.SIGHUP, before)
