@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from raytrec.common.errors import some
 from raytrec.common.storage import sibling
-from raytrec.config.base import Few, PositiveFloat, PositiveInt, Section
+from raytrec.config.base import Few, Number, PositiveFloat, PositiveInt, Section
 from raytrec.config.transforms import BUILT_IN, Transform
 
 NAME = re.compile(r"\w[\w .,:+=@()-]{0,149}")
@@ -98,6 +98,9 @@ class DataSection(Section):
         description="What is applied to columns before the schema sees them: "
         f"{', '.join(BUILT_IN)}, or module:function.",
     )
+    holdout: Annotated[Number, Field(gt=0, le=0.5)] | Literal["auto"] | None = None
+    """Share of the rows of data.train that is held out of training and used as data.valid; ignored where
+    data.valid is set. auto: a tenth, at most about 100,000 rows. null: none."""
     reserve_columns: ReservedColumns = Field(default_factory=list)
     """Columns that go along with rows untouched: groups and items of tasks, slices of evaluations, keys of
     predictions. Any type with one value a row; also those of folders key=value."""

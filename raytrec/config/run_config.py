@@ -95,9 +95,13 @@ class RunConfig(Section):
             raise ValueError("checkpoint.keep_best is set, but train.eval_every_steps is not")
         if self.train.early_stopping and not self.train.eval_every_steps:
             raise ValueError("train.early_stopping is set, but train.eval_every_steps is not")
+        stopping = self.train.early_stopping
+        if stopping and stopping.restore_best and not self.checkpoint.keep_best:
+            raise ValueError("train.early_stopping.restore_best is set, but checkpoint.keep_best is not")
         if self.eval.retrieval and not (self.data.valid or self.data.test):
             raise ValueError("eval.retrieval is set, but neither data.valid nor data.test is")
-        if self.train.eval_every_steps and not (self.data.valid or self.data.test):
+        evaluated = self.data.valid or self.data.test or self.data.holdout
+        if self.train.eval_every_steps and not evaluated:
             raise ValueError("train.eval_every_steps is set, but neither data.valid nor data.test is")
         return self
 

@@ -78,6 +78,8 @@ class EarlyStoppingSection(Section):
     """What decides: as checkpoint.best_metric, with the same default."""
     patience: PositiveInt = 3
     """Evaluations in a row that do not improve on the best one, after which training ends."""
+    restore_best: bool = False
+    """At the end, take back the weights of the best evaluation. Needs checkpoint.keep_best."""
 
 
 class ProfileSection(Section):
@@ -103,10 +105,14 @@ class TrainSection(Section):
     epochs: PositiveInt | Literal["auto"] = 1
     """Passes over data.train. auto: as many as come to a million rows, at least 1 and at most 10;
     of little data more, up to 100 steps."""
+    initial_bias: Literal["drawn", "log_odds"] = "drawn"
+    """Bias of a model's last layer before the first step. log_odds: the log-odds of the share of positives in
+    a million rows of data.train, for tasks of log-odds and models with one last layer; drawn: random."""
     max_steps: PositiveInt | None = None
     """Stop after this many steps."""
-    eval_every_steps: PositiveInt | None = None
-    """Evaluate on data.valid (else data.test) this often; the end is always evaluated."""
+    eval_every_steps: PositiveInt | Literal["auto"] | None = None
+    """Evaluate on data.valid (else data.test) this often; the end is always evaluated. auto: ten times in
+    all."""
     early_stopping: EarlyStoppingSection | None = None
     """End when a metric of the evaluations has not improved for a while: metric, patience; null: never."""
     log_every_steps: PositiveInt = 20

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
+import numpy as np
 from pyarrow import fs
 
 from raytrec.common.errors import DataError
@@ -25,12 +26,50 @@ from raytrec.data.transform import apply_transforms
 
 
 @dataclass(frozen=True)
+class Split:
+    """Subset of a row group's rows: those held out of training, or the others.
+
+    Of each full block of `every` consecutive rows one row is held out, at a pseudorandom place that depends
+    on (total, every) alone.
+
+    Attributes:
+        total: Rows of the whole row group.
+        every: Rows of a block.
+        held: True for the held-out rows, False for the others.
+    """
+
+    total: int
+    every: int
+    held: bool
+
+    def rows(self) -> np.ndarray:
+        """Return the places of the rows in their row group, int64, ascending."""
+        return _rows_of(self)
+
+
+@lru_cache(maxsize=16)
+def _rows_of(split: Split) -> np.ndarray:
+    blocks, held = split.total // split.every, np.zeros(split.total, bool)
+    places = np.random.default_rng((split.total, split.every)).integers(0, split.every, blocks)
+    held[np.arange(blocks) * split.every + places] = True
+    return np.flatnonzero(held == split.held)
+
+
+@dataclass(frozen=True)
 class RowGroup:
-    """One row group of one Parquet file (`path` is a path or URI that `storage.open_filesystem` opens)."""
+    """One row group of one Parquet file.
+
+    Attributes:
+        path: Path or URI that `storage.open_filesystem` opens.
+        index: Number of the row group in its file.
+        rows: Rows that the dataset has of it.
+        split: Subset that these rows are; None: all rows of the row group.
+    """
 
     path: str
     index: int
     rows: int
+    split: Split | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +83,7 @@ class Dataset:
         accused: row groups that a run will stop at, as far as footers show (footers.py).
         empty_tasks: tasks in which no row counts, as far as footers show → why.
         constant_labels: labels of one value, as far as footers show → that value.
+        log_odds: Initial bias of each column of logits (train.initial_bias); () if they stay as drawn.
     """
 
     uri: str
@@ -53,6 +93,24 @@ class Dataset:
     accused: tuple[RowGroup, ...] = ()
     empty_tasks: Mapping[str, str] = field(default_factory=dict)
     constant_labels: Mapping[str, float] = field(default_factory=dict)
+    log_odds: tuple[float, ...] = ()
+
+    def hold_out(self, every: int) -> tuple[Dataset, Dataset | None]:
+        """Split off one row of each block of `every` rows (Split).
+
+        Returns:
+            The dataset without these rows, and the held-out rows; None if every row group has fewer rows.
+        """
+
+        def part(held: bool) -> Dataset:
+            splits = (Split(group.rows, every, held) for group in self.groups)
+            groups = (
+                replace(g, rows=len(s.rows()), split=s) for g, s in zip(self.groups, splits, strict=True)
+            )
+            return replace(self, groups=tuple(group for group in groups if group.rows))
+
+        held = replace(part(held=True), accused=(), left_out=())
+        return (part(held=False), held) if held.groups else (self, None)
 
     @cached_property
     def rows(self) -> int:

@@ -7,14 +7,14 @@ number of workers only decides which lanes are whose.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
-from raytrec.data.fragments import Dataset
+from raytrec.data.fragments import Dataset, Split
 
 PAGE_ROWS = 20_000  # of a page, as Spark and Arrow write them: rows from its first on are read fastest
 
@@ -26,6 +26,7 @@ class Part:
     Attributes:
         number: of the first of them among all rows of the dataset, in file order.
         is_cut: whether the row group is large, and taken in pieces.
+        split: Subset of the row group's rows in which `first` and `rows` count; None: all rows.
     """
 
     path: str
@@ -34,6 +35,14 @@ class Part:
     rows: int
     number: int = 0
     is_cut: bool = False
+    split: Split | None = None
+
+    def span(self) -> tuple[int, int]:
+        """Return the range [start, stop) of the row group's rows that holds this part."""
+        if self.split is None:
+            return self.first, self.first + self.rows
+        rows = self.split.rows()[self.first : self.first + self.rows]
+        return int(rows[0]), int(rows[-1]) + 1
 
 
 @dataclass(frozen=True)
@@ -130,8 +139,9 @@ class Order:
             count = max(1, (group.rows + size // 2) // size)
             for first in range(0, count * size, size):
                 rows = size if first + size < count * size else group.rows - first
-                pieces.append(Part(group.path, group.index, first, rows, number + first, count > 1))
-            number += group.rows
+                numbers = number + first, count > 1, group.split
+                pieces.append(Part(group.path, group.index, first, rows, *numbers))
+            number += group.split.total if group.split else group.rows
         return pieces
 
     def items(self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0) -> list[Item]:
@@ -170,7 +180,7 @@ class _Layout:
                 break
             skipped, rows = max(start - begin, 0), min(stop, begin + piece.rows) - max(start, begin)
             first, number = piece.first + skipped, piece.number + skipped
-            yield i, Part(piece.path, piece.group, first, rows, number, piece.is_cut)
+            yield i, replace(piece, first=first, rows=rows, number=number)
 
     def windows(self, start: int, stop: int) -> Iterator[tuple[Part, ...]]:
         """Rows [start, stop) of the sequence, as far as they are read and shuffled together."""

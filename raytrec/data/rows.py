@@ -115,7 +115,8 @@ def _groups(item: Item) -> list[tuple[tuple[str, int], list[Part]]]:
 
 def _span(parts: list[Part]) -> tuple[int, int]:
     """The rows [first, last) of a row group from the first of its parts to the last."""
-    return min(part.first for part in parts), max(part.first + part.rows for part in parts)
+    starts, stops = zip(*(part.span() for part in parts), strict=True)
+    return min(starts), max(stops)
 
 
 def _finish_group(
@@ -138,9 +139,16 @@ def _finish_group(
     first, _ = _span(parts)
     place = replace(place, first=first)
     whole = _present(table, form, place, faults) if faults.skip else canonical(table, form, place)
-    if len(parts) == 1:
+    if len(parts) == 1 and parts[0].split is None:
         return whole
-    return pa.concat_tables([whole.slice(part.first - first, part.rows) for part in parts])
+    return pa.concat_tables([_rows_of(part, whole, first) for part in parts])
+
+
+def _rows_of(part: Part, table: pa.Table, first: int) -> pa.Table:
+    """Return the rows of a part from a table whose first row has the place `first` in the row group."""
+    if part.split is None:
+        return table.slice(part.first - first, part.rows)
+    return table.take(pa.array(part.split.rows()[part.first : part.first + part.rows] - first))
 
 
 def _present(table: pa.Table, form: Form, place: Place, faults: Faults, left: list | None = None) -> pa.Table:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -25,10 +27,12 @@ from raytrec.data.fragments import Dataset, list_files, name_of, scan
 from raytrec.data.hashing import NULL_KEY
 from raytrec.data.read_plan import ReadPlan, Reserved
 from raytrec.data.rows import check_accused
+from raytrec.driver.base_rates import log_odds
 from raytrec.driver.item_ids import check_item_ids, read_keys
 from raytrec.tasks.columns import check_counts, check_reserved, read_plan
 from raytrec.tasks.task import resolve_tasks
 
+MOST_HELD_ROWS = 100_000  # of data.holdout: auto
 ITEMS = "items"  # the name of their dataset among those of a run
 
 
@@ -223,6 +227,8 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
         for name in ("train", "valid", "test")
         if (places := getattr(data, name))
     }
+    if data.holdout and not data.valid:
+        datasets |= hold_out(datasets["train"], data.holdout)
     check_lookup_l2(config, schema, datasets)
     check_every_id(config, schema, datasets["train"])
     datasets |= open_items(config, schema, datasets)
@@ -237,7 +243,20 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
             expected=f"at least {config.data.global_batch_size:,} rows, or data.drop_last=false",
             do=f"set data.drop_last=false, or lower data.global_batch_size to {rows} or less",
         )
+    if config.train.initial_bias == "log_odds":
+        datasets["train"] = replace(datasets["train"], log_odds=log_odds(config, schema, datasets["train"]))
     return schema, datasets
+
+
+def hold_out(train: Dataset, share: float | Literal["auto"]) -> dict[str, Dataset]:
+    """Split the training data into "train" and, if there are enough rows, "valid".
+
+    Args:
+        share: data.holdout.
+    """
+    most = max(10, -(-train.rows // MOST_HELD_ROWS))
+    kept, held = train.hold_out(most if share == "auto" else round(1 / share))
+    return {"train": kept} | ({"valid": held} if held else {})
 
 
 def open_dataset(

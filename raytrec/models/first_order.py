@@ -7,6 +7,7 @@ from torch import nn
 
 from raytrec.config.models.ranking import DeepFMSection, WideDeepSection, XDeepFMSection
 from raytrec.config.schema import Schema
+from raytrec.models.dcn import Cross
 from raytrec.models.inputs import mlp
 from raytrec.models.parts.fields import Fields, SideBySide
 
@@ -19,6 +20,11 @@ class WideDeep(nn.Module):
     row of the table, which the MLP does not read; with T outputs the first T, one for each. So a pooled
     embedding has Σ of its ids' weights (or their mean, as it is pooled). A feature that is deep alone enters
     the MLP with its whole row. Products of columns, φ(x) in the paper, are features that the data has.
+
+    With cross_layers the MLP reads those of DCN-V2. With deep_dropout the deep part is left out of a random
+    share of rows in training, for which the linear part predicts alone; w is initialized near 0, slopes to 0.
+    After training, w can be scaled down (`shrunk`) if held-out rows are predicted better with less of the
+    deep part.
 
     Args:
         schema: any dense columns, sparse features of any dims larger than T.
@@ -40,16 +46,27 @@ class WideDeep(nn.Module):
         columns = [place for place, name in enumerate(schema.dense) if name in parts["wide"]]
         self.register_buffer("columns", torch.tensor(columns, dtype=torch.long), persistent=False)
         self.slopes = nn.Linear(len(columns), outputs, bias=False) if columns else None
+        self.slope_rate, self.shrunk = config.slope_rate, None
         self.beside = SideBySide(schema, parts["deep"], dict.fromkeys(self.wide, outputs))
+        self.cross = Cross(self.beside.width, config.cross_layers) if config.cross_layers else nn.Identity()
         self.deep = mlp([self.beside.width, *config.top_mlp], config.dropout)
         self.logit = nn.Linear((config.top_mlp or [self.beside.width])[-1], outputs)
+        self.kept = nn.Dropout(config.deep_dropout)  # of whole rows
+        if config.deep_dropout:
+            self.shrunk = nn.init.uniform_(self.logit.weight, -0.01, 0.01)
+            if self.slopes is not None:
+                nn.init.zeros_(self.slopes.weight)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits_BT = self.logit(self.deep(self.beside(dense, pooled)))
+        deep_BM = self.deep(self.cross(self.beside(dense, pooled)))
+        if self.training and self.shrunk is not None:
+            deep_BM = deep_BM * (self.kept(torch.ones_like(deep_BM[:, :1])) > 0)
+        logits_BT = self.logit(deep_BM)
         for feature in self.wide:
             logits_BT = logits_BT + pooled[feature][:, : self.outputs]
         if self.slopes is not None:
-            logits_BT = logits_BT + self.slopes(dense.index_select(1, self.columns))
+            slopes_BT = self.slopes(dense.index_select(1, self.columns))
+            logits_BT = logits_BT + (slopes_BT if self.slope_rate == 1 else self.slope_rate * slopes_BT)
         return logits_BT.squeeze(1)
 
 

@@ -30,6 +30,7 @@ from raytrec.driver.run import PATIENCE_S
 from raytrec.driver.session import bundle, local_cpus
 from raytrec.tuning.folder import write_trials
 from raytrec.tuning.search import OVER, Search, State, Trial
+from raytrec.worker.loop import evaluation_steps
 
 # The search has been allowed the code that the configurations of its trials name.
 COMMAND = (sys.executable, "-P", "-m", "raytrec", "train", "--allow-code", "--resume")
@@ -49,7 +50,7 @@ class Halving:
     """
 
     def __init__(self, search: Search):
-        steps = search.settings.grace_steps or search.config.train.eval_every_steps
+        steps = search.settings.grace_steps or evaluation_steps(search.config, search.trials[0].total) or 1
         rows: float = steps * search.config.data.global_batch_size
         self._figure = search.figure
         self._share = 1 / search.settings.factor

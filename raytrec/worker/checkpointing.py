@@ -9,10 +9,13 @@ from time import monotonic, time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchrec.distributed.types import ShardingPlan
 
-from raytrec.checkpoint.files import folder_of
-from raytrec.checkpoint.managed import saved_ids
+from raytrec.checkpoint.files import folder_of, steps
+from raytrec.checkpoint.index import read_index
+from raytrec.checkpoint.managed import ids_to_read, saved_ids, take_over_ids
+from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.save import NotFinite, Saved, Saver
 from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.state import LogicalState
@@ -156,6 +159,25 @@ class CheckpointManager:
             saved = self._take()
         heartbeat.tick("step")
         return saved
+
+    def take_back(self, step: int) -> None:
+        """Replace the state by that of an earlier step, if its checkpoint is kept.
+
+        The counts of the run stay: they decide which rows have been trained.
+        """
+        self._context.enter_phase(f"taking back the weights of step {step}", "restore")
+        self.save(wait=True)
+        root = self._context.task.checkpoint
+        there = torch.tensor(step in steps(root), device=self._context.device)
+        dist.broadcast(there, src=0)
+        if not there:
+            return self._warn(f"the best weights, those of step {step}, are not kept: those of the end stay")
+        folder = folder_of(root, step)
+        about = read_index(folder)["about"]
+        ids = ids_to_read(about, self._step.maps)
+        load(folder, self._state.tensors() | ids)
+        take_over_ids(self._step.maps, ids, about)
+        self._state.written()
 
     def finish(self, *, again: bool = False) -> None:
         """Writes the last checkpoint of the run.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from raytrec.checkpoint.finite import not_finite, on_any_rank
 from raytrec.checkpoint.index import read_index
@@ -30,7 +33,7 @@ def begin_or_resume(context: WorkerContext, step: Step, state: LogicalState, pro
     """The state of the newest checkpoint of the run that is whole, else that of a new run; a collective."""
     if not _restore(context, step, state, progress):
         context.enter_phase("setting initial values", "plan")
-        begin(step, context.task.config, context.task.schema)
+        begin(step, context.task.config, context.task.schema, context.task.datasets["train"].log_odds)
 
 
 def _restore(context: WorkerContext, step: Step, state: LogicalState, progress: Progress) -> bool:
@@ -51,9 +54,18 @@ def _restore(context: WorkerContext, step: Step, state: LogicalState, progress: 
     return bool(found.folder)
 
 
-def begin(step: Step, config: RunConfig, schema: Schema) -> None:
-    """Fills the tables and, with warm_start.from, takes over its state; a collective."""
+def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[float] = ()) -> None:
+    """Set the initial weights: those of run.seed, then those of warm_start.from; a collective.
+
+    Args:
+        log_odds: Bias of each column of logits, for models whose last layer is a Linear called logit; empty:
+            as drawn.
+    """
     fill_tables(step.model, schema, config.run.seed)
+    last = getattr(step.head.model, "logit", None)
+    if log_odds and last is not None and last.bias is not None:
+        with torch.no_grad():
+            last.bias.copy_(torch.tensor(log_odds))
     if not config.warm_start.from_:
         return
     index = read_index(config.warm_start.from_)

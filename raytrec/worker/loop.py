@@ -26,6 +26,7 @@ def train_worker(task: WorkerTask) -> None:
     from raytrec.worker.observers import make_observers
     from raytrec.worker.process import freeze_gc
     from raytrec.worker.progress import EarlyStopping, Progress
+    from raytrec.worker.shrink import can_shrink, evaluate_shrunk, shrink
 
     context = WorkerContext.enter(task)
     config, order = task.config, train_order(task.config)
@@ -44,6 +45,8 @@ def train_worker(task: WorkerTask) -> None:
     stopping = EarlyStopping(config.train.early_stopping, progress, context.device)
     reading = train.epochs(epochs_of(config, train.dataset.rows), progress.step)
     batches = RecentBatches(context.heartbeat.count_batches(reading), progress.step)
+    shrinks = "valid" in task.datasets and can_shrink(step)
+    look = evaluate_shrunk if shrinks else evaluate
     observers = make_observers(context, step, state, progress, batches, total)
     checkpoints = CheckpointManager(
         context, step, plan, state, progress, batches, observers.before_save, total
@@ -59,7 +62,7 @@ def train_worker(task: WorkerTask) -> None:
     )
     try:
         observers.begin()
-        for pause in pauses(total, config.train.eval_every_steps, progress.step):
+        for pause in pauses(total, evaluation_steps(config, total), progress.step):
             if stopping.over:
                 break
             progress.clock.resume()
@@ -73,13 +76,19 @@ def train_worker(task: WorkerTask) -> None:
                 checkpoints.after_step(outputs)
             progress.clock.pause(context.device)
             progress.report(context, wait=True)
-            if progress.step < total and not progress.evaluated:
-                figures, curves = evaluate(step, valid, context.device, selection, items)
+            if (progress.step < total or stopping.restores) and not progress.evaluated:
+                figures, curves, *_ = look(step, valid, context.device, selection, items)
                 progress.evaluation = {"step": progress.step, **figures}
                 stopping.after_evaluation()
                 context.report(messages.Eval(step=progress.step, figures=figures, curves=curves))
                 checkpoints.after_evaluation()
-        checkpoints.finish()
+        if (best := stopping.best_step()) not in (None, progress.step):
+            checkpoints.take_back(best)
+        if shrinks and progress.deep_share is None:
+            context.enter_phase("weighing the deep part by held-out rows", "evaluate")
+            _, _, progress.deep_share = evaluate_shrunk(step, valid, context.device, selection)
+            shrink(step, progress.deep_share)
+        checkpoints.finish(again=progress.deep_share is not None or best is not None)
         stopping.report(context)
     except Stopped:
         progress.report(context, wait=True)
@@ -173,6 +182,12 @@ def total_steps(config: RunConfig, rows: int) -> int:
     """Steps of the whole run: epochs × steps per epoch, at most train.max_steps."""
     steps = epochs_of(config, rows) * train_order(config).steps(rows)
     return min(steps, config.train.max_steps or steps)
+
+
+def evaluation_steps(config: RunConfig, total: int) -> int | None:
+    """Return the steps between two evaluations of a run of `total` steps: train.eval_every_steps."""
+    every = config.train.eval_every_steps
+    return -(-total // 10) if every == "auto" else every
 
 
 def pauses(total: int, every: int | None, start: int = 0) -> list[int]:

@@ -19,6 +19,7 @@ from raytrec.common.machine import code_hash, installed_versions
 from raytrec.embeddings.taps import Taps
 from raytrec.worker.context import WorkerContext
 from raytrec.worker.heartbeat import Heartbeat
+from raytrec.worker.loop import evaluation_steps
 from raytrec.worker.nonfinite import RecentBatches
 from raytrec.worker.progress import Progress
 from raytrec.worker.statistics import Statistics
@@ -102,8 +103,8 @@ class RankRecorder(Observer):
         self._batches, self._last_step, self._first_step = batches, last_step, progress.step
         self._begun = progress.step
         self._system = System(context.device)
-        train = context.task.config.train
-        self._may_end_every = train.eval_every_steps if train.early_stopping else None
+        config = context.task.config
+        self._may_end_every = evaluation_steps(config, last_step) if config.train.early_stopping else None
 
     def after_step(self, rows: int) -> None:
         step = self._progress.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from time import perf_counter
@@ -71,6 +72,7 @@ class Progress:
         reported: the figures of the last window that are known.
         evaluation: figures of the last evaluation of train.eval_every_steps, and its step.
         early_stopping: of the evaluations so far the best figure, its step, and how many came since it.
+        deep_share: Factor that held-out rows have given the deep part at the end (worker.shrink).
     """
 
     window: Sums
@@ -82,6 +84,7 @@ class Progress:
     reported: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
     early_stopping: dict[str, Any] = field(default_factory=dict)
+    deep_share: float | None = None
     _coming: tuple[int, dict[str, Any], Fetch] | None = None  # a window that has ended: step, counts, sums
     _ready: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
@@ -113,7 +116,7 @@ class Progress:
             "train.nan_steps": self.nan_steps,
             "train.steps": self.step,
             "train.samples_per_s": self.clock.rows_per_s,
-        }
+        } | ({} if self.deep_share is None else {"train.deep_share": self.deep_share})
 
     def record(self) -> dict[str, Any]:
         """As JSON; a collective."""
@@ -128,6 +131,7 @@ class Progress:
             "timed_rows": self.clock.rows,
             "evaluation": self.last_evaluation,
             "early_stopping": self.early_stopping,
+            "deep_share": self.deep_share,
         }
 
     def resume(self, record: dict[str, Any]) -> None:
@@ -138,6 +142,7 @@ class Progress:
         self.clock.seconds, self.clock.rows = record["seconds"], record["timed_rows"]
         self.evaluation = record["evaluation"] or {}
         self.early_stopping = dict(record["early_stopping"])
+        self.deep_share = record.get("deep_share")
 
     def end_window(self) -> None:
         """Begins the figures of the window, and of what has been counted so far; a collective."""
@@ -174,6 +179,13 @@ class Progress:
         self._coming = None
 
 
+def shared_figure(figure: Figure, figures: Mapping[str, Any], device: torch.device) -> float:
+    """Return rank 0's value of a metric on every rank; NaN if undefined. A collective."""
+    shared = torch.tensor(number(figures.get(figure.key)), dtype=torch.float64, device=device)
+    dist.broadcast(shared, src=0)
+    return float(shared)
+
+
 class EarlyStopping:
     """Ends training when a metric of evaluations has not improved for a while; all ranks decide alike.
 
@@ -185,14 +197,22 @@ class EarlyStopping:
         section: train.early_stopping; None: training never ends early.
         progress: of the run.
         device: what the collectives of this rank take.
+
+    Attributes:
+        restores: True if the weights of the best evaluation are taken back at the end.
     """
 
     def __init__(self, section: EarlyStoppingSection | None, progress: Progress, device: torch.device):
         self._progress, self._device = progress, device
         self._figure: Figure | None = None
+        self.restores = section is not None and section.restore_best
         if section:
             self._patience = section.patience
             self._figure = progress.window.selection.best(section.metric, STOPPING_METRIC)
+
+    def best_step(self) -> int | None:
+        """Return the step whose weights are to be the result; None if they are those of the last step."""
+        return self._progress.early_stopping.get("step") if self.restores else None
 
     @property
     def over(self) -> bool:
@@ -206,10 +226,8 @@ class EarlyStopping:
         """
         if self._figure is None:
             return
-        own = number(self._progress.evaluation.get(self._figure.key))
-        shared = torch.tensor(own, dtype=torch.float64, device=self._device)
-        dist.broadcast(shared, src=0)
-        value, seen = float(shared), self._progress.early_stopping
+        value = shared_figure(self._figure, self._progress.evaluation, self._device)
+        seen = self._progress.early_stopping
         best = seen.get("best")
         # A comparison with NaN is false: what is not defined improves on nothing.
         if self._figure.loss(value) < (float("inf") if best is None else self._figure.loss(best)):

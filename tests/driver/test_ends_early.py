@@ -9,6 +9,7 @@ import parquet
 import pytest
 import torch
 
+import raytrec
 from raytrec.common.errors import DataError
 from raytrec.driver import run as driver
 
@@ -55,6 +56,20 @@ def test_it_ends_and_says_why(ended):
     assert newest.name == f"step-{STEP:010d}"
     seen = checkpoints.about(newest)["progress"]["early_stopping"]
     assert (seen["step"], seen["since"]) == (10, 2)
+
+
+def test_the_best_weights_are_taken_back(tiny_data, tmp_path):
+    """Of an evaluation before the last one; the result is evaluated with them."""
+    run = tmp_path / "run"
+    best = {"train__early_stopping": EARLY | {"restore_best": True}, "train__profile": None}
+    result = driver.train(settings(tiny_data, run, **best)).metrics
+    assert result["train.steps"] == STEP and "best at step 10" in result["train.ended"]
+    checkpoint = checkpoints.newest(run)
+    assert checkpoint.name == f"step-{STEP:010d}"
+    assert checkpoints.equal(checkpoint, run / "checkpoints" / "step-0000000010") == []
+    assert checkpoints.about(checkpoint)["progress"]["step"] == STEP
+    again = raytrec.evaluate(run, data=f"{tiny_data}/test").metrics
+    assert again["eval.auc"] == result["eval.auc"]
 
 
 def test_the_steps_that_were_asked_for_are_profiled_on_each_rank(ended):

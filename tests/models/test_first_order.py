@@ -6,6 +6,7 @@ from itertools import combinations, product
 import pytest
 import torch
 from made import ROWS, inputs, last, layers, make, schema, weights
+from torch import nn
 
 
 def fields(model, dense, pooled, outputs):
@@ -33,6 +34,38 @@ def test_deepfm(outputs, dense):
         deep = layers(w, "deep", torch.cat(vectors), 2)
         expected.append(sum(first) + second + last(w, "logit", deep))
     torch.testing.assert_close(model(*given), torch.stack(expected).squeeze(1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.parametrize("dense", [("age", "price"), ()])
+def test_wide_deep_with_cross_layers(outputs, dense):
+    """The logits of a linear model, plus those of DCN-V2 over the other numbers of the ids' rows."""
+    of = schema(dense=dense)
+    model, (columns, pooled) = (
+        make("wide_deep", of, outputs, top_mlp=[6], cross_layers=2, slope_rate=5).eval(),
+        inputs(of),
+    )
+    w, linear = weights(model), sum(each[:, :outputs] for each in pooled.values())
+    if dense:
+        linear = linear + 5 * columns @ w["slopes.weight"].T
+    x = torch.cat([columns, *(each[:, outputs:] for each in pooled.values())], 1)
+    deep = layers(w, "deep", model.cross(x), 1)
+    expected = linear + last(w, "logit", deep)
+    torch.testing.assert_close(model(columns, pooled), expected.squeeze(1), rtol=1e-5, atol=1e-5)
+
+
+def test_wide_deep_leaves_the_deep_part_out_of_some_rows():
+    of = schema()
+    model, (columns, pooled) = make("wide_deep", of, top_mlp=[6], deep_dropout=0.5), inputs(of)
+    nn.init.ones_(model.logit.weight)
+    whole = model.eval()(columns, pooled)
+    with torch.no_grad():
+        model.logit.weight.mul_(0)
+    linear = model(columns, pooled)
+    nn.init.ones_(model.logit.weight)
+    found = torch.stack([model.train()(columns, pooled) for _ in range(20)])
+    is_linear, is_whole = ((found - each).abs() < 1e-5 for each in (linear, whole))
+    assert (is_linear | is_whole).all() and 0.3 < is_linear.float().mean() < 0.7
 
 
 def test_torchrecs_pairs_are_other_ones():

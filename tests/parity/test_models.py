@@ -65,7 +65,17 @@ CASES = {
         TWO,
     ),
     "bst": (with_sequences("friends"), {"max_length": 3, "feedforward": 5, "top_mlp": [6]}, TWO),
-    "wide_deep": (SCHEMA, {"wide": ["a", "user", "words"], "top_mlp": [6]}, TWO),
+    "wide_deep": (
+        SCHEMA,
+        {
+            "wide": ["a", "user", "words"],
+            "top_mlp": [6],
+            "cross_layers": 2,
+            "slope_rate": 3.0,
+            "deep_dropout": 0.5,
+        },
+        TWO,
+    ),
     "deepfm": (SCHEMA, {"top_mlp": [6]}, TWO),
     "xdeepfm": (SCHEMA, {"cin": [4, 3], "top_mlp": [6]}, TWO),
     "masknet": (SCHEMA, {"arrangement": "serial", "blocks": [16, 12], "top_mlp": [4]}, TWO),

@@ -78,10 +78,17 @@ class WideDeepSection(ModelSection):
     """Sparse features and dense columns (or patterns) of the linear part; crosses of columns belong here."""
     deep: Names = Field(["*"])
     """Those of the MLP. Each feature and column is in one of the two."""
+    cross_layers: Annotated[Few, Field(le=1000)] | Literal[0] = 0
+    """Cross layers of DCN-V2 before the MLP."""
     top_mlp: Sizes = Field([128, 64])
     """Hidden sizes of the MLP."""
     dropout: Dropout = 0.0
     """Dropout in the MLP while training."""
+    deep_dropout: Dropout = 0.0
+    """Share of rows whose logit is that of the linear part alone while training. Above 0, held-out rows
+    (data.valid or data.holdout) decide after training how much of the deep part is kept."""
+    slope_rate: PositiveFloat = 1.0
+    """Factor of the dense columns' learning rate in the linear part."""
 
     def check(self, schema: Schema) -> None:
         self.parts(schema)

@@ -1,0 +1,82 @@
+"""The bias that a model begins with: the log-odds of the rows that count, of each task."""
+
+from math import log
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrec.config.run_config import load_config
+from raytrec.driver.datasets import open_data
+
+LABELS = [1.0, 0, 0, 0, 1, None, 0, 0.5]
+COLUMNS = {
+    "y": [1, 0, 0, 0, 1, 0, 0, 1],
+    "z": LABELS,
+    "shown": [1, 1, 1, 0, 0, 1, 1, 1],
+    "weight": [2.0, 1, 1, 1, 1, 1, 1, 1],
+    "price": [1.0, 2, 3, 4, 5, 6, 7, 8],
+    "item": [0, 1, 2, 3, 0, 1, 2, 3],
+}
+OTHERS = [{"label": "z", "name": "other", "nulls": "skip"}, {"label": "price", "name": "p", "loss": "mse"}]
+SCHEMA = """
+labels: [y, z, price]
+sparse: {item: {table: item}}
+tables: {item: {rows: 4, dim: 4}}
+"""
+
+
+def settings(folder, tasks, **train):
+    (folder / "train").mkdir(exist_ok=True)
+    pq.write_table(pa.table(COLUMNS), folder / "train" / "a.parquet", row_group_size=3)
+    (folder / "schema.yaml").write_text(SCHEMA)
+    train = {"initial_bias": "log_odds"} | train
+    return load_config({"data": {"train": f"{folder}/train"}, "tasks": tasks, "train": train})
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ({"label": "y"}, log(3 / 5)),
+        ({"label": "y", "sample_weight": "weight"}, log(4 / 5)),
+        ({"label": "y", "mask": "shown"}, log(2 / 4)),
+        ({"label": "y", "positive_weight": 2.0}, log(6 / 5)),
+        ({"label": "z", "nulls": "skip"}, log(2.5 / 4.5)),
+        ({"label": "y", "loss": "focal"}, log(3 / 5)),
+        ({"label": "price", "loss": "mse"}, 0.0),
+    ],
+)
+def test_log_odds_are_those_of_the_rows_that_count(tmp_path, task, expected):
+    _, datasets = open_data(settings(tmp_path, [task, *OTHERS]))
+    assert datasets["train"].log_odds == pytest.approx((expected, log(2.5 / 4.5), 0.0))
+
+
+def test_a_constant_label_has_no_log_odds(tmp_path):
+    config = settings(tmp_path, [{"label": "y"}, *OTHERS])
+    pq.write_table(pa.table(COLUMNS | {"y": [1] * 8}), tmp_path / "train" / "a.parquet")
+    assert open_data(config)[1]["train"].log_odds[0] == 0.0
+    drawn = load_config(config, ["train.initial_bias=drawn"])
+    assert open_data(drawn)[1]["train"].log_odds == ()
+
+
+def test_held_out_rows_do_not_count(tmp_path):
+    rows = np.arange(100)
+    config = settings(tmp_path, [{"label": "y"}])
+    kept = load_config(config, ["data.holdout=0.1"])
+    columns = {
+        name: np.resize(np.array(values, float if name != "item" else int), 100)
+        for name, values in COLUMNS.items()
+    }
+    pq.write_table(pa.table(columns | {"z": rows % 2, "y": rows % 2}), tmp_path / "train" / "a.parquet")
+    _, datasets = open_data(kept)
+    held = datasets["valid"].groups[0].split.rows()
+    positive = 50 - sum(held % 2)
+    assert len(held) == 10 and datasets["train"].log_odds == pytest.approx((log(positive / (90 - positive)),))
+    _, datasets = open_data(load_config(kept, [f"data.valid={tmp_path}/train"]))
+    assert datasets["train"].rows == datasets["valid"].rows == 100
+
+
+def test_evaluations_while_training_may_be_of_held_out_rows(tmp_path):
+    config = settings(tmp_path, [{"label": "y"}])
+    assert load_config(config, ["data.holdout=auto", "train.eval_every_steps=5"]).data.holdout == "auto"
