@@ -29,8 +29,9 @@ from raytrec.driver.recorder import Record, Watch, write_json
 from raytrec.driver.resume import check_same_data, check_unfinished, note_data
 from raytrec.driver.session import resume_command, run_in_session
 from raytrec.driver.track import Follower
+from raytrec.report.findings import poor_fit
 from raytrec.report.report import EarlyDrawing
-from raytrec.tracking.run_folder import TAGS
+from raytrec.tracking.run_folder import TAGS, RunFolder
 from raytrec.tracking.tags import run_tags
 from raytrec.worker.loop import total_steps, train_worker
 
@@ -147,6 +148,8 @@ def _drive(
             "name": config.run.name,
         }
         metrics |= record.bound(metrics)
+        for line in poor_fit(RunFolder.read(folder)):
+            console.warn(line)
         if code := own_code(config.model_dump(by_alias=True)):
             metrics["code"] = code
         missing = record.result(metrics, watch.unsaved)

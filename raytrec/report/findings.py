@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any
 
 from raytrec.common.formatting import duration, number, percent
-from raytrec.common.messages import PHASES, Eval, Final, RankLine, recorded_ranks
+from raytrec.common.messages import PHASES, Eval, Final, RankLine, Train, recorded_ranks
 from raytrec.metrics.selection import EVAL, NE
 from raytrec.report.run_timeline import story
 from raytrec.tracking import aggregate
@@ -55,6 +55,7 @@ CHANGED = 0.01  # share of ids that were clamped or hashed
 COLLIDED = 0.1
 MISSED = 0.5  # of a cached table's lookups
 OFF = 0.1  # of what should be 1
+PARTED, WINDOWS = 1.2, 5  # times the NE of the last windows of training
 MOST_OF_A_KIND = 5
 BAD = {"failed": "a failure", "hang": "a hang", "not saved": "a checkpoint was not saved"}
 
@@ -85,17 +86,32 @@ def _story(run: RunFolder) -> list[str]:
 
 
 def _model(run: RunFolder) -> list[str]:
-    worse, found = [], []
+    found = []
     for metric in run.metrics_of_tasks:
         measured = [line.figure(metric.key) for line in run.figures(Eval, Final)]
         written = [number(run.result.get(EVAL + metric.key)), *measured]
         values = [value for value in written if not isnan(value)]
         if metric.is_ratio and values and abs(values[-1] - 1) > OFF:
             found.append(f"predictions are off: {metric.title} is {percent(values[-1])}")
-        if metric.key.rpartition(".")[2] == NE and values and values[-1] > 1:
-            found_ne = f"{metric.label} is {metric.text(values[-1])}: worse than predicting the label's mean"
-            worse.append(f"{found_ne} for every row, which has NE 1")
-    return worse + found
+    return poor_fit(run) + found
+
+
+def poor_fit(run: RunFolder) -> list[str]:
+    """Return sentences on evaluations that are worse than the label's mean, or much worse than training."""
+    found = []
+    for metric in run.metrics_of_tasks:
+        if metric.key.rpartition(".")[2] != NE:
+            continue
+        measured = [line.figure(metric.key) for line in run.figures(Eval, Final)]
+        values = [v for v in (number(run.result.get(EVAL + metric.key)), *measured) if not isnan(v)]
+        trained = [v for line in run.figures(Train) if not isnan(v := line.figure(metric.key))]
+        if values and values[-1] > 1:
+            text = f"{metric.label} is {metric.text(values[-1])}: worse than predicting the label's mean"
+            found.append(f"{text} for every row, which has NE 1")
+        elif values and trained and values[-1] > PARTED * (last := fmean(trained[-WINDOWS:])):
+            text = f"{metric.label} is {metric.text(values[-1])} in evaluation and {metric.text(last)} in"
+            found.append(f"{text} training: the model overfits; see data.holdout and train.early_stopping")
+    return found
 
 
 def _ranks(run: RunFolder) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from recorded import METRICS, interval, record, write_lines
 
 from raytrec.common.messages import RankLine
-from raytrec.report.findings import findings, hot_rank, low_utilisation, straggler
+from raytrec.report.findings import findings, hot_rank, low_utilisation, poor_fit, straggler
 from raytrec.tracking.run_folder import RunFolder
 
 NAMES = ["user", "item", "tag"]
@@ -158,6 +158,14 @@ def test_worse_than_the_base_rate_is_the_first_finding(tmp_path):
     first, second, *others = findings(RunFolder.read(place))
     assert first == "NE is 1.1600: worse than predicting the label's mean for every row, which has NE 1"
     assert second.startswith("predictions are off: calibration") and len(others) == 2
+
+
+def test_evaluations_much_worse_than_training_are_found(tmp_path):
+    trained = [{"kind": "train", "step": step, "ne": ne} for step, ne in enumerate([2.0, *[0.5] * 5])]
+    for evaluated, expected in ((0.59, []), (0.62, ["NE is 0.6200 in evaluation and 0.5000 in training"])):
+        write_lines(tmp_path / "metrics.jsonl", [*trained, {"kind": "final", "step": 10, "ne": evaluated}])
+        found = [text.partition(":")[0] for text in poor_fit(RunFolder.read(tmp_path))]
+        assert found == expected
 
 
 def test_worse_than_the_base_rate_is_found_in_each_task_and_before_the_result(tmp_path):
