@@ -77,6 +77,7 @@ def train(rank: int, world: int, name: str, folder: str, batch_rows: int) -> tup
 
     settings = [f"data.train={folder}/train", "data.valid=null", "data.test=null", "scaling.device=cpu"]
     settings += [f"data.global_batch_size={batch_rows}", "train.eval_every_steps=null", "train.epochs=2"]
+    settings += ["data.holdout=null", "train.early_stopping=null", "checkpoint.keep_best=0"]
     settings += ["train.matmul=fp32", "train.compile=false", "plan.qcomms={}"]  # those of machines with GPUs
     config = load_config(ROOT / "jobs" / f"{name}.yaml", [*settings, f"scaling.num_workers={world}"])
     schema = Schema.load(f"{folder}/schema.yaml")
