@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
-from pyarrow import fs
 
 from raytrec.common.errors import DataError
-from raytrec.common.storage import open_filesystem
-from raytrec.config.data import folders
 from raytrec.config.transform_columns import with_rows
 from raytrec.data.arrow import empty_table, is_list, plain, select_schema
 from raytrec.data.footers import Footer, read_footer, why_empty
 from raytrec.data.form import Form
 from raytrec.data.kinds import check_present, check_types
-from raytrec.data.partitions import ALL, Between, ReservedInFile, agree, find_in_folders, in_order, within
+from raytrec.data.listing import Listing, list_files, name_of
+from raytrec.data.partitions import ALL, Between, ReservedInFile, agree, find_in_folders
 from raytrec.data.read_plan import ReadPlan
 from raytrec.data.transform import apply_transforms
 
@@ -84,6 +81,7 @@ class Dataset:
         empty_tasks: tasks in which no row counts, as far as footers show → why.
         constant_labels: labels of one value, as far as footers show → that value.
         log_odds: Initial bias of each column of logits (train.initial_bias); () if they stay as drawn.
+        listing: files of its folders, and why others are left out.
     """
 
     uri: str
@@ -94,6 +92,7 @@ class Dataset:
     empty_tasks: Mapping[str, str] = field(default_factory=dict)
     constant_labels: Mapping[str, float] = field(default_factory=dict)
     log_odds: tuple[float, ...] = ()
+    listing: Listing = field(default_factory=Listing)
 
     def hold_out(self, every: int) -> tuple[Dataset, Dataset | None]:
         """Split off one row of each block of `every` rows (Split).
@@ -109,7 +108,7 @@ class Dataset:
             )
             return replace(self, groups=tuple(group for group in groups if group.rows))
 
-        held = replace(part(held=True), accused=(), left_out=())
+        held = replace(part(held=True), accused=(), left_out=(), listing=Listing())
         return (part(held=False), held) if held.groups else (self, None)
 
     @cached_property
@@ -139,7 +138,7 @@ def scan(
     Raises:
         DataError: nothing there, no rows, a file that is not whole, a column missing or of the wrong type.
     """
-    files, left_out = list_files(places, key, between), []
+    listing, left_out = list_files(places, key, between), []
     plan = replace(plan, transforms=with_rows(plan.transforms, plan.schema), folder=os.getcwd())
     form, columns = Form(plan), dict.fromkeys([*plan.reserved.columns, *declared])
     looking = Form(replace(plan, reserved=replace(plan.reserved, columns=tuple(columns))))
@@ -154,7 +153,7 @@ def scan(
             return None
 
     with ThreadPoolExecutor(16) as pool:
-        seen = [found for found in pool.map(look, files) if found is not None]
+        seen = [found for found in pool.map(look, listing.files) if found is not None]
     if form.plan.reserved.names:
         types, from_folders, odd = agree([found.reserved for found in seen], form.plan.reserved.names)
         if odd and not skip:
@@ -167,7 +166,7 @@ def scan(
         raise DataError(
             "there are no rows",
             where=f"{key}={name_of(places)}",
-            expected=f"rows in its {len(files)} Parquet files"
+            expected=f"rows in its {listing}"
             + (f", of which {len(left_out)} are skipped: {left_out[0].what}" if left_out else ""),
         )
     lists = frozenset().union(*(found.lists for found in seen))
@@ -175,69 +174,9 @@ def scan(
     empty = why_empty(found.excluded for found in seen)
     constant = dict(set.intersection(*(set(found.constant.items()) for found in seen if found.groups)))
     form = replace(form, lists=lists)
-    return Dataset(name_of(places), found_groups, form, tuple(left_out), bad, empty, constant)
-
-
-def name_of(places: str | list[str]) -> str:
-    """Folders as one text."""
-    return ", ".join(folders(places))
-
-
-def list_files(places: str | list[str], key: str, between: Between = ALL) -> list[str]:
-    """The Parquet files of folders, in their order; in each all depths, by path."""
-    files = [file for place in folders(places) for file in _files_of(place, key, between)]
-    twice = [file for file, count in Counter(files).items() if count > 1]
-    if twice:
-        raise DataError(
-            f"{len(twice)} files are named twice, the first is {twice[0]}",
-            where=f"{key}={name_of(places)}",
-            expected="folders that do not hold each other",
-            do="name each folder once: every row is trained once an epoch",
-        )
-    return files
-
-
-def _files_of(uri: str, key: str, between: Between) -> list[str]:
-    filesystem, path = open_filesystem(uri)
-    prefix = uri.partition("://")[0] + "://" if "://" in uri else ""
-    try:
-        info = filesystem.get_file_info(path)
-        if info.type == fs.FileType.File:
-            return [prefix + path]
-        if info.type == fs.FileType.NotFound:
-            raise DataError(
-                "there is no such folder",
-                where=f"{key}={uri}",
-                expected="a folder of .parquet files, or a list of folders: [a, b]; globs are not expanded",
-                do="correct the path, or write the data with `raytrec prepare`",
-            )
-        if info.type == fs.FileType.Unknown:
-            raise DataError(
-                "this is not a file, but a pipe or a device", where=f"{key}={uri}", expected="Parquet"
-            )
-        found = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
-    except OSError as error:
-        raise DataError(f"cannot list the folder: {error}", where=f"{key}={uri}") from None
-    odd = [f.path for f in found if f.type in (fs.FileType.Unknown, fs.FileType.NotFound)]
-    if odd := sorted(n for n in odd if n.endswith(".parquet") and not _hidden(n.removeprefix(path))):
-        raise DataError(
-            f"{len(odd)} of the .parquet in the folder are not files, but pipes, devices or links to nothing",
-            where=f"{key}={uri}, {odd[0]}",
-            expected="files",
-            do="remove them, or name them with _ at the beginning",
-        )
-    names = [f.path for f in found if f.type == fs.FileType.File and f.extension == "parquet"]
-    names = sorted((n for n in names if not _hidden(n.removeprefix(path))), key=in_order)
-    if not names:
-        raise DataError(
-            "the folder holds no Parquet files", where=f"{key}={uri}", expected="files named *.parquet"
-        )
-    names = within(names, path, between, uri) if any(between) else names
-    return [prefix + name for name in names]
-
-
-def _hidden(path: str) -> bool:
-    return any(part[0] in "_." for part in path.split("/") if part)
+    return Dataset(
+        name_of(places), found_groups, form, tuple(left_out), bad, empty, constant, listing=listing
+    )
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,13 @@ from raytrec.data.arrow import find_column, is_list, is_text, plain, type_at, va
 from raytrec.data.columns import Place
 from raytrec.data.decode import SKIPPED, Faults
 from raytrec.data.footers import read_footer
-from raytrec.data.fragments import Dataset, list_files, name_of, scan
+from raytrec.data.fragments import Dataset, scan
 from raytrec.data.hashing import NULL_KEY
+from raytrec.data.listing import list_files, name_of
 from raytrec.data.read_plan import ReadPlan, Reserved
 from raytrec.data.rows import check_accused
 from raytrec.driver.base_rates import log_odds
+from raytrec.driver.console import RunConsole
 from raytrec.driver.item_ids import check_item_ids, read_keys
 from raytrec.tasks.columns import check_counts, check_reserved, read_plan
 from raytrec.tasks.task import resolve_tasks
@@ -92,7 +94,7 @@ def as_examples(schema: Schema, places: str | list[str]) -> Schema:
     """
     if not schema.candidates:
         return schema
-    arrow = read_footer(list_files(places, "--data")[0]).schema.to_arrow_schema()
+    arrow = read_footer(list_files(places, "--data").files[0]).schema.to_arrow_schema()
     for name in schema.of_candidates([*schema.dense, *schema.sparse]):
         path = find_column(arrow, schema.column_of(name) if name in schema.sparse else name)
         if path and is_list(plain(type_at(arrow, path))):
@@ -303,6 +305,13 @@ def check_rows_count(dataset: Dataset, *, to_train: bool = False) -> None:
             expected="rows that it can learn from" if to_train else "rows that a metric can be computed of",
             do="correct the task's label, mask or sample_weight, or the data; or leave the task out",
         )
+
+
+def note_files(console: RunConsole, datasets: Mapping[str, Dataset]) -> None:
+    """Show how many files of each dataset are read, and why others are left out."""
+    for name, dataset in datasets.items():
+        if dataset.listing.files:  # held-out rows are in files of another dataset
+            console.note(f"{name}: {dataset.listing}")
 
 
 def note_left_out(folder: Path, datasets: dict[str, Dataset]) -> list[str]:

@@ -23,7 +23,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.trust import checkpoint_origin, code_in
 from raytrec.data.rows import check_accused
 from raytrec.driver.console import Result, RunConsole
-from raytrec.driver.datasets import check_rows_count, open_dataset, open_items
+from raytrec.driver.datasets import check_rows_count, note_files, open_dataset, open_items
 from raytrec.driver.launch import run_group
 from raytrec.driver.recorder import Watch
 from raytrec.driver.session import session_of
@@ -177,6 +177,7 @@ def evaluate(
         check_rows_count(dataset)
     left_out = [error for dataset in datasets.values() for error in dataset.left_out]
     with scratch_folder() as config.run.dir, RunConsole(config.run.name) as console, session_of(config):
+        note_files(console, datasets)
         for error in left_out:
             console.warn(f"skipped {error.where}: {error.what}")
         figures = run_group(evaluate_worker, config, schema, datasets, folder, Watch(console))

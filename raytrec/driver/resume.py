@@ -20,9 +20,7 @@ from raytrec.config.trust import code_in, is_ours, not_ours, refuse_code
 from raytrec.data.contents import Content, differences, fingerprint, written_again
 from raytrec.data.fragments import Dataset
 from raytrec.driver.recorder import RESULT, write_json
-from raytrec.tracking.run_folder import SCHEMA
-
-DATA = "data.json"  # in the run folder: what the data held when the run began
+from raytrec.tracking.run_folder import DATA, FILES, SCHEMA
 
 # What may change in mid-run: it does not change what is trained. (The place of the data may change, because
 # their content is compared, too.)
@@ -148,12 +146,12 @@ def _is_same(folder: Path, after: RunConfig) -> bool:
     return data and not _differences(before, after)
 
 
-def note_data(folder: Path, contents: dict[str, list[Content]]) -> None:
-    """Writes the contents of the datasets to the run folder, if there is room, for when it is resumed."""
+def note_data(folder: Path, datasets: dict[str, Dataset], contents: dict[str, list[Content]]) -> None:
+    """Write the files and contents of the datasets to the run folder, if there is room, for a resume."""
+    noted: dict[str, Any] = {name: [asdict(each) for each in found] for name, found in contents.items()}
+    noted[FILES] = {name: d.listing.record() for name, d in datasets.items() if d.listing.files}
     with suppress(OSError):
-        write_json(
-            folder / DATA, {name: [asdict(content) for content in found] for name, found in contents.items()}
-        )
+        write_json(folder / DATA, noted)
 
 
 def check_same_data(
@@ -215,7 +213,7 @@ def _noted(folder: Path) -> dict[str, list[Content]]:
     """What the datasets held when the run began; empty where nothing of use was written down."""
     try:
         noted = json_values(read_bytes(folder / DATA))
-        return {name: [Content(**values) for values in found] for name, found in noted.items()}
+        return {n: [Content(**values) for values in found] for n, found in noted.items() if n != FILES}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 

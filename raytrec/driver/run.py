@@ -19,7 +19,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.trust import own_code
 from raytrec.data.contents import Content, fingerprint, look_at_all
 from raytrec.driver.console import Result, RunConsole
-from raytrec.driver.datasets import note_left_out
+from raytrec.driver.datasets import note_files, note_left_out
 from raytrec.driver.driver_state import hold_run_lock, record_driver
 from raytrec.driver.evaluation import with_recovery_hint
 from raytrec.driver.launch import run_group
@@ -97,6 +97,7 @@ def train(
             make_run_folder(folder, config, schema)
         if in_job():
             console.folder(str(folder))
+        note_files(console, datasets)
         for line in [*warnings, *note_left_out(folder, datasets)]:
             console.warn(line)
         with record_driver(folder) as before_s:
@@ -123,7 +124,7 @@ def _drive(
         def work() -> dict[str, Any]:
             write_json(folder / TAGS, hide_all(run_tags() | config.tracking.tags))
             data = contents.result()
-            note_data(folder, data)
+            note_data(folder, datasets, data)
             return run_group(
                 train_worker,
                 config,

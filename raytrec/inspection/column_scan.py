@@ -27,7 +27,8 @@ from raytrec.data.arrow import (
     type_at,
     value_type,
 )
-from raytrec.data.fragments import list_files, read_footer
+from raytrec.data.footers import read_footer
+from raytrec.data.listing import Listing, list_files
 from raytrec.data.partitions import in_folders
 from raytrec.inspection.column_stats import NUMBERS, ColumnStats, pair_with_labels
 
@@ -42,6 +43,7 @@ class Scan:
         rows: of the training data that were looked at; whole: whether these, and the others', are all.
         also: name → place of validation and test data that was looked at.
         not_seen: name → why it was not.
+        listing: files of the training data, and why others are left out.
         folders: keys of the folders key=value that all files of the training data are in.
     """
 
@@ -50,6 +52,7 @@ class Scan:
     whole: bool
     also: dict[str, str]
     not_seen: dict[str, str]
+    listing: Listing
     folders: list[str]
 
 
@@ -68,12 +71,13 @@ def scan_columns(
     Raises:
         DataError: nothing there, no rows, or a file that is not whole.
     """
-    footers: dict[str | None, dict] = {None: _footers(uri)}
+    listing = list_files(uri, "inspect")
+    footers: dict[str | None, dict] = {None: _footers(listing)}
     not_seen: dict[str, str] = {}
     labels = {name for name in _names(footers[None]) if is_label(name)}
     for part, place in (also or {}).items():
         try:
-            footers[part] = _footers(place)
+            footers[part] = _footers(list_files(place, "inspect"))
         except DataError as error:
             not_seen[part] = error.what
             continue
@@ -91,12 +95,12 @@ def scan_columns(
     rows = sum(rows for *_, rows in chosen[None])
     seen = {part: place for part, place in (also or {}).items() if part in footers}
     in_all = sorted(set.intersection(*(set(in_folders(path)) for path in footers[None])))
-    return Scan(columns, rows, chosen == groups, seen, not_seen, in_all)
+    return Scan(columns, rows, chosen == groups, seen, not_seen, listing, in_all)
 
 
-def _footers(place: str) -> dict:
-    """file → footer."""
-    return {path: read_footer(path) for path in list_files(place, "inspect")}
+def _footers(listing: Listing) -> dict:
+    """Return the footer of each file."""
+    return {path: read_footer(path) for path in listing.files}
 
 
 def _names(footers: dict) -> set[str]:

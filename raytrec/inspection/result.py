@@ -133,7 +133,9 @@ class Inspection:
         return command
 
     def _print_table(self) -> None:
-        table = Table(title=plain(f"{self.uri}: {self.rows:,} rows"), title_justify="left")
+        table = Table(
+            title=plain(f"{self.uri}: {self.rows:,} rows, {self.scan.listing}"), title_justify="left"
+        )
         for heading in ("column", "role", "because", "nulls", "distinct"):
             table.add_column(heading)
         for f in self.findings:

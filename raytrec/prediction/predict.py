@@ -24,11 +24,12 @@ from raytrec.config.schema import Schema
 from raytrec.config.transform_columns import with_rows
 from raytrec.config.transforms import Transform
 from raytrec.data.contents import fingerprint, look
-from raytrec.data.fragments import Dataset, list_files, read_footer
+from raytrec.data.footers import read_footer
+from raytrec.data.fragments import Dataset
 from raytrec.data.partitions import in_folders, type_of_folders
 from raytrec.data.rows import check_accused
 from raytrec.driver.console import Pairs, RunConsole, Summary
-from raytrec.driver.datasets import as_examples, open_inputs, part_of_tower
+from raytrec.driver.datasets import as_examples, note_files, open_inputs, part_of_tower
 from raytrec.driver.evaluation import resolve_checkpoint, scratch_folder
 from raytrec.driver.launch import run_group
 from raytrec.driver.recorder import Watch
@@ -183,7 +184,7 @@ def _open(
     for group in dataset.groups:
         rows[group.path] = rows.get(group.path, 0) + group.rows
     broken = {error.where for error in dataset.left_out}
-    files = [path for path in list_files(data, "--data") if path in rows or not _is_broken(path, broken)]
+    files = [path for path in dataset.listing.files if path in rows or not _is_broken(path, broken)]
     return dataset, {path: rows.get(path, 0) for path in files}
 
 
@@ -246,6 +247,7 @@ def _fill(
     if all(path in complete or not rows for path, rows in wanted.files.items()):
         return {"predict.rows_per_s": None, "world_size": 0}
     with scratch_folder() as config.run.dir, RunConsole(config.run.name) as console, session_of(config):
+        note_files(console, {"data": dataset})
         for error in dataset.left_out:
             console.warn(f"skipped {error.where}: {error.what}")
         if complete:

@@ -148,6 +148,7 @@ def _write(run: RunFolder, drawn: list[Drawn], folder: Path) -> Path:
         when=_began(run),
         result=[(row.title, row.text) for row in format_result(run.result).values()],
         findings=findings(run),
+        files=run.files,
         pictures=_sections(drawn),
         bound=parts.bound_sentence(run),
         bounds=parts.bounds(run),

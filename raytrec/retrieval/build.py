@@ -16,7 +16,9 @@ from raytrec.common.storage import absolute, join_uri
 from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.data.fragments import Dataset, list_files, read_footer
+from raytrec.data.footers import read_footer
+from raytrec.data.fragments import Dataset
+from raytrec.data.listing import list_files
 from raytrec.data.order import Part
 from raytrec.driver.console import Pairs, RunConsole, Summary
 from raytrec.driver.datasets import as_examples, check_items, open_inputs, part_of_tower
@@ -143,7 +145,7 @@ def index(
 
 def _all_columns(items: str) -> list[str]:
     """All columns of the items' first file."""
-    return list(read_footer(list_files(items, "--items")[0]).schema.to_arrow_schema().names)
+    return list(read_footer(list_files(items, "--items").files[0]).schema.to_arrow_schema().names)
 
 
 def _check_columns(names: list[str]) -> None:

@@ -20,7 +20,7 @@ import pyarrow as pa
 from raytrec.common.errors import ConfigError, DataError, RunError, first_line, some
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import absolute, join_uri, open_filesystem, read_bytes
-from raytrec.data.fragments import list_files
+from raytrec.data.listing import list_files
 from raytrec.prediction.folder import VECTOR
 from raytrec.prediction.writer import read_checked
 from raytrec.retrieval.search import from_bytes, scores_of, search_exactly, search_faiss
@@ -203,7 +203,7 @@ def _read(uri: str, about: dict[str, Any]) -> Index:
 def read_vectors(uri: str) -> tuple[pa.Table, np.ndarray]:
     """(all columns but the vectors, vectors float32 [N, D]) of a folder that has vectors in files; rows that
     could not be read, which have none, are passed over."""
-    table = pa.concat_tables([read_checked(file) for file in list_files(uri, "vectors")])
+    table = pa.concat_tables([read_checked(file) for file in list_files(uri, "vectors").files])
     table = table.filter(table[VECTOR].is_valid())
     column = table[VECTOR].cast(pa.list_(pa.float32())).combine_chunks()
     flat = column.flatten().to_numpy(zero_copy_only=False)

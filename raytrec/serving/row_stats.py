@@ -17,7 +17,8 @@ from raytrec.data.arrow import is_list
 from raytrec.data.assemble import Assembled, Assembler
 from raytrec.data.decode import decode
 from raytrec.data.footers import read_footer
-from raytrec.data.fragments import RowGroup, list_files
+from raytrec.data.fragments import RowGroup
+from raytrec.data.listing import list_files
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.distributions import Ids
 from raytrec.serving.request_log import REQUEST, VERSION
@@ -57,7 +58,7 @@ class RowStats:
 
 def find_groups(place: str, key: str) -> dict[str, list[RowGroup]]:
     """The row groups of a folder by their version."""
-    files, found = list_files(place, key), defaultdict(list)
+    files, found = list_files(place, key).files, defaultdict(list)
     with ThreadPoolExecutor(16) as pool:
         for file, footer in zip(files, pool.map(read_footer, files), strict=True):
             version = (footer.metadata or {}).get(VERSION, b"no version").decode()

@@ -30,6 +30,8 @@ from raytrec.tracking.aggregate import by_step, combine_shards, order_by_load
 from raytrec.tracking.history import History
 
 CONFIG, SCHEMA, PLAN, TAGS = "config.yaml", "schema.yaml", "plan.json", "tags.json"
+DATA = "data.json"  # what the data held when the run began
+FILES = "files"  # in it: which files were read, and why others were not
 RESULT, REPORT, CHECK_RESULT = "result.json", "report.html", "check.json"
 GROWING = (METRICS, RANKS, CHECKS, EVENTS)  # files of messages, to which lines are added
 
@@ -189,6 +191,12 @@ class RunFolder(History):
     def config(self) -> dict[str, Any]:
         """The values of config.yaml."""
         return _mapping(self.config_text)
+
+    @cached_property
+    def files(self) -> list[str]:
+        """A sentence for each dataset: how many files were read, and why others were left out."""
+        listed = as_dict(as_dict(_json(self.path / DATA)).get(FILES))
+        return [f"{name}: {as_dict(values).get('text')}" for name, values in listed.items()]
 
     @cached_property
     def schema(self) -> dict[str, Any]:

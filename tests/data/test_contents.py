@@ -19,7 +19,9 @@ from raytrec.data import contents
 from raytrec.data.contents import Content, fingerprint, look
 from raytrec.data.fragments import scan
 from raytrec.data.read_plan import ReadPlan
-from raytrec.driver.resume import DATA, check_same_data, note_data
+from raytrec.driver.resume import check_same_data, note_data
+from raytrec.report.report import build
+from raytrec.tracking.run_folder import DATA, FILES, RunFolder
 
 
 @pytest.fixture
@@ -122,10 +124,10 @@ class Run:
         at = self.root / "step-0000000003"
         at.mkdir(parents=True)
         (place / "schema.yaml").write_text(Schema.load(data / "schema.yaml").to_yaml())
-        _, found = self._now()
+        datasets, found = self._now()
         about = {"data": fingerprint(found["train"]), "step": 3}
         write_index(str(at), {"attempt": "a", "block_bytes": 1 << 22, "tensors": {}, "about": about})
-        note_data(place, found)
+        note_data(place, datasets, found)
 
     def _now(self):
         datasets = {name: scanned(self.data, name) for name in ("train", "valid", "test")}
@@ -147,6 +149,18 @@ def test_a_run_is_not_resumed_on_other_labels(folder, tmp_path):
     (run.folder / DATA).write_text("[")  # it is refused without the list of files, too
     with pytest.raises(DataError, match=r"data\.train is not what it was"):
         run.check()
+
+
+def test_a_run_folder_and_its_report_name_what_was_left_out(folder, tmp_path):
+    (folder / "train/_SUCCESS").touch()
+    (folder / "train/notes.txt").write_text("of the export")
+    run = Run(tmp_path / "run", folder)
+    text = "2 Parquet files; left out: 1 hidden (_SUCCESS), 1 not Parquet (notes.txt)"
+    assert RunFolder.read(run.folder).files[0] == f"train: {text}"
+    noted = json.loads((run.folder / DATA).read_text())[FILES]["train"]
+    assert noted["counts"] == {"read": 2, "hidden": 1, "not Parquet": 1}
+    assert noted["left_out"]["not Parquet"] == [str(folder / "train/notes.txt")]
+    assert text in build(run.folder).read_text() and run.check() == []
 
 
 def test_other_evaluation_data_is_a_warning(folder, tmp_path):

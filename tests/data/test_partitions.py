@@ -5,7 +5,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrec.common.errors import DataError
-from raytrec.data.fragments import list_files, scan
+from raytrec.data.fragments import scan
+from raytrec.data.listing import list_files
 from raytrec.data.read_plan import ReadPlan
 
 SCHEMA = parquet.schema()
@@ -23,7 +24,7 @@ def clicks(tmp_path_factory):
 
 def between(root, first, last):
     """The partitions that a range takes in."""
-    files = list_files(str(root), "data.train", (first, last))
+    files = list_files(str(root), "data.train", (first, last)).files
     return [file.removeprefix(f"{root}/").removesuffix("/a.parquet") for file in files]
 
 

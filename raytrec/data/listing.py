@@ -1,0 +1,269 @@
+"""The files of a dataset: which are read, and why others are not."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from stat import S_ISDIR, S_ISREG
+from typing import Any
+
+from pyarrow import fs
+
+from raytrec.common.errors import DataError, first_line
+from raytrec.common.storage import open_filesystem
+from raytrec.config.data import folders
+from raytrec.data.partitions import ALL, Between, in_folders, in_order, within
+from raytrec.data.table_formats import check_no_table
+
+PARQUET = (b"PAR1", b"PARE")  # first and last bytes of a file; PARE: its footer is encrypted
+TEMPORARY = (
+    ".tmp",
+    ".temp",
+    ".part",
+    ".crdownload",
+    ".inprogress",
+    "._copying_",
+    ".swp",
+    ".bak",
+    ".old",
+    "~",
+)
+HIDDEN, TWICE, OUTSIDE = "hidden", "reached twice", "outside data.partitions"
+KEPT_NAMES = 100  # of each reason, in a run folder
+NO_FILE = "not files, but pipes, devices or links to nothing"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Every entry of a dataset's folders, before anything is read.
+
+    Attributes:
+        files: Parquet files that are read, in their order.
+        left_out: Reason → files (and hidden folders) that are not read.
+    """
+
+    files: tuple[str, ...] = ()
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return the counts in words, with an example of each reason."""
+        text = f"{len(self.files):,} Parquet file{'s' * (len(self.files) != 1)}"
+        reasons = (f"{len(paths):,} {why} ({_name(paths[0])})" for why, paths in self.left_out.items())
+        return f"{text}; left out: {', '.join(reasons)}" if self.left_out else text
+
+    def record(self) -> dict[str, Any]:
+        """Return what a run folder keeps: the counts in words and by reason, and names of some files."""
+        counts = {"read": len(self.files)} | {why: len(paths) for why, paths in self.left_out.items()}
+        left_out = {why: paths[:KEPT_NAMES] for why, paths in self.left_out.items()}
+        return {"text": str(self), "counts": counts, "left_out": left_out}
+
+
+def list_files(places: str | list[str], key: str, between: Between = ALL) -> Listing:
+    """List the Parquet files of folders: folders in their order, the files of each by path.
+
+    A file is read if it is called *.parquet, in any case, or begins and ends as Parquet does. Hidden files
+    and folders are left out: names that begin with `.`, or with `_` without a `=`.
+
+    Args:
+        places: Folders or files.
+        key: Config key that names them, for messages.
+        between: First and last partition.
+
+    Raises:
+        DataError: No such folder, no Parquet in it, a table format owns it, or a file is named twice.
+    """
+    whole = Listing()
+    for place in folders(places):
+        one = _list_folder(place, key, between)
+        left_out = {
+            why: [*whole.left_out.get(why, ()), *one.left_out.get(why, ())]
+            for why in dict.fromkeys([*whole.left_out, *one.left_out])
+        }
+        whole = Listing(whole.files + one.files, left_out)
+    if len(folders(places)) > 1:
+        counts = Counter(file if "://" in file else os.path.realpath(file) for file in whole.files)
+        if twice := [file for file, count in counts.items() if count > 1]:
+            raise DataError(
+                f"{len(twice)} files are named twice, the first is {twice[0]}",
+                where=f"{key}={name_of(places)}",
+                expected="folders that do not hold each other",
+                do="name each folder once: every row is trained once an epoch",
+            )
+    return whole
+
+
+def name_of(places: str | list[str]) -> str:
+    """Return folders as one text."""
+    return ", ".join(folders(places))
+
+
+def _name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _list_folder(uri: str, key: str, between: Between) -> Listing:
+    filesystem, path = open_filesystem(uri)
+    prefix = uri.partition("://")[0] + "://" if "://" in uri else ""
+    where = f"{key}={uri}"
+    try:
+        kind = filesystem.get_file_info(path).type
+        if kind == fs.FileType.NotFound:
+            raise DataError(
+                "there is no such folder",
+                where=where,
+                expected="a folder of .parquet files, or a list of folders: [a, b]; globs are not expanded",
+                do="correct the path, or write the data with `raytrec prepare`",
+            )
+        if kind == fs.FileType.Unknown:
+            raise DataError("this is not a file, but a pipe or a device", where=where, expected="Parquet")
+        entries, left_out = [], {}
+        if kind == fs.FileType.Directory:
+            local = filesystem.type_name == "local"
+            entries, left_out = _walk(path) if local else _list_store(filesystem, path)
+    except OSError as error:
+        raise DataError(f"cannot list the folder: {error}", where=where) from None
+    top = os.path.realpath(path) if filesystem.type_name == "local" else path
+    check_no_table(filesystem, top, (found for found, *_ in entries), where)
+    if kind == fs.FileType.File:
+        return Listing((prefix + path,))
+    files = _choose(filesystem, path, entries, left_out, where)
+    if not files:
+        raise DataError(
+            "the folder holds no Parquet files",
+            where=where,
+            expected="files named *.parquet, or others that begin and end as Parquet does",
+            do=f"it has: {Listing((), left_out)}" if left_out else None,
+        )
+    if any(between):
+        chosen = within(files, path, between, uri)
+        _add(left_out, OUTSIDE, [file for file in files if file not in set(chosen)])
+        files = chosen
+    return Listing(
+        tuple(prefix + file for file in files),
+        {why: [prefix + file for file in sorted(paths)] for why, paths in left_out.items()},
+    )
+
+
+Entry = tuple[str, int | None]  # path, bytes; None: a pipe, a device or a link to nothing
+
+
+def _walk(root: str) -> tuple[list[Entry], dict[str, list[str]]]:
+    """Return the entries of a local folder, and what is reached twice by links.
+
+    Symbolic links are followed after all that is reached without them. Hidden folders are not entered. Hard
+    links to one file in several partitions are several files, because their rows differ by their partition.
+    """
+    entries: list[Entry] = []
+    twice: list[str] = []
+    seen: dict[tuple[int, int], str] = {}
+    inside, links = deque[str](), deque[str]()
+
+    def visit(path: str, is_link: bool) -> None:
+        try:
+            stat = os.stat(path)
+        except OSError:
+            entries.append((path, None))
+            return
+        is_folder = S_ISDIR(stat.st_mode)
+        first = seen.setdefault((stat.st_dev, stat.st_ino or hash(path)), path)
+        if first != path and (is_link or is_folder or in_folders(first) == in_folders(path)):
+            twice.append(path)
+        elif is_folder:
+            inside.append(path)
+        else:
+            entries.append((path, stat.st_size if S_ISREG(stat.st_mode) else None))
+
+    visit(root, False)
+    while inside or links:
+        if not inside:
+            visit(links.popleft(), True)
+            continue
+        for entry in sorted(os.scandir(inside.popleft()), key=lambda entry: entry.name):
+            if _is_hidden(entry.name):
+                entries.append((entry.path, 0))
+            elif entry.is_symlink():
+                links.append(entry.path)
+            else:
+                visit(entry.path, False)
+    return entries, {TWICE: twice} if twice else {}
+
+
+def _list_store(filesystem: fs.FileSystem, root: str) -> tuple[list[Entry], dict[str, list[str]]]:
+    """Return the objects below a folder, and hidden folders as one entry each."""
+    entries: dict[str, int | None] = {}
+    for info in filesystem.get_file_info(fs.FileSelector(root, recursive=True)):
+        parts = info.path.removeprefix(root).split("/")
+        hidden = next((at for at, part in enumerate(parts) if _is_hidden(part)), None)
+        if hidden is not None:
+            entries[root + "/".join(parts[: hidden + 1])] = 0
+        elif info.type != fs.FileType.Directory:
+            entries[info.path] = info.size if info.type == fs.FileType.File else None
+    return list(entries.items()), {}
+
+
+def _is_hidden(name: str) -> bool:
+    """Return True for names that Spark and Hive do not read either; `_key=value` is a partition."""
+    return name.startswith(".") or (name.startswith("_") and "=" not in name)
+
+
+def _choose(
+    filesystem: fs.FileSystem, root: str, entries: list[Entry], left_out: dict[str, list[str]], where: str
+) -> list[str]:
+    """Return the Parquet files among entries in their order, and add the others to `left_out`.
+
+    Raises:
+        DataError: Something called *.parquet is not a file.
+    """
+    files, unknown, odd = [], [], []
+    for path, size in entries:
+        name = _name(path).lower()
+        if _is_hidden(name):
+            _add(left_out, HIDDEN, [path])
+        elif size is None:
+            odd.append(path)
+        elif name.endswith(".parquet"):
+            files.append(path)
+        elif not size:
+            _add(left_out, "empty", [path])
+        elif name.endswith(TEMPORARY):
+            _add(left_out, "temporary or a backup", [path])
+        else:
+            unknown.append(path)
+    if named := sorted(path for path in odd if path.lower().endswith(".parquet")):
+        raise DataError(
+            f"{len(named)} of the .parquet in the folder are {NO_FILE}",
+            where=f"{where}, {named[0]}",
+            expected="files",
+            do="remove them, or name them with _ at the beginning",
+        )
+    _add(left_out, NO_FILE, odd)
+    with ThreadPoolExecutor(16) as pool:
+        reasons = pool.map(partial(_why_not, filesystem), unknown)
+        for path, why in zip(unknown, reasons, strict=True):
+            if why is None:
+                files.append(path)
+            else:
+                _add(left_out, why, [path])
+    return sorted(files, key=lambda path: (in_order(path), path))
+
+
+def _add(left_out: dict[str, list[str]], why: str, paths: Sequence[str]) -> None:
+    if paths:
+        left_out.setdefault(why, []).extend(paths)
+
+
+def _why_not(filesystem: fs.FileSystem, path: str) -> str | None:
+    """Return why a file is not Parquet, by its first and last bytes; None if it is."""
+    try:
+        with filesystem.open_input_file(path) as file:
+            size = file.size()
+            first, last = file.read_at(4, 0), file.read_at(4, max(0, size - 4))
+    except OSError as error:
+        return f"unreadable: {first_line(error)}"
+    if first not in PARQUET:
+        return "not Parquet"
+    return None if last in PARQUET else "cut off or still being written"

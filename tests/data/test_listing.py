@@ -1,0 +1,129 @@
+"""Every entry of a folder is read, reached twice, or left out with its reason."""
+
+import os
+from pathlib import Path
+
+import parquet
+import pyarrow.parquet as pq
+import pytest
+
+from raytrec.common.errors import DataError
+from raytrec.data.listing import list_files
+
+
+def put(folder, *names, rows=3):
+    for number, name in enumerate(names):
+        path = Path(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(parquet.table(rows, number), path)
+
+
+def listed(folder):
+    found, below = list_files(str(folder), "data.train"), f"{folder}/"
+    left_out = {why: [p.removeprefix(below) for p in paths] for why, paths in found.left_out.items()}
+    return [path.removeprefix(below) for path in found.files], left_out
+
+
+def test_parquet_is_known_by_its_bytes(tmp_path):
+    """Names as Athena, BigQuery and Hive write them."""
+    names = ["000000000000", "20261126_0001_x", "a.parquet", "b.PARQUET", "c.parq", "d/part-0.snappy"]
+    put(tmp_path, *names)
+    assert listed(tmp_path) == (names, {})
+
+
+def test_what_is_left_out_has_a_reason(tmp_path):
+    put(
+        tmp_path,
+        "a.parquet",
+        "_temporary/0/b.parquet",
+        ".hidden.parquet",
+        "_day=1/c.parquet",
+        "d.parquet.tmp",
+    )
+    put(tmp_path, "e.parquet~", "f.csv.gz", "growing")
+    (tmp_path / "growing").write_bytes((tmp_path / "growing").read_bytes()[:-9])
+    for name, text in {"_SUCCESS": "", "empty": "", "notes.txt": "PAR", "f.csv.gz": "a,b"}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "nothing").symlink_to("gone")
+    files, left_out = listed(tmp_path)
+    assert files == ["_day=1/c.parquet", "a.parquet"]
+    assert left_out == {
+        "hidden": [".hidden.parquet", "_SUCCESS", "_temporary"],
+        "empty": ["empty"],
+        "temporary or a backup": ["d.parquet.tmp", "e.parquet~"],
+        "not files, but pipes, devices or links to nothing": ["nothing"],
+        "not Parquet": ["f.csv.gz", "notes.txt"],
+        "cut off or still being written": ["growing"],
+    }
+    text = str(list_files(str(tmp_path), "data.train"))
+    assert text.startswith("2 Parquet files; left out: 3 hidden (.hidden.parquet), "), text
+    assert list_files(str(tmp_path), "data.train").record()["counts"]["hidden"] == 3
+
+
+def test_files_reached_twice_are_read_once(tmp_path):
+    put(tmp_path, "day=1/a.parquet", "day=2/a.parquet", "../elsewhere/b.parquet")
+    (tmp_path / "day=0").symlink_to("day=2")
+    (tmp_path / "latest").symlink_to("day=2")
+    (tmp_path / "day=1/up").symlink_to("..")  # a loop
+    (tmp_path / "day=3").symlink_to("../elsewhere")
+    os.link(tmp_path / "day=1/a.parquet", tmp_path / "day=1/copy.parquet")
+    files, left_out = listed(tmp_path)
+    assert files == ["day=1/a.parquet", "day=2/a.parquet", "day=3/b.parquet"]
+    assert left_out == {"reached twice": ["day=0", "day=1/copy.parquet", "day=1/up", "latest"]}
+
+
+def test_links_to_one_file_in_two_partitions_are_two_files(tmp_path):
+    put(tmp_path, "day=1/a.parquet")
+    (tmp_path / "day=2").mkdir()
+    os.link(tmp_path / "day=1/a.parquet", tmp_path / "day=2/a.parquet")
+    assert listed(tmp_path) == (["day=1/a.parquet", "day=2/a.parquet"], {})
+
+
+def test_one_folder_under_two_names_is_refused(tmp_path):
+    put(tmp_path, "a/x.parquet")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(DataError, match="1 files are named twice"):
+        list_files([str(tmp_path / "a"), str(tmp_path / "b")], "data.train")
+
+
+def test_a_folder_without_parquet_names_what_it_has(tmp_path):
+    (tmp_path / "x.csv").write_text("a,b")
+    with pytest.raises(DataError, match=r"holds no Parquet files[\s\S]*1 not Parquet \(x.csv\)"):
+        list_files(str(tmp_path), "data.train")
+
+
+@pytest.mark.parametrize(
+    ("marker", "name"),
+    [
+        ("_delta_log/00000000000000000000.json", "Delta Lake"),
+        ("metadata/00001-4be.metadata.json", "Iceberg"),
+        ("metadata/v2.gz.metadata.json", "Iceberg"),
+        (".hoodie/hoodie.properties", "Hudi"),
+        ("snapshot/snapshot-1", "Paimon"),
+        ("_spark_metadata/0", "Spark stream"),
+    ],
+)
+@pytest.mark.parametrize("place", ["table", "table/data/day=1", "table/data/day=1/a.parquet", "."])
+def test_folders_of_table_formats_are_refused(tmp_path, marker, name, place):
+    put(tmp_path, "table/data/day=1/a.parquet", "plain/b.parquet")
+    record = tmp_path / "table" / marker
+    record.parent.mkdir(parents=True)
+    record.write_text("{}")
+    with pytest.raises(DataError, match=name) as error:
+        list_files(str(tmp_path / place), "data.train")
+    assert f"{tmp_path}/table" in error.value.where and "write the current rows" in error.value.do
+    assert listed(tmp_path / "plain") == (["b.parquet"], {})
+
+
+@pytest.mark.parametrize("folder", ["base_0000002", "delta_0000003_0000003_0000", "x.lance"])
+def test_other_table_formats_are_refused(tmp_path, folder):
+    put(tmp_path, f"table/{folder}/bucket_00000")
+    for place in ("table", f"table/{folder}"):
+        with pytest.raises(DataError, match=r"Hive|Lance"):
+            list_files(str(tmp_path / place), "data.train")
+
+
+def test_partitions_out_of_range_are_counted(tmp_path):
+    put(tmp_path, "day=1/a.parquet", "day=2/a.parquet", "day=3/a.parquet")
+    found = list_files(str(tmp_path), "data.train", ("day=2", None))
+    assert found.record()["counts"] == {"read": 2, "outside data.partitions": 1}
