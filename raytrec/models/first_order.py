@@ -46,20 +46,25 @@ class WideDeep(nn.Module):
         columns = [place for place, name in enumerate(schema.dense) if name in parts["wide"]]
         self.register_buffer("columns", torch.tensor(columns, dtype=torch.long), persistent=False)
         self.slopes = nn.Linear(len(columns), outputs, bias=False) if columns else None
-        self.slope_rate, self.shrunk = config.slope_rate, None
+        self.slope_rate, self.shrinks = config.slope_rate, config.deep_dropout > 0
         self.beside = SideBySide(schema, parts["deep"], dict.fromkeys(self.wide, outputs))
         self.cross = Cross(self.beside.width, config.cross_layers) if config.cross_layers else nn.Identity()
         self.deep = mlp([self.beside.width, *config.top_mlp], config.dropout)
         self.logit = nn.Linear((config.top_mlp or [self.beside.width])[-1], outputs)
         self.kept = nn.Dropout(config.deep_dropout)  # of whole rows
-        if config.deep_dropout:
-            self.shrunk = nn.init.uniform_(self.logit.weight, -0.01, 0.01)
+        if self.shrinks:
+            nn.init.uniform_(self.logit.weight, -0.01, 0.01)
             if self.slopes is not None:
                 nn.init.zeros_(self.slopes.weight)
 
+    @property
+    def shrunk(self) -> nn.Parameter | None:
+        """Weights that scale the deep part of the logits (worker.shrink); None without deep_dropout."""
+        return self.logit.weight if self.shrinks else None
+
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         deep_BM = self.deep(self.cross(self.beside(dense, pooled)))
-        if self.training and self.shrunk is not None:
+        if self.training and self.shrinks:
             deep_BM = deep_BM * (self.kept(torch.ones_like(deep_BM[:, :1])) > 0)
         logits_BT = self.logit(deep_BM)
         for feature in self.wide:
