@@ -179,6 +179,8 @@ def _steps(
     the worst step counts: two right runs whose gradients differ in the last bit round a weight to different
     neighbours, and later steps multiply that.
     """
+    config = config.model_copy(deep=True)
+    config.optim.schedule = config.optim.schedule.over(len(choices))
     run = Sharded(build, config, schema, device, bounds)
     start, one = run.weights(), run.reference()
     optimizers = _optimizers(run, one) if one else {}

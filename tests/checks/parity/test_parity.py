@@ -75,10 +75,17 @@ def test_so_are_distinct_ids_that_are_sent_between_gpus(sharding):
     )
 
 
-@pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
-def test_learning_rates_that_change(sharding):
+@pytest.mark.parametrize(
+    ("sharding", "schedule"),
+    [
+        ("row_wise", Schedule(warmup_steps=3, decay="cosine", decay_steps=6)),
+        ("data_parallel", Schedule(warmup_steps=3, decay="cosine", decay_steps=6)),
+        ("row_wise", Schedule(decay="linear")),  # until the end of the run
+    ],
+)
+def test_learning_rates_that_change(sharding, schedule):
     settings = config(2, {"sharding_type": sharding}, "sgd")
-    settings.optim.schedule = Schedule(warmup_steps=3, decay="cosine", decay_steps=6)
+    settings.optim.schedule = schedule
     found = on_ranks(2, compared, settings, "cpu", 12)[0]
     assert len(found) > 10 and not wrong(found)
 
