@@ -89,8 +89,10 @@ def of_raytrec(trained: pd.DataFrame, tested: pd.DataFrame, seeds: int) -> list[
         for name, rows in (("train", trained), ("test", tested)):
             (Path(place) / name).mkdir()
             rows.to_parquet(Path(place) / name / "a.parquet", index=False, row_group_size=16_384)
-        Path(place, "schema.yaml").write_text(inspect(place).schema_yaml(), encoding="utf-8")
+        inspection = inspect(place)
+        Path(place, "schema.yaml").write_text(inspection.schema_yaml(), encoding="utf-8")
         places = [f"data.train={place}/train", f"data.test={place}/test"]
+        places.append(f"data.transforms={json.dumps(inspection.transforms)}")
         with session_of(load_config(JOB, places)):
             for seed in range(seeds):
                 own = [f"run.seed={seed}", f"run.dir={place}/{seed}", *QUIET]

@@ -9,8 +9,10 @@ import pytest
 from any_parquet import accepted, write
 from reading import batch_of, read
 
+from raytrec.data.collate import Collator
 from raytrec.data.read_plan import ReadPlan
 from raytrec.inspection.propose import inspect
+from raytrec.scoring.rows import RowReader
 
 ROWS = 4000
 
@@ -183,3 +185,24 @@ def test_float_and_integer_columns_of_the_same_ids_share_a_table(tmp_path):
     write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, **columns})
     sparse = inspect(str(tmp_path)).schema.sparse
     assert sparse["item_id"].table == sparse["last_item_id"].table == "item"
+
+
+def test_requests_with_values_that_were_not_seen_are_read(tmp_path):
+    made = np.random.default_rng(4)
+    nulls = made.random(ROWS) < 0.1
+    columns = {
+        "age": pa.array(made.integers(17, 91, ROWS), pa.float64(), mask=nulls),
+        "user_id": np.append(made.integers(0, 300, ROWS - 1), 299),
+        "city": made.choice(["Bern", "Chur"], ROWS),
+    }
+    write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, **columns})
+    schema = inspect(str(tmp_path)).schema
+    reader = RowReader(schema, (), [], pa.table(columns).schema)
+    asked = [
+        {"age": 91, "user_id": 10**9, "city": "Genf"},
+        {"age": -1, "user_id": -1, "city": "Chur"},
+        {"age": None, "user_id": 299, "city": None},
+    ]
+    sparse = Collator(reader.form, None)([reader.read(asked)], 3, 3).sparse
+    assert [ids.tolist() for ids in sparse["age"].to_dense()] == [[90], [0], []]
+    assert [ids.tolist() for ids in sparse["user_id"].to_dense()] == [[329], [0], [299]]
