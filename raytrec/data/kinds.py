@@ -147,9 +147,8 @@ def _check_ids(
     kind: pa.DataType, feature: str, column: str, table: str, text_allowed: bool, uri: str
 ) -> None:
     value = value_type(kind)
-    if types.is_floating(value) and not is_list(plain(kind)):
-        return  # whole numbers with nulls, as pandas writes them
-    if types.is_integer(value) or (is_text(value) and text_allowed) or types.is_null(value):
+    whole = types.is_integer(value) or types.is_floating(plain(kind))  # floats: integers with nulls
+    if whole or (is_text(value) and text_allowed) or types.is_null(value):
         return
     deep = " (lists inside of lists)" if is_list(value) else ""
     raise DataError(

@@ -47,7 +47,7 @@ class ColumnStats:
         pairs: label → value → the label's value in the same rows; None where they are not one for one
             (`pair_with_labels`).
         elsewhere: the same of validation and test data, by folder.
-        hot: The most frequent integers, or hashes (SipHash) of text.
+        hot: The most frequent whole numbers, or hashes (SipHash) of text.
         moments: of numbers, how many, Σ and Σ² of their distance from `first`, and of their logarithms
             (Scale.log).
     """
@@ -233,10 +233,8 @@ class ColumnStats:
             self._add_moments(values.astype(np.float64), counts.to_numpy())
             values = _as_integers(values)
         hashes = hash_array(values)
-        if self.base == "text":
-            self.hot.add(hashes, counts.to_numpy())
-        elif self.whole and self.base != "time":
-            self.hot.add(values.view(np.uint64), counts.to_numpy())
+        if self.whole:
+            self.hot.add(hashes if self.base == "text" else values.view(np.uint64), counts.to_numpy())
         if len(self._hashes) == SMALLEST:
             hashes = hashes[hashes < self._hashes[-1]]
         self._new.append(hashes)
@@ -247,9 +245,8 @@ class ColumnStats:
     def _add_moments(self, values: np.ndarray, counts: np.ndarray) -> None:
         self.first = float(values[0]) if self.first is None else self.first
         apart, logs = values - self.first, signed_log(values)
-        with np.errstate(over="ignore"):
-            powers = np.stack([np.ones_like(values), apart, apart**2, logs, logs**2])
-            self.moments += powers @ counts
+        powers = np.stack([np.ones_like(values), apart, apart**2, logs, logs**2])
+        self.moments += powers @ counts
 
     def scale(self) -> Scale:
         """Return how the numbers are brought to mean 0 and variance 1.
@@ -260,10 +257,8 @@ class ColumnStats:
         nulls = "mean" if self.count_missing() else "error"
         if not count:
             return Scale(nulls=nulls)
-        mean = apart / count
-        with np.errstate(over="ignore", invalid="ignore"):
-            std = np.sqrt(np.maximum(0.0, squares / count - mean**2))  # NaN beyond float64
-            ends = np.array([self.low, self.high]) - self.first
+        mean, std = apart / count, max(squares / count - (apart / count) ** 2, 0.0) ** 0.5  # may be NaN
+        ends = np.array([self.low, self.high]) - self.first
         if not std <= MOST_AMOUNT or (std and np.abs(ends - mean).max() > FAR * std):
             mean, std = logs / count, max(0.0, log_squares / count - (logs / count) ** 2) ** 0.5
             return _scale(mean, std, log=True, nulls=nulls)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 MOST = 65_536  # ids that are counted at a time
@@ -62,11 +60,3 @@ class HotIds:
         counts = np.sort(self.counts()[1])[::-1]
         sums = np.cumsum(counts) / max(1, self._all)
         return [round(min(1.0, float(sums[power - 1])), 5) for power in POWERS if power < len(counts)]
-
-
-def merge_counts(parts: Iterable[HotIds]) -> HotIds:
-    """Return the most frequent ids of several sets of lookups together."""
-    merged = HotIds()
-    for part in parts:
-        merged.add(*part.counts())
-    return merged

@@ -19,10 +19,10 @@ or where values are such (text, hashed ids) that it cannot be chance (shared_tab
 
 A table whose ids fill their range has a row for each id up to the highest one, and `out_of_range: clamp`: a
 service reads larger values of an ordinal (at most 100 values, such as an age) as the highest, and larger ids
-as the last row. There is one row more than ids, or a tenth more if there is no validation and test data next
-to the training data. If only a sample was read, larger ids are hashed. Text, wide and negative ids are hashed
-into ten times as many rows as there are values (of many: twice as many), or more, so that frequent values do
-not share a row (table_size.py). Floats that are whole numbers have the roles of integers.
+as one more row, which is not trained. If only a sample was read, there is a tenth more rows, and larger ids
+are hashed. Text, wide and negative ids are hashed into ten times as many rows as there are values (of many:
+twice as many), or more, so that frequent values do not share a row (table_size.py). Floats that are whole
+numbers have the roles of integers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from raytrec.inspection.column_scan import scan_columns
 from raytrec.inspection.column_stats import ColumnStats, copied_label
 from raytrec.inspection.result import Inspection, as_flow
 from raytrec.inspection.shared_tables import SharedTable, find_tables, free_name, is_sequence
-from raytrec.inspection.table_size import Seen, bucket_boundaries
+from raytrec.inspection.table_size import bucket_boundaries
 
 # Of transforms: in lists, all but fill_null remove nulls, whose weights would stay.
 ORDER = ("fill_null", "cast", "drop_null", "binarize", "clip", "bucketize")
@@ -98,8 +98,7 @@ def inspect(
     _pair_weights(findings)
     _add_buckets(findings)
     tables = find_tables(findings)
-    seen: Seen = "sample" if not scan.whole else "more" if scan.also else "train"
-    schema = _schema(findings, tables, dim, seen, uri)
+    schema = _schema(findings, tables, dim, not scan.whole, uri)
     return Inspection(
         uri, findings, schema, _transforms(findings), tables, scan, list(dict.fromkeys(reserve_columns or []))
     )
@@ -181,7 +180,7 @@ def _keep_length(f: Finding) -> None:
     f.needs("fill_null", value=s.high)
 
 
-def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, seen: Seen, uri: str) -> Schema:
+def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, sampled: bool, uri: str) -> Schema:
     of_column = {f.stats.name: table for table in tables for f in table.members}
     weights = {f.why.removeprefix("of "): f.stats.name for f in findings if f.kind == "weights"}
     sparse = {}
@@ -190,7 +189,7 @@ def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, seen: 
             name = f.stats.name
             pooling = "sequence" if is_sequence(f) else "mean" if f.stats.is_list else "sum"
             sparse[name] = {"table": of_column[name].name, "pooling": pooling, "weights": weights.get(name)}
-    sizes = {table.name: table.choose_size(seen) for table in tables}
+    sizes = {table.name: table.choose_size(sampled) for table in tables}
     for made in (t for f in findings for t in f.transforms if t["do"] == "bucketize"):
         (name,) = made["into"]
         sparse[name], sizes[name] = {"table": name}, {"rows": len(made["boundaries"]) + 1}

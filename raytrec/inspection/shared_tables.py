@@ -11,8 +11,8 @@ import numpy as np
 from raytrec.config.schema import table_name
 from raytrec.inspection.column_roles import SPARSE_FILL, Finding, is_ordinal, words
 from raytrec.inspection.column_stats import SMALLEST, ColumnStats, count_distinct, share_of
-from raytrec.inspection.hot_ids import merge_counts
-from raytrec.inspection.table_size import Kind, Seen, table_size
+from raytrec.inspection.hot_ids import HotIds
+from raytrec.inspection.table_size import table_size
 
 # Words for how ids are used, not for what they are.
 HISTORY = frozenset(
@@ -38,21 +38,21 @@ class SharedTable:
     reasons: dict[str, str] = field(default_factory=dict)
     comment: str = ""
 
-    def choose_size(self, seen: Seen) -> dict:
+    def choose_size(self, sampled: bool) -> dict:
         """Return `rows` and `out_of_range` for the ids of all features in all parts of the data.
 
         Args:
-            seen: Rows that were read (`table_size`).
+            sampled: True if not all rows were read.
         """
-        parts = [part for f in self.members for part in f.stats.parts]
-        hashes = np.unique(np.concatenate([part.hashes for part in parts]))[:SMALLEST]
-        kind: Kind = "ordinal" if all(is_ordinal(f.stats) for f in self.members) else "id"
+        parts, hot = [part for f in self.members for part in f.stats.parts], HotIds()
+        for part in parts:
+            hot.add(*part.hot.counts())
+        distinct = count_distinct(np.unique(np.concatenate([part.hashes for part in parts]))[:SMALLEST])
         low, high = min(p.low for p in parts), max(p.high for p in parts)
-        if any(f.stats.base == "text" for f in self.members):
-            kind, low, high = "text", 0, 0
-        hot = merge_counts(part.hot for part in parts)
-        size, self.comment = table_size(low, high, count_distinct(hashes), hot, kind, seen)
-        return size
+        kind = "ordinal" if all(is_ordinal(f.stats) for f in self.members) else "id"
+        kind = "text" if any(f.stats.base == "text" for f in self.members) else kind
+        rows, out_of_range, self.comment = table_size(low, high, distinct, hot, kind, sampled)
+        return {"rows": rows, "out_of_range": out_of_range}
 
 
 def is_sequence(f: Finding) -> bool:

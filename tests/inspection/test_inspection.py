@@ -73,7 +73,7 @@ def test_kinds(folder):
     }
     assert kinds == {name: kind for kind, names in expected.items() for name in names}
     tables = found.schema.tables
-    assert (tables["user"].rows, tables["user"].out_of_range) == (330, "clamp"), "ids to come have room"
+    assert (tables["user"].rows, tables["user"].out_of_range) == (301, "clamp"), "ids to come have a row"
     assert tables["city"].out_of_range == tables["item"].out_of_range == "hash"
     assert found.schema.sparse["tags"].weights == "tags_weights"
     assert found.schema.sparse["tags"].pooling == "mean"
