@@ -1,0 +1,98 @@
+"""Every column of Apache's parquet-testing files, read by pages and by pyarrow.
+
+The files are Apache's (https://github.com/apache/parquet-testing, Apache License 2.0) and not part of this
+repository. RAYTREC_PARQUET_TESTING names their folder.
+"""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrec.data.pages import read_rows
+from raytrec.data.pages.chunks import Damaged
+
+BESIDE = Path(__file__).parents[3] / "shared" / "data" / "parquet-testing"
+FOLDER = Path(os.environ.get("RAYTREC_PARQUET_TESTING") or BESIDE)
+REFUSALS = (Damaged, ValueError, KeyError, IndexError, TypeError, OSError, pa.ArrowException)
+TOO_LARGE = "large_string_map.brotli.parquet"  # 2 GiB of text, which both refuse after minutes
+FILES = sorted(path for path in FOLDER.glob("*/*.parquet") if path.name != TOO_LARGE)
+# Files with pages that only raytrec refuses: their checksums are wrong, which pyarrow ignores unless asked.
+WRONG_CHECKSUMS = {
+    "datapage_v1-corrupt-checksum.parquet",
+    "rle-dict-uncompressed-corrupt-checksum.parquet",
+    "ARROW-GH-41317.parquet",
+}
+UNREADABLE = {
+    "incorrect_map_schema.parquet",
+    "ARROW-GH-41321.parquet",
+    "ARROW-GH-45185.parquet",
+    "ARROW-GH-47662.parquet",
+    "ARROW-RS-GH-6229-DICTHEADER.parquet",
+    "ARROW-RS-GH-6229-LEVELS.parquet",
+    "PARQUET-1481.parquet",
+}  # by pyarrow and by raytrec, some in part
+
+pytestmark = pytest.mark.skipif(not FILES, reason="no files of parquet-testing")
+
+
+def spans(rows):
+    """Return ranges of rows: all, without the first, the middle half, and the last row."""
+    return sorted({(0, rows), (min(1, rows - 1), rows), (rows // 4, rows - rows // 4), (rows - 1, rows)})
+
+
+def result(read, *arguments):
+    """Return a column, or None if it cannot be read."""
+    try:
+        return read(*arguments)
+    except REFUSALS:
+        return None
+
+
+def by_pages(path, reader, group, first, last, name):
+    with pa.OSFile(str(path)) as file:
+        return read_rows(file, (str(path), path.stat().st_size, None), reader, group, first, last, [name])[
+            name
+        ]
+
+
+def by_pyarrow(path, group, name):
+    return pq.ParquetFile(path).read_row_group(group, columns=[name])[name]
+
+
+def outcomes(path):
+    """Yield the outcome of each span of each column of each row group of a file."""
+    reader = result(pq.ParquetFile, path)
+    if reader is None:
+        yield "refused by both"  # the footer, which pyarrow reads for both
+        return
+    for group in range(reader.num_row_groups):
+        rows = reader.metadata.row_group(group).num_rows
+        for name in dict.fromkeys(reader.schema_arrow.names):
+            whole = result(by_pyarrow, path, group, name)
+            for first, last in spans(rows) if rows else ():
+                found = result(by_pages, path, reader, group, first, last, name)
+                if found is None or whole is None:
+                    refusing = [side for side, of in (("raytrec", found), ("pyarrow", whole)) if of is None]
+                    yield "refused by both" if len(refusing) == 2 else f"refused by {refusing[0]} alone"
+                else:
+                    expected = whole.slice(first, last - first)
+                    same = found.equals(expected) or str(found.to_pylist()) == str(
+                        expected.to_pylist()
+                    )  # NaN
+                    yield "equal" if same else "different"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_pages_hold_what_pyarrow_reads(path):
+    counts = Counter(outcomes(path))
+    assert not counts["different"] and not counts["refused by pyarrow alone"], counts
+    assert bool(counts["refused by raytrec alone"]) == (path.name in WRONG_CHECKSUMS), counts
+    assert bool(counts["refused by both"]) == (path.name in UNREADABLE), counts
+
+
+def test_the_files_are_those_that_were_counted():
+    assert {path.name for path in FILES} >= WRONG_CHECKSUMS | UNREADABLE and len(FILES) >= 60
