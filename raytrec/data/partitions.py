@@ -20,17 +20,27 @@ from raytrec.data.form import Form
 Between = tuple[str | None, str | None]  # first and last partition, both included; None: no bound
 ALL: Between = (None, None)
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # the folder of rows without a value
-INTEGER = re.compile(r"-?\d{1,18}")
+INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # one spelling of each number: 04 and 4 are different texts
+DIGITS = re.compile(r"-?[0-9]+")  # compared as numbers, however they are spelled
 
 
 def in_order(path: str) -> list[tuple]:
-    """Sorts paths as text, and the values of key=value folders that are whole numbers as numbers."""
+    """Return a sort key of a path: text, except for whole numbers in key=value folders, which are numbers."""
     return [_rank(part) for part in path.split("/")]
 
 
 def _rank(part: str) -> tuple:
     key, equals, value = part.partition("=")
-    return (key, 0, int(value), "") if equals and value.isdigit() else (key, 1, 0, value if equals else "")
+    whole = equals and DIGITS.fullmatch(value)
+    return (key, 0, int(value), "") if whole else (key, 1, 0, _decoded(value))
+
+
+def _decoded(text: str) -> str:
+    """Return a key or value without its percent-encoding; as it is where that is not UTF-8."""
+    try:
+        return unquote(text, errors="strict")
+    except UnicodeDecodeError:
+        return text
 
 
 def within(paths: list[str], root: str, between: Between, uri: str) -> list[str]:
@@ -48,7 +58,7 @@ def within(paths: list[str], root: str, between: Between, uri: str) -> list[str]
     first, last = (in_order(_checked(bound)) if bound else [] for bound in between)
     chosen = []
     for path in paths:
-        partition = "/".join(part for part in path.removeprefix(root).split("/") if "=" in part)
+        partition = "/".join(part for part in path.removeprefix(root).split("/")[:-1] if "=" in part)
         ranks = in_order(partition)
         for rank, bound in ((first, between[0]), (last, between[1])):
             if [key for key, *_ in rank] != [key for key, *_ in ranks[: len(rank)]]:
@@ -110,7 +120,7 @@ def in_folders(path: str) -> dict[str, str | None]:
     for part in path.split("/")[:-1]:
         key, equals, value = part.partition("=")
         if equals and key:
-            found[unquote(key)] = None if value == NO_VALUE else unquote(value)
+            found[_decoded(key)] = None if value == NO_VALUE else _decoded(value)
     return found
 
 
@@ -130,7 +140,7 @@ def _holds(arrow: pa.Schema, name: str) -> bool:
 
 
 def type_of_folders(values: Iterable[str | None]) -> pa.DataType:
-    """The type of the values in folders' names: whole numbers, else text."""
+    """Return the type of values in folders' names: int64 if all are whole numbers, else text."""
     whole = all(value is None or INTEGER.fullmatch(value) for value in values)
     return pa.int64() if whole else pa.string()
 

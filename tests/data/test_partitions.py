@@ -1,13 +1,17 @@
 """Folders key=value: their order, ranges of them; several folders."""
 
 import parquet
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from raytrec.common.errors import DataError
 from raytrec.data.fragments import scan
 from raytrec.data.listing import list_files
-from raytrec.data.read_plan import ReadPlan
+from raytrec.data.order import Order
+from raytrec.data.partitions import NO_VALUE
+from raytrec.data.read_plan import ReadPlan, Reserved
+from raytrec.data.rows import read_item
 
 SCHEMA = parquet.schema()
 HOURS = [f"date=2026-11-0{day}/hour={hour}" for day in (1, 2, 3) for hour in (2, 9, 10)]
@@ -68,6 +72,53 @@ def test_files_outside_of_partitions(clicks, tmp_path):
     parquet.write(tmp_path / "plain", 10, 0, files=1)
     with pytest.raises(DataError, match="a file's partition is none"):
         between(tmp_path / "plain", "date=2026-11-01", None)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (["4", "-10", "0", NO_VALUE], pa.int64()),
+        (["04", "4"], pa.string()),
+        (["-0", "0"], pa.string()),
+        (["+4", "4"], pa.string()),
+        (["1_000", "1000"], pa.string()),
+        (["٤", "4"], pa.string()),
+        (["²", "2"], pa.string()),
+        (["9" * 19, "1"], pa.string()),
+        (["1.0", "1"], pa.string()),
+        (["true", "1"], pa.string()),
+        (["", "1"], pa.string()),
+        (["a%2Fb", "a b"], pa.string()),
+        (["%FF", "%FE"], pa.string()),
+    ],
+)
+def test_no_two_values_become_one(tmp_path, values, kind):
+    for value in values:
+        (tmp_path / f"k={value}").mkdir()
+        pq.write_table(parquet.table(1, 0), tmp_path / f"k={value}/a.parquet")
+    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(("k",))))
+    tables = [read_item(item, data.form) for item in Order(1, 1, shuffle="none").items(data, 0, 0, 1)]
+    found = [value for table in tables for value in table["reserved.k"].to_pylist()]
+    assert data.form.types == {"k": kind} and len(set(found)) == len(values), found
+    assert (None in found) == (NO_VALUE in values)
+
+
+def test_order_of_numbers_in_names(tmp_path):
+    names = ["k=-2", "k=4", "k=04", "k=10", "k=²"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        pq.write_table(parquet.table(1, 0), tmp_path / name / "a=b.parquet")
+    order = [file.split("/")[-2] for file in list_files(str(tmp_path), "data.train").files]
+    assert order == ["k=-2", "k=04", "k=4", "k=10", "k=²"]
+    assert len(list_files(str(tmp_path), "data.train", ("k=4", "k=04")).files) == 2
+
+
+def test_bounds_are_written_as_values_are_read(tmp_path):
+    for hour in (1, 2, 3):
+        (tmp_path / f"at=day%20{hour}").mkdir()
+        pq.write_table(parquet.table(1, 0), tmp_path / f"at=day%20{hour}/a.parquet")
+    assert len(list_files(str(tmp_path), "data.train", ("at=day 2", None)).files) == 2
+    assert len(list_files(str(tmp_path), "data.train", ("at=day%202", None)).files) == 2
 
 
 def test_several_folders_in_their_order(clicks):
