@@ -32,7 +32,7 @@ TEMPORARY = (
     ".old",
     "~",
 )
-HIDDEN, TWICE, OUTSIDE = "hidden", "reached twice", "outside data.partitions"
+HIDDEN_NAME, TWICE, OUTSIDE = "hidden", "reached twice", "outside data.partitions"
 KEPT_NAMES = 100  # of each reason, in a run folder
 NO_FILE = "not files, but pipes, devices or links to nothing"
 
@@ -222,7 +222,7 @@ def _choose(
     for path, size in entries:
         name = _name(path).lower()
         if _is_hidden(name):
-            _add(left_out, HIDDEN, [path])
+            _add(left_out, HIDDEN_NAME, [path])
         elif size is None:
             odd.append(path)
         elif name.endswith(".parquet"):

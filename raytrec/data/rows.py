@@ -57,10 +57,12 @@ def read_items(items: Any, form: Form, faults: Faults | None, index: pa.Table) -
 
 
 def _give_way() -> None:
-    """Lets this thread decode where a core has nothing else to do: a rank that it held up would hold up all.
-    (The process may be another's later; on Linux, each thread has its own priority.)"""
+    """Lower the priority of this thread, so that decoding does not hold up a rank, for which all would wait.
+
+    On Linux, each thread has its own priority. Only root may raise it, and Ray may have set a lower one.
+    """
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, 0, NICE)
+        os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 @lru_cache(maxsize=2)  # of this epoch and the next

@@ -38,7 +38,7 @@ FORMATS = {
         'pyarrow.parquet.write_table(lance.dataset("{table}").to_table(), "plain.parquet")',
     ),
 }
-PLACES = ("_delta_log", "metadata", ".hoodie", "snapshot", "_spark_metadata")  # where those records are
+RECORDS = ("_delta_log", "metadata", ".hoodie", "snapshot", "_spark_metadata")  # where those records are
 _PATTERNS = {name: re.compile(rf"/{pattern}(?=/|$)") for name, (pattern, _) in FORMATS.items()}
 
 
@@ -55,7 +55,7 @@ def check_no_table(filesystem: fs.FileSystem, path: str, inside: Iterable[str], 
         DataError: The folder belongs to a table.
     """
     places = [str(folder) for folder in (PurePosixPath(path), *PurePosixPath(path).parents)][:PARENTS]
-    asked = [f"{folder.rstrip('/')}/{name}" for folder in places for name in PLACES]
+    asked = [f"{folder.rstrip('/')}/{name}" for folder in places for name in RECORDS]
     with ThreadPoolExecutor(16) as pool:
         above = [found for each in pool.map(partial(_entries, filesystem), asked) for found in each]
     for entry in [path, *above, *inside]:

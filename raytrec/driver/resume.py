@@ -20,7 +20,7 @@ from raytrec.config.trust import code_in, is_ours, not_ours, refuse_code
 from raytrec.data.contents import Content, differences, fingerprint, written_again
 from raytrec.data.fragments import Dataset
 from raytrec.driver.recorder import RESULT, write_json
-from raytrec.tracking.run_folder import DATA, FILES, SCHEMA
+from raytrec.tracking.run_folder import DATA, LISTED_FILES, SCHEMA
 
 # What may change in mid-run: it does not change what is trained. (The place of the data may change, because
 # their content is compared, too.)
@@ -149,7 +149,7 @@ def _is_same(folder: Path, after: RunConfig) -> bool:
 def note_data(folder: Path, datasets: dict[str, Dataset], contents: dict[str, list[Content]]) -> None:
     """Write the files and contents of the datasets to the run folder, if there is room, for a resume."""
     noted: dict[str, Any] = {name: [asdict(each) for each in found] for name, found in contents.items()}
-    noted[FILES] = {name: d.listing.record() for name, d in datasets.items() if d.listing.files}
+    noted[LISTED_FILES] = {name: d.listing.record() for name, d in datasets.items() if d.listing.files}
     with suppress(OSError):
         write_json(folder / DATA, noted)
 
@@ -213,7 +213,7 @@ def _noted(folder: Path) -> dict[str, list[Content]]:
     """What the datasets held when the run began; empty where nothing of use was written down."""
     try:
         noted = json_values(read_bytes(folder / DATA))
-        return {n: [Content(**values) for values in found] for n, found in noted.items() if n != FILES}
+        return {n: [Content(**values) for values in found] for n, found in noted.items() if n != LISTED_FILES}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 

@@ -31,7 +31,7 @@ from raytrec.tracking.history import History
 
 CONFIG, SCHEMA, PLAN, TAGS = "config.yaml", "schema.yaml", "plan.json", "tags.json"
 DATA = "data.json"  # what the data held when the run began
-FILES = "files"  # in it: which files were read, and why others were not
+LISTED_FILES = "files"  # in it: which files were read, and why others were not
 RESULT, REPORT, CHECK_RESULT = "result.json", "report.html", "check.json"
 GROWING = (METRICS, RANKS, CHECKS, EVENTS)  # files of messages, to which lines are added
 
@@ -195,7 +195,7 @@ class RunFolder(History):
     @cached_property
     def files(self) -> list[str]:
         """A sentence for each dataset: how many files were read, and why others were left out."""
-        listed = as_dict(as_dict(_json(self.path / DATA)).get(FILES))
+        listed = as_dict(as_dict(_json(self.path / DATA)).get(LISTED_FILES))
         return [f"{name}: {as_dict(values).get('text')}" for name, values in listed.items()]
 
     @cached_property

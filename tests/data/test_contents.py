@@ -21,7 +21,7 @@ from raytrec.data.fragments import scan
 from raytrec.data.read_plan import ReadPlan
 from raytrec.driver.resume import check_same_data, note_data
 from raytrec.report.report import build
-from raytrec.tracking.run_folder import DATA, FILES, RunFolder
+from raytrec.tracking.run_folder import DATA, LISTED_FILES, RunFolder
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_run_folder_and_its_report_name_what_was_left_out(folder, tmp_path):
     run = Run(tmp_path / "run", folder)
     text = "2 Parquet files; left out: 1 hidden (_SUCCESS), 1 not Parquet (notes.txt)"
     assert RunFolder.read(run.folder).files[0] == f"train: {text}"
-    noted = json.loads((run.folder / DATA).read_text())[FILES]["train"]
+    noted = json.loads((run.folder / DATA).read_text())[LISTED_FILES]["train"]
     assert noted["counts"] == {"read": 2, "hidden": 1, "not Parquet": 1}
     assert noted["left_out"]["not Parquet"] == [str(folder / "train/notes.txt")]
     assert text in build(run.folder).read_text() and run.check() == []
