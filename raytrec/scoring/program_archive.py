@@ -52,12 +52,11 @@ OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+")
 # Operators of aten that are not public, and those that torch.export writes besides aten's.
 PRIVATE = {"_assert_scalar", "_assert_tensor_metadata", "_log_softmax", "_softmax", "_to_copy"}
 REFUSED = {"from_file"}  # opens, and creates, files
+SIZES = "add sub mul floordiv truediv mod neg eq ne lt le gt ge and_ or_ getitem"  # of tensors, from others
 OTHERS = {
     *("torch.ops.higher_order.wrap_with_autocast", "torch.ops.higher_order.wrap_with_set_grad_enabled"),
     *("torch.sym_float", "torch.sym_int", "torch.sym_max", "torch.sym_min", "torch.sym_not", "math.trunc"),
-    *("_operator.add", "_operator.sub", "_operator.mul", "_operator.floordiv", "_operator.truediv"),
-    *("_operator.mod", "_operator.neg", "_operator.eq", "_operator.ne", "_operator.lt", "_operator.le"),
-    *("_operator.gt", "_operator.ge", "_operator.and_", "_operator.or_", "_operator.getitem"),
+    *(f"_operator.{name}" for name in SIZES.split()),
 }
 FUNCTIONS = {
     *("Symbol", "Integer", "Float", "Rational", "Add", "Mul", "Mod", "PythonMod", "FloorDiv", "CeilToInt"),
