@@ -1,0 +1,133 @@
+"""Cases of defects that TorchRec has fixed after 1.8.0, against one plain torch process.
+
+- Deduplication of ids lost which feature of a shared table an id belongs to, unless all features had about as
+  many ids (meta-pytorch/torchrec#4525, in 1.9.2).
+- A weighted lookup returned no gradient of the weights of ids (meta-pytorch/torchrec#4602).
+
+raytrec calls neither code: it maps ids to rows itself, and weights are data. The cases check its own paths
+for the same defects. `make test` runs them on 1 and 2 ranks, `make parity` on more.
+"""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from design import FACTORS, ROWS, Case
+from ranks import on_ranks
+
+from raytrec.config.schema import Schema
+
+# Ids in every row. `friends` shares a table with `user`, `scored` with `words`; their ids overlap.
+LENGTHS = {"user": 1, "friends": 40, "words": 25, "scored": 1}
+SHARDINGS = "row_wise", "table_wise", "column_wise"
+
+
+@dataclass(frozen=True)
+class Uneven(Case):
+    """A case whose features of one table are not neighbours, with sequences read to their end."""
+
+    def schema(self):
+        values = super().schema().model_dump()
+        order = "user", "words", "friends", "scored", "tags"
+        return Schema.parse(values | {"sparse": {name: values["sparse"][name] for name in order}}, "case")
+
+    def config(self):
+        made = super().config()
+        if self.model == "sequence":
+            made.model.max_length = max(LENGTHS.values())
+        return made
+
+
+UNEVEN = [
+    Uneven(sharding, "mixed", "sgd", (2, 1), "unequal", model=model)
+    for model, sharding in [("dlrm", "row_wise"), ("sequence", "row_wise"), ("sequence", "table_wise")]
+]
+
+
+def uneven_batches(schema, count, seed):
+    """Random batches in which features of one table have bags of very different lengths."""
+    from raytrec.checks.parity.batches import random_batches
+
+    generator, batches = torch.Generator().manual_seed(seed), random_batches(schema, ROWS, count, seed)
+    for batch in batches:
+        for feature, length in LENGTHS.items():
+            spec, bag = schema.sparse[feature], torch.arange(ROWS).repeat_interleave(length)
+            ids = torch.randint(0, schema.tables[spec.table].own_rows, (len(bag),), generator=generator)
+            weights = torch.rand(len(bag), generator=generator) * 2 if spec.weights else torch.ones(len(bag))
+            batch.bags[feature] = ids, bag, weights
+    return batches
+
+
+def compare_uneven(rank, world, cases):
+    """Return the findings of one gradient and of three steps for each case (on rank 0)."""
+    from raytrec.checks.parity import compare
+    from raytrec.checks.parity.batches import cuts
+    from raytrec.worker.build import build_step
+
+    out = []
+    for case in cases:
+        config, schema, device = case.config(), case.schema(), torch.device("cpu")
+        bounds = cuts(ROWS, world, case.balance)
+        choices = [uneven_batches(schema, compare.CANDIDATES, seed) for seed in range(3)]
+        found = compare._gradient(build_step, config, schema, device, choices[0], bounds)
+        found += compare._steps(build_step, config, schema, device, choices, bounds)
+        out.append([finding.record() for finding in found])
+    return out
+
+
+def assert_uneven_parity(cases, place):
+    ranks, hosts = place
+    for case, found in zip(cases, on_ranks(ranks, compare_uneven, cases, hosts=hosts)[0], strict=True):
+        assert {f["check"] for f in found} >= {"forward", "gradient", "weights"}
+        assert not [f"{case}: {f}" for f in found if not f["passed"]]
+
+
+@pytest.mark.parametrize("ids", ["static", "managed"])
+def test_features_of_a_shared_table_keep_their_ids(ids):
+    assert_uneven_parity([replace(case, ids=ids) for case in UNEVEN], (2, 1))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("place", FACTORS["place"], ids=str)
+@pytest.mark.parametrize("ids", ["static", "managed"])
+def test_features_of_a_shared_table_keep_their_ids_in_every_place(ids, place):
+    cases = [
+        Uneven(sharding, "mixed", optimizer, place, balance, model=model, ids=ids)
+        for model in ("dlrm", "sequence")
+        for sharding in SHARDINGS
+        for optimizer, balance in [("sgd", "unequal"), ("adagrad", "empty")]
+    ]
+    assert_uneven_parity(cases, place)
+
+
+def weight_gradients(rank, world, case):
+    """Return feature → gradients of the weights of its ids: (by the sharded lookup, in one process)."""
+    from raytrec.checks.parity.batches import local_batch, random_batches
+    from raytrec.checks.parity.sharded import Sharded
+    from raytrec.worker.build import build_step
+
+    schema, bounds = case.schema(), [0, ROWS]
+    run = Sharded(build_step, case.config(), schema, torch.device("cpu"), bounds)
+    run.weights()
+    one, (batch,) = run.reference(), random_batches(schema, ROWS, 1, seed=2)
+    weights = [weights.requires_grad_() for _, _, weights in batch.bags.values()]
+    found = run.step.model.module.embeddings(local_batch(batch, schema, bounds, rank, run.features).sparse)
+    slopes = {feature: torch.randn_like(vectors) for feature, vectors in found.items()}
+
+    def gradients(vectors):
+        loss = sum((vectors[feature] * slope).sum() for feature, slope in slopes.items())
+        return torch.autograd.grad(loss, weights)
+
+    expected = gradients(one.pooled(batch))  # before the fused kernels update their rows
+    return dict(zip(batch.bags, zip(gradients(found), expected, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("pooling", ["weighted sum", "weighted mean"])
+@pytest.mark.parametrize("kernel", ["fused", "fused_uvm", "dense"])
+def test_weights_of_ids_have_a_gradient(kernel, pooling):
+    """On one rank: TorchRec sends weights to other ranks without their gradient; raytrec needs none."""
+    case = Case("table_wise", pooling, "sgd", (1, 1), "equal", kernel=kernel)
+    (found,) = on_ranks(1, weight_gradients, case)
+    for feature, (got, expected) in found.items():
+        assert expected.abs().max() > 0.1
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6, msg=feature)
