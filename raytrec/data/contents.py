@@ -26,6 +26,7 @@ from raytrec.config.transform_columns import columns_before
 from raytrec.config.transforms import WITH_VOCABULARY
 from raytrec.data.form import Form
 from raytrec.data.fragments import Dataset
+from raytrec.data.partitions import in_folders
 
 WHOLE_BYTES = 1 << 30  # a dataset's files are read whole up to its share of this many bytes for each
 SAMPLES, SAMPLE_BYTES = 4096, 64 << 10  # of larger files: so many pieces of the dataset, of so many bytes
@@ -38,7 +39,7 @@ class Content:
     """What one file holds.
 
     Attributes:
-        name: without its folder; of a vocabulary, the key that names it.
+        name: without its folder, but with the columns in folders' names; of a vocabulary, its key.
         groups: [index, rows] of each row group with rows.
         size: in bytes.
         footer: SHA-256 of the Parquet footer.
@@ -166,7 +167,8 @@ def _look(path: str, groups: list[list[int]], form: Form, share: int, number: in
             whole = size <= WHOLE_BYTES // share
             pieces = _all(size) if whole else _samples(footer, size, form, max(2, SAMPLES // share), number)
             return Content(
-                name=path.rpartition("/")[2],
+                name="".join(f"{k}={v}/" for k, v in in_folders(path).items() if k in form.from_folders)
+                + path.rpartition("/")[2],
                 groups=groups,
                 size=size,
                 footer=hashlib.sha256(footer).hexdigest(),

@@ -44,8 +44,9 @@ class Form:
     Args:
         lists: sparse features whose column is a list in some file. Those, and features with weights, are bags
             of any length; all others are single: a bag of one id or none.
-        types: of reserved columns in all files together; default: of each file, its own.
-        from_folders: those that no column holds, but the folders that files are in: date=2026-11-07.
+        types: of reserved columns, and of those from folders, in all files together; default: of each file,
+            its own.
+        from_folders: columns that files do not hold, but the folders that they are in: date=2026-11-07.
     """
 
     plan: ReadPlan
@@ -64,12 +65,12 @@ class Form:
         plan = self.plan
         names = [name for name in plan.schema.columns if plan.read_labels or name not in plan.schema.labels]
         names += [c.column for c in plan.columns_of_tasks]
-        names += [name for name in plan.reserved.names if name not in self.from_folders]
+        names += plan.reserved.names
         return list(dict.fromkeys(names))
 
     @cached_property
     def columns(self) -> list[str]:
-        """The columns to read from files."""
+        """The columns to read from files, or from the names of their folders."""
         return columns_before(self.plan.transforms, self.wanted)
 
     @cached_property

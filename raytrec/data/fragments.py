@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
+import pyarrow as pa
 
 from raytrec.common.errors import DataError
 from raytrec.config.transform_columns import with_rows
@@ -17,7 +18,7 @@ from raytrec.data.footers import Footer, read_footer, why_empty
 from raytrec.data.form import Form
 from raytrec.data.kinds import check_present, check_types
 from raytrec.data.listing import Listing, list_files, name_of
-from raytrec.data.partitions import ALL, Between, ReservedInFile, agree, find_in_folders
+from raytrec.data.partitions import ALL, Between, ReservedInFile, agree, find_in_folders, folder_types
 from raytrec.data.read_plan import ReadPlan
 from raytrec.data.transform import apply_transforms
 
@@ -141,7 +142,13 @@ def scan(
     listing, left_out = list_files(places, key, between), []
     plan = replace(plan, transforms=with_rows(plan.transforms, plan.schema), folder=os.getcwd())
     form, columns = Form(plan), dict.fromkeys([*plan.reserved.columns, *declared])
-    looking = Form(replace(plan, reserved=replace(plan.reserved, columns=tuple(columns))))
+    # Ids that are hashed or managed are text, so that no other folder changes the row of `4`.
+    schema = plan.schema
+    text = {schema.column_of(n) for n, spec in schema.sparse.items() if schema.tables[spec.table].takes_text}
+    looking = Form(
+        replace(plan, reserved=replace(plan.reserved, columns=tuple(columns))),
+        types=folder_types(listing.files, text),
+    )
 
     def look(file: str) -> _Seen | None:
         try:
@@ -154,13 +161,13 @@ def scan(
 
     with ThreadPoolExecutor(16) as pool:
         seen = [found for found in pool.map(look, listing.files) if found is not None]
-    if form.plan.reserved.names:
-        types, from_folders, odd = agree([found.reserved for found in seen], form.plan.reserved.names)
-        if odd and not skip:
-            raise next(iter(odd.values()))
-        left_out += odd.values()
-        seen = [found for found in seen if found.reserved.uri not in odd]
-        form = replace(form, types=types, from_folders=from_folders)
+    reserved = [found.reserved for found in seen]
+    types, from_folders, odd = agree(reserved, form.plan.reserved.names, looking.types)
+    if odd and not skip:
+        raise next(iter(odd.values()))
+    left_out += odd.values()
+    seen = [found for found in seen if found.reserved.uri not in odd]
+    form = replace(form, types=types, from_folders=from_folders)
     found_groups = tuple(group for found in seen for group in found.groups)
     if not found_groups:
         raise DataError(
@@ -201,8 +208,9 @@ class _Seen:
 def _look(uri: str, form: Form) -> _Seen:
     metadata, schema = read_footer(uri), form.schema
     arrow = metadata.schema.to_arrow_schema()
-    if form.plan.reserved.names:
-        form = replace(form, from_folders=find_in_folders(arrow, form, uri))
+    form = replace(form, from_folders=find_in_folders(arrow, form, uri))
+    for name in form.from_folders:
+        arrow = arrow.append(pa.field(name, form.types[name]))
     check_present(arrow, form.columns, uri, form)
     arrow = select_schema(arrow, form.columns)
     if form.plan.transforms:
@@ -212,11 +220,7 @@ def _look(uri: str, form: Form) -> _Seen:
     lists = {name for name in schema.sparse if is_list(arrow.field(schema.column_of(name)).type)}
     counts = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     groups = [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows]
-    types = {
-        name: plain(arrow.field(name).type)
-        for name in form.plan.reserved.names
-        if name not in form.from_folders
-    }
+    types = {name: plain(arrow.field(name).type) for name in form.plan.reserved.names}
     footer = Footer(metadata, form)
     reserved = ReservedInFile(uri, types, form.from_folders)
     constant = footer.constant_labels()

@@ -50,14 +50,14 @@ def check_present(arrow: pa.Schema, columns: list[str], where: str, form: Form, 
                 do="write the file again with a separate name for each column",
             ) from None
         if found is None:
-            known = list(dict.fromkeys([*arrow.names, *leaf_names(arrow)]))
+            known = list(dict.fromkeys([*arrow.names, *leaf_names(arrow), *form.types]))
             near, named = did_you_mean(column, known), form.plan.named_by(column)
             readers = f"{named} reads" if named else "the schema and data.transforms read"
             place = named or "the schema"
             raise DataError(
                 f"column '{column}' is missing",
                 where=where,
-                expected=f"what {readers}; there are {_some(known)}",
+                expected=f"what {readers}, or folders {column}=VALUE; there are {_some(known)}",
                 do=f"did you mean '{near}'? Correct {place}" if near else f"correct {place} or the data",
             )
 
@@ -90,15 +90,14 @@ def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
         if read.role != "mask" or not types.is_null(plain(of_one(read.column))):
             _check_number(of_one(read.column), read.column, read.role, uri)
     for column in form.plan.reserved.names:
-        if column not in form.from_folders:
-            kind = plain(arrow.field(column).type)
-            if column in form.plan.reserved.lists:
-                _check_list(kind, column, uri)
-            if column in (*form.plan.reserved.lists, *form.plan.reserved.or_lists):
-                kind = value_type(kind)
-            _check_reserved(kind, column, form.plan, uri)
-            if column in form.plan.reserved.groups:
-                _check_group(plain(kind), column, uri)
+        kind = plain(arrow.field(column).type)
+        if column in form.plan.reserved.lists:
+            _check_list(kind, column, uri)
+        if column in (*form.plan.reserved.lists, *form.plan.reserved.or_lists):
+            kind = value_type(kind)
+        _check_reserved(kind, column, form.plan, uri)
+        if column in form.plan.reserved.groups:
+            _check_group(plain(kind), column, uri)
     for column in schema.dense:
         _check_number(of_one(column), column, "dense column", uri)
     for feature, spec in schema.sparse.items():

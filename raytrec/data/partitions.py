@@ -6,7 +6,7 @@ No torch here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -97,8 +97,6 @@ def reserved_array(table: pa.Table, name: str, form: Form, place: Place) -> pa.A
         DataError: a value that this type does not hold.
     """
     kind = form.types.get(name)
-    if name in form.from_folders:
-        return pa.repeat(value_in_folders(in_folders(place.path)[name], kind), table.num_rows)
     array = one_array(table[name])
     if kind is None or array.type == kind:
         return array
@@ -125,11 +123,9 @@ def in_folders(path: str) -> dict[str, str | None]:
 
 
 def find_in_folders(arrow: pa.Schema, form: Form, uri: str) -> frozenset[str]:
-    """Key columns and reserved ones that a file does not hold, and the folders that it is in do."""
-    made, folders = {name for transform in form.plan.transforms for name in transform.writes}, in_folders(uri)
-    return frozenset(
-        n for n in form.plan.reserved.names if n in folders and n not in made and not _holds(arrow, n)
-    )
+    """Return the columns that a file does not hold, and the folders that it is in do."""
+    folders = in_folders(uri)
+    return frozenset(name for name in form.columns if name in folders and not _holds(arrow, name))
 
 
 def _holds(arrow: pa.Schema, name: str) -> bool:
@@ -151,6 +147,25 @@ def value_in_folders(text: str | None, kind: pa.DataType | None) -> pa.Scalar:
     return pa.scalar(int(text) if text is not None and pa.types.is_integer(kind) else text, kind)
 
 
+def folder_column(path: str, name: str, kind: pa.DataType | None, rows: int) -> pa.Array:
+    """Return a column of a file's rows from the names of its folders."""
+    return pa.repeat(value_in_folders(in_folders(path)[name], kind), rows)
+
+
+def folder_types(paths: Iterable[str], text: Container[str] = ()) -> dict[str, pa.DataType]:
+    """Return the type of each key of the folders that files are in.
+
+    Args:
+        paths: Paths of files.
+        text: Keys that are text in any case.
+    """
+    values: dict[str, set[str | None]] = {}
+    for folder in {path.rpartition("/")[0] for path in paths}:
+        for key, value in in_folders(f"{folder}/").items():
+            values.setdefault(key, set()).add(value)
+    return {key: pa.string() if key in text else type_of_folders(each) for key, each in values.items()}
+
+
 def common_type(known: pa.DataType | None, other: pa.DataType) -> pa.DataType | None:
     """The type that holds the values of both, such as int64 of int32 and int64; None: there is none."""
     if known is None or known == other:
@@ -167,8 +182,8 @@ class ReservedInFile:
     """The key columns and reserved ones of a file.
 
     Attributes:
-        types: of those that are columns of it.
-        from_folders: those that are not, but keys of the folders that it is in.
+        types: of these columns.
+        from_folders: columns of any kind that it does not hold, but the folders that it is in.
     """
 
     uri: str
@@ -177,20 +192,24 @@ class ReservedInFile:
 
 
 def agree(
-    files: Sequence[ReservedInFile], names: Sequence[str]
+    files: Sequence[ReservedInFile], names: Sequence[str], kinds: Mapping[str, pa.DataType]
 ) -> tuple[dict[str, pa.DataType], frozenset[str], dict[str, DataError]]:
     """What columns are in all files together.
 
     A column that is in folders' names anywhere is read from there everywhere.
 
+    Args:
+        files: Reserved columns of each file.
+        names: Reserved columns.
+        kinds: Types of the folders' keys (folder_types).
+
     Returns:
         (type of each; those that folders' names hold; file → what is wrong with it, of files that do not go
         with those before).
     """
-    from_folders = frozenset(n for n in names if any(n in file.from_folders for file in files))
+    from_folders = frozenset().union(*(file.from_folders for file in files))
     types: dict[str, pa.DataType] = {}
     odd: dict[str, DataError] = {}
-    values: list[dict[str, str | None]] = []
     for file in files:
         in_path = in_folders(file.uri)
         merged = {n: common_type(types.get(n), file.types[n]) for n in names if n not in from_folders}
@@ -200,8 +219,7 @@ def agree(
             odd[file.uri] = _other_type(other, file, types[other])
         else:
             types = merged
-            values.append(in_path)
-    types |= {name: type_of_folders(each[name] for each in values) for name in from_folders}
+    types |= {name: kinds[name] for name in from_folders}
     return types, from_folders, odd
 
 
@@ -210,7 +228,7 @@ def _not_in_folder(name: str, uri: str) -> DataError:
         f"column '{name}' is missing: other files are in folders {name}=…",
         where=uri,
         expected="all files in such folders",
-        do=f"move the file into a folder {name}=VALUE, or leave {name} out of data.reserve_columns",
+        do=f"move the file into a folder {name}=VALUE, or name another column",
     )
 
 

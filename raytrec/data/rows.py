@@ -24,7 +24,7 @@ from raytrec.data.form import Form, shuffled
 from raytrec.data.fragments import Dataset
 from raytrec.data.hashing import group_keys
 from raytrec.data.order import Item, Part
-from raytrec.data.partitions import reserved_array
+from raytrec.data.partitions import folder_column, reserved_array
 from raytrec.data.requests import CandidatePlace, candidates_of
 from raytrec.data.row_weights import label_of, task_weights
 from raytrec.data.transform import Draw, apply_transforms
@@ -47,11 +47,11 @@ def read_items(items: Any, form: Form, faults: Faults | None, index: pa.Table) -
     whole = _fetched(items)
     mine = [whole[i] for i in index["id"].to_pylist()]
     with ThreadPoolExecutor(AHEAD, initializer=_give_way) as thread:
-        coming = deque(thread.submit(decode_item, item, form.columns) for item in mine[:AHEAD])
+        coming = deque(thread.submit(decode_item, item, form) for item in mine[:AHEAD])
         for item, following in zip_longest(mine, mine[AHEAD:]):
             decoded = coming.popleft().result()
             if following is not None:
-                coming.append(thread.submit(decode_item, following, form.columns))
+                coming.append(thread.submit(decode_item, following, form))
             yield finish_item(item, decoded, form, faults)
     give_back()
 
@@ -79,20 +79,45 @@ def read_item(item: Item, form: Form, faults: Faults | None = None) -> pa.Table:
         DataError: a row group that cannot be decoded, or a value that the schema does not allow; names file,
             row group, column and row. Under `faults.skip` those rows are not present instead.
     """
-    return finish_item(item, decode_item(item, form.columns), form, faults)
+    return finish_item(item, decode_item(item, form), form, faults)
 
 
-def decode_item(item: Item, columns: list[str]) -> list[pa.Table | DataError]:
+def decode_item(item: Item, form: Form) -> list[pa.Table | DataError]:
     """The rows of each row group that an item's parts span, decoded once, or what is wrong with it."""
     keep_memory()
     decoded: list[pa.Table | DataError] = []
     for (path, group), parts in _groups(item):
         try:
             first, last = _span(parts)
-            decoded.append(decode(path, group, first, last - first, columns))
+            decoded.append(decode_columns(path, group, first, last - first, form))
         except DataError as error:
             decoded.append(error)
     return decoded
+
+
+def decode_columns(
+    path: str, group: int, first: int, rows: int, form: Form, columns: list[str] | None = None
+) -> pa.Table:
+    """Return columns of rows of a row group: those of the file, and those of its folders' names.
+
+    Args:
+        path: Path or URI of the file.
+        group: Number of the row group.
+        first: First row.
+        rows: Number of rows.
+        form: How rows are read.
+        columns: Names; None: all that the form reads.
+
+    Raises:
+        DataError: As `decode`.
+    """
+    names = form.columns if columns is None else columns
+    held = [name for name in names if name not in form.from_folders]
+    table = decode(path, group, first, rows, held) if held else pa.table({})
+    for name in names:
+        if name in form.from_folders:
+            table = table.append_column(name, folder_column(path, name, form.types.get(name), rows))
+    return table.select(names)
 
 
 def finish_item(

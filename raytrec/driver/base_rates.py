@@ -12,7 +12,6 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.transform_columns import needed_transforms
 from raytrec.data.decode import Faults
-from raytrec.data.form import Form
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Item, Part
 from raytrec.data.read_plan import Reserved
@@ -40,7 +39,8 @@ def log_odds(config: RunConfig, schema: Schema, dataset: Dataset) -> tuple[float
     plan = dataset.form.plan
     names = [*schema.labels, *(column.column for column in plan.columns_of_tasks)]
     transforms = needed_transforms(plan.transforms, names)
-    form = Form(replace(plan, schema=schema.part(()), transforms=transforms, reserved=Reserved()))
+    plan = replace(plan, schema=schema.part(()), transforms=transforms, reserved=Reserved())
+    form = replace(dataset.form, plan=plan)
     sums = np.zeros((2, len(tasks)))  # of weights where the label is 0 and 1
     for group in dataset.groups[:: -(-dataset.rows // MOST_LABELS)]:
         for first in range(0, group.rows, CHECKED_ROWS):

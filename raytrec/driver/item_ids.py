@@ -13,10 +13,10 @@ from raytrec.config.evaluation import RetrievalSection
 from raytrec.config.transform_columns import columns_before, needed_transforms
 from raytrec.config.transforms import Sample
 from raytrec.data.arrow import is_text, one_array, plain
-from raytrec.data.decode import decode
 from raytrec.data.footers import read_footer
 from raytrec.data.fragments import Dataset, RowGroup
 from raytrec.data.hashing import group_keys, keys_of_rows
+from raytrec.data.rows import decode_columns
 from raytrec.data.transform import apply_transforms
 
 SAMPLE_ROWS = 1000
@@ -26,7 +26,8 @@ MOST = 0.5  # share of known ids that must match
 def read_columns(dataset: Dataset, group: RowGroup, columns: list[str], rows: int) -> pa.Table:
     """Read columns of the first rows of a row group, after the transforms that make them."""
     transforms = needed_transforms(dataset.form.plan.transforms, columns)
-    table = decode(group.path, group.index, 0, min(rows, group.rows), columns_before(transforms, columns))
+    before, rows = columns_before(transforms, columns), min(rows, group.rows)
+    table = decode_columns(group.path, group.index, 0, rows, dataset.form, before)
     where = f"{group.path}, row group {group.index}"
     return apply_transforms(table, transforms, where, dataset.form.plan.folder)
 

@@ -7,9 +7,9 @@ from typing import Any
 import pyarrow as pa
 
 from raytrec.data.arrow import select_schema
-from raytrec.data.decode import decode
 from raytrec.data.fragments import Dataset, read_footer
 from raytrec.data.order import Part
+from raytrec.data.rows import decode_columns
 from raytrec.driver.one_process import outputs_of, read_batch
 from raytrec.exporting.onnx_model import ComparedProgram
 from raytrec.exporting.tables import rounding
@@ -27,12 +27,16 @@ def golden_rows_of(dataset: Dataset, count: int) -> tuple[pa.Table, list[Part]]:
         rows = min(count - sum(part.rows for part in parts), group.rows)
         if rows > 0:
             parts.append(Part(group.path, group.index, 0, rows))
-    tables = [decode(part.path, part.group, part.first, part.rows, columns) for part in parts]
+    tables = [decode_columns(p.path, p.group, p.first, p.rows, dataset.form) for p in parts]
     footers = {group.path: read_footer(group.path) for group in dataset.groups}
-    schemas = [select_schema(each.schema.to_arrow_schema(), columns) for each in footers.values()]
+    form = dataset.form
+    held = [name for name in columns if name not in form.from_folders]
+    schemas = [select_schema(each.schema.to_arrow_schema(), held) for each in footers.values()]
+    schemas.append(pa.schema([(name, form.types[name]) for name in columns if name not in held]))
     kinds = pa.unify_schemas(
         [pa.schema([(f.name, wide(f.type)) for f in each]) for each in schemas], promote_options="permissive"
     )
+    kinds = pa.schema([kinds.field(name) for name in columns])
     return pa.concat_tables([kinds.empty_table(), *(table.cast(kinds) for table in tables)]), parts
 
 

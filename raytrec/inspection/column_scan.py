@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,9 +30,12 @@ from raytrec.data.arrow import (
 )
 from raytrec.data.footers import read_footer
 from raytrec.data.listing import Listing, list_files
-from raytrec.data.partitions import in_folders
+from raytrec.data.partitions import folder_column, folder_types, in_folders
 from raytrec.inspection.column_stats import NUMBERS, ColumnStats, pair_with_labels
 
+# Keys and values of folders that are times: rows of later days have other values.
+TIMES = {"date", "day", "ds", "dt", "hour", "hr", "minute", "month", "quarter", "time", "ts", "week", "year"}
+DATE = re.compile(r"(19|20)\d\d-?[01]\d(-?[0-3]\d|$)|__|$")
 COLUMNS_AT_ONCE = 100  # of a row group: progress shows on wide files, too, whose row groups take memory
 
 
@@ -84,14 +88,15 @@ def scan_columns(
         if missing := labels - _names(footers[part]):
             not_seen[part] = f"it has no column {', '.join(sorted(missing))}"
             del footers[part]
-    columns = _columns(footers)
+    kinds = _folder_kinds([path for files in footers.values() for path in files])
+    columns = _columns(footers, kinds)
     groups = {part: _groups(files) for part, files in footers.items()}
     if not sum(rows for *_, rows in groups[None]):
         raise DataError(
             "there are no rows", where=uri, expected=f"rows in its {len(footers[None])} Parquet files"
         )
     chosen = {part: _spread(of, max_rows) for part, of in groups.items()}
-    _read_columns(columns, chosen, footers, [c for c in columns if c.name in labels])
+    _read_columns(columns, chosen, footers, kinds, [c for c in columns if c.name in labels])
     rows = sum(rows for *_, rows in chosen[None])
     seen = {part: place for part, place in (also or {}).items() if part in footers}
     in_all = sorted(set.intersection(*(set(in_folders(path)) for path in footers[None])))
@@ -104,8 +109,26 @@ def _footers(listing: Listing) -> dict:
 
 
 def _names(footers: dict) -> set[str]:
-    """Columns that all files have."""
-    return set.intersection(*(set(leaf_names(f.schema.to_arrow_schema())) for f in footers.values()))
+    """Return the columns that all files, or the names of their folders, have."""
+    names = ({*leaf_names(f.schema.to_arrow_schema()), *in_folders(path)} for path, f in footers.items())
+    return set.intersection(*names)
+
+
+def _folder_kinds(paths: list[str]) -> dict[str, pa.DataType]:
+    """Return the types of keys of folders that are columns: they have several values, which are not times."""
+    values: dict[str, set[str]] = {}
+    for path in paths:
+        for key, value in in_folders(path).items():
+            values.setdefault(key, set()).add(value or "")
+    times = {key for key, each in values.items() if key in TIMES or all(map(DATE.match, each))}
+    return {k: kind for k, kind in folder_types(paths).items() if len(values[k]) > 1 and k not in times}
+
+
+def _arrow(path: str, footer: pq.FileMetaData, kinds: dict[str, pa.DataType]) -> pa.Schema:
+    """Return a file's columns, and those in its folders' names."""
+    arrow = footer.schema.to_arrow_schema()
+    added = [key for key in in_folders(path) if key in kinds and key not in leaf_names(arrow)]
+    return pa.schema([*arrow, *(pa.field(key, kinds[key]) for key in added)])
 
 
 def _groups(footers: dict) -> list[tuple[str, int, int]]:
@@ -122,10 +145,10 @@ def _spread(groups: list, max_rows: int | None) -> list:
     return [groups[i * len(groups) // count] for i in range(count)]
 
 
-def _columns(footers: dict[str | None, dict]) -> list[ColumnStats]:
+def _columns(footers: dict[str | None, dict], kinds: dict[str, pa.DataType]) -> list[ColumnStats]:
     """Every column (of structs: their fields) with the type that all files agree on."""
     schemas = {
-        part: {path: footer.schema.to_arrow_schema() for path, footer in files.items()}
+        part: {path: _arrow(path, footer, kinds) for path, footer in files.items()}
         for part, files in footers.items()
     }
     names = dict.fromkeys(
@@ -201,11 +224,18 @@ def _base(kind) -> tuple[str, bool]:
     return next((base for base, fits in tests.items() if fits(value)), "other"), listed
 
 
-def _read_columns(columns: list[ColumnStats], chosen: dict, footers: dict, labels: list[ColumnStats]) -> None:
+def _read_columns(
+    columns: list[ColumnStats],
+    chosen: dict,
+    footers: dict,
+    kinds: dict[str, pa.DataType],
+    labels: list[ColumnStats],
+) -> None:
     """Adds row groups to the statistics, with a bar on terminals.
 
     Args:
         chosen: part of the data → (file, row group, rows). footers: part → file → footer.
+        kinds: types of columns in folders' names.
         labels: columns that may be labels, with which others are compared.
 
     Raises:
@@ -222,7 +252,11 @@ def _read_columns(columns: list[ColumnStats], chosen: dict, footers: dict, label
                     wanted = [column for column in some if column.is_read_in(part)]
                     beside = [c for c in labels if part is None and wanted and not c.trouble]
                     names = list(dict.fromkeys(column.name for column in [*wanted, *beside]))
-                    data = dict(zip(names, _read(reader, index, names), strict=True))
+                    held = [n for n in names if n not in kinds or n in leaf_names(reader.schema_arrow)]
+                    data = dict(zip(held, _read(reader, index, held) if held else (), strict=True))
+                    rows = reader.metadata.row_group(index).num_rows
+                    for name in (n for n in names if n not in data):
+                        data[name] = pa.chunked_array([folder_column(path, name, kinds[name], rows)])
                     errors += [
                         error
                         for column in wanted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
@@ -15,10 +15,12 @@ from raytrec.common.errors import DataError
 from raytrec.config.transform_columns import columns_before
 from raytrec.data.arrow import is_list
 from raytrec.data.assemble import Assembled, Assembler
-from raytrec.data.decode import decode
 from raytrec.data.footers import read_footer
 from raytrec.data.fragments import RowGroup
 from raytrec.data.listing import list_files
+from raytrec.data.partitions import find_in_folders, in_folders
+from raytrec.data.rows import decode_columns
+from raytrec.scoring.rows import RowReader
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.distributions import Ids
 from raytrec.serving.request_log import REQUEST, VERSION
@@ -67,7 +69,9 @@ def find_groups(place: str, key: str) -> dict[str, list[RowGroup]]:
     return {version: groups for version, groups in found.items() if groups}
 
 
-def _tables(groups: Sequence[RowGroup], rows: int, columns: list[str]) -> Iterator[tuple[str, pa.Table]]:
+def _tables(
+    groups: Sequence[RowGroup], rows: int, reader: RowReader, columns: list[str]
+) -> Iterator[tuple[str, pa.Table]]:
     """(file, up to SCORED_ROWS rows): about `rows` in all, a piece of each of some row groups."""
     draw = np.random.default_rng(0)
     each, left = -(-rows // min(MOST_GROUPS, len(groups))), rows
@@ -75,7 +79,12 @@ def _tables(groups: Sequence[RowGroup], rows: int, columns: list[str]) -> Iterat
         group, count = groups[place], min(each, groups[place].rows, left)
         if count:
             first = int(draw.integers(0, group.rows - count + 1))
-            table = decode(group.path, group.index, first, count, columns)
+            form = reader.form
+            if in_folders(group.path):
+                arrow = read_footer(group.path).schema.to_arrow_schema()
+                types = {field.name: field.type for field in reader.columns}
+                form = replace(form, types=types, from_folders=find_in_folders(arrow, form, group.path))
+            table = decode_columns(group.path, group.index, first, count, form, columns)
             yield from ((group.path, table.slice(at, SCORED_ROWS)) for at in range(0, count, SCORED_ROWS))
         left -= count
 
@@ -87,7 +96,7 @@ def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: 
     made_of = {name: columns_before(transforms, [name]) for name in schema.dense}
     made_of |= {name: columns_before(transforms, [schema.column_of(name)]) for name in schema.sparse}
     columns = [*reader.columns.names, *([*names, REQUEST] if logged else [])]
-    for file, table in _tables(groups, rows, columns):
+    for file, table in _tables(groups, rows, reader, columns):
         try:
             read = reader.read(table)
         except DataError as error:

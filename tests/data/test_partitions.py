@@ -6,6 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrec.common.errors import DataError
+from raytrec.config.transforms import Cast
+from raytrec.data.contents import fingerprint, look
 from raytrec.data.fragments import scan
 from raytrec.data.listing import list_files
 from raytrec.data.order import Order
@@ -14,6 +16,7 @@ from raytrec.data.read_plan import ReadPlan, Reserved
 from raytrec.data.rows import read_item
 
 SCHEMA = parquet.schema()
+CAST = Cast(do="cast", columns=["price"], to="float32")
 HOURS = [f"date=2026-11-0{day}/hour={hour}" for day in (1, 2, 3) for hour in (2, 9, 10)]
 
 
@@ -133,3 +136,61 @@ def test_several_folders_in_their_order(clicks):
         scan([str(clicks), late], ReadPlan(SCHEMA), "data.train")
     with pytest.raises(DataError, match=r"data.train=.*no such folder|no such folder"):
         scan([late, str(clicks / "gone")], ReadPlan(SCHEMA), "data.train")
+
+
+def partitioned(root, key, values, **columns):
+    """Files as Spark's partitionBy writes them: the column is only in the path."""
+    for number, value in enumerate(values):
+        table = parquet.table(4, 4 * number)
+        for name, made in columns.items():
+            table = table.append_column(name, made)
+        (root / f"{key}={value}").mkdir(parents=True)
+        pq.write_table(table.drop_columns([key]), root / f"{key}={value}/part-0.parquet")
+    return root
+
+
+def rows_of(data):
+    return pa.concat_tables(
+        read_item(item, data.form) for item in Order(99, 1, shuffle="none").items(data, 0, 0, 1)
+    )
+
+
+def test_a_label_may_be_only_in_the_path(tmp_path):
+    data = scan(str(partitioned(tmp_path, "label", [0, 1])), ReadPlan(SCHEMA))
+    assert rows_of(data)["labels"].to_pylist() == [[0.0]] * 4 + [[1.0]] * 4
+    (tmp_path / "label=2").mkdir()
+    pq.write_table(parquet.table(1, 0).drop_columns(["label"]), tmp_path / "label=2/a.parquet")
+    with pytest.raises(DataError, match=r"label 'label' is 2"):
+        rows_of(scan(str(tmp_path), ReadPlan(SCHEMA)))
+
+
+def test_features_and_inputs_of_transforms_may_be_only_in_the_path(tmp_path):
+    data = scan(str(partitioned(tmp_path / "a", "user", [7, 3])), ReadPlan(SCHEMA))
+    assert {row[0] for row in rows_of(data)["ids"].to_pylist()[:4]} == {3}
+    data = scan(str(partitioned(tmp_path / "b", "price", ["1.5", "-2"])), ReadPlan(SCHEMA, (CAST,)))
+    assert rows_of(data)["dense"].to_pylist()[::4] == [[-2.0], [1.5]]
+    with pytest.raises(DataError, match=r"dense column 'price' is of type string[\s\S]*cast"):
+        scan(str(tmp_path / "b"), ReadPlan(SCHEMA))
+
+
+def test_hashed_ids_in_the_path_are_text_whatever_the_folders(tmp_path):
+    schema = parquet.schema(tables={"user": {"rows": 40, "dim": 8, "out_of_range": "hash"}})
+    first = scan(str(partitioned(tmp_path / "a", "user", ["4", "5"])), ReadPlan(schema))
+    second = scan(str(partitioned(tmp_path / "b", "user", ["4", "05"])), ReadPlan(schema))
+    found = [rows_of(data)["ids"].to_pylist() for data in (first, second)]
+    assert found[0][:4] == found[1][:4] and found[0][4:] != found[1][4:]
+
+
+def test_labels_that_change_folders_are_other_data(tmp_path):
+    data = scan(str(partitioned(tmp_path, "label", [0, 1])), ReadPlan(SCHEMA))
+    before = look(data)
+    for old, new in (("label=0", "x"), ("label=1", "label=0"), ("x", "label=1")):
+        (tmp_path / old).rename(tmp_path / new)
+    assert fingerprint(look(scan(str(tmp_path), ReadPlan(SCHEMA)))) != fingerprint(before)
+
+
+def test_a_missing_column_is_also_looked_for_in_the_path(tmp_path):
+    partitioned(tmp_path, "label", [0, 1])
+    (tmp_path / "label=0").rename(tmp_path / "labels=0")
+    with pytest.raises(DataError, match=r"column 'label' is missing[\s\S]*or folders label=VALUE"):
+        scan(str(tmp_path), ReadPlan(SCHEMA))

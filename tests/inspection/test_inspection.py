@@ -5,6 +5,7 @@ import shlex
 import shutil
 
 import numpy as np
+import parquet
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -483,3 +484,20 @@ def test_a_schema_that_cannot_be_written_is_refused_before_anything_is_read(out,
     monkeypatch.setattr(column_scan, "_footers", lambda place: pytest.fail("it reads"))
     done = CliRunner().invoke(app, ["inspect", str(tmp_path), "--out", str(tmp_path / out)])
     assert isinstance(done.exception, ConfigError) and what in done.exception.what
+
+
+def test_columns_only_in_folders_are_proposed(tmp_path):
+    """As Spark's partitionBy writes them; days are not, because later rows have others."""
+    for label in (0, 1):
+        for zone in ("04", "4", "a b"):
+            folder = tmp_path / f"train/label={label}/zone={zone}/day=2026-11-0{label + 1}"
+            folder.mkdir(parents=True)
+            rows = parquet.table(40, label).drop_columns(["label"])
+            pq.write_table(rows, folder / "a.parquet")
+    found = inspect(str(tmp_path / "train"))
+    assert found.schema.labels == ["label"] and "day" not in found.schema.sparse
+    assert found.schema.tables[found.schema.sparse["zone"].table].out_of_range == "hash"
+    assert found.rows == 240
+    data = scan(str(tmp_path / "train"), ReadPlan(found.schema))
+    assert data.rows == 240 and data.form.from_folders == {"label", "zone"}
+    assert inspect(str(tmp_path / "train"), reserve_columns=["day"]).reserve_columns == ["day"]
