@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.output_folder import OutputFolder, hold_folder
 from raytrec.exporting.target import Target
 
-exporting = sys.modules["raytrec.exporting.export"]
+exporting = import_module("raytrec.exporting.export")
 
 
 @pytest.fixture(scope="module")
