@@ -245,8 +245,9 @@ class ColumnStats:
     def _add_moments(self, values: np.ndarray, counts: np.ndarray) -> None:
         self.first = float(values[0]) if self.first is None else self.first
         apart, logs = values - self.first, signed_log(values)
-        powers = np.stack([np.ones_like(values), apart, apart**2, logs, logs**2])
-        self.moments += powers @ counts
+        with np.errstate(over="ignore"):  # an infinite deviation means logarithms, see scale()
+            powers = np.stack([np.ones_like(values), apart, apart**2, logs, logs**2])
+            self.moments += powers @ counts
 
     def scale(self) -> Scale:
         """Return how the numbers are brought to mean 0 and variance 1.

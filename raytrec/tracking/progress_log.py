@@ -2,8 +2,8 @@
 
 Lines are for people, messages for programs that follow the job.
 
-movielens-20261122-101500  step 120/550 (22%)  80,000 rows/s  NE 0.9101  loss 0.5123  ETA 0:42
-{"raytrec": "train", "step": 120, "rows_per_s": 80000.4, "ne": 0.9101, "loss": 0.51234}
+movielens-20261122-101500  step 120/550 (22%)  80,000 rows/s  NE 0.9101  log loss 0.5123  ETA 0:42
+{"raytrec": "train", "step": 120, "rows_per_s": 80000.4, "ne": 0.9101, "logloss": 0.5123}
 movielens-20261122-101500  step 550: AUC 0.7885  NE 0.8093  log loss 0.5534  calibration 0.9992
 
 `raytrec follow` shows the lines for people alone.
@@ -19,7 +19,7 @@ from typing import Any
 from raytrec.cluster.session import in_job
 from raytrec.common.formatting import is_step, null_nonfinite, number
 from raytrec.common.reading import NotReadable, json_values
-from raytrec.metrics.selection import Figure
+from raytrec.metrics.selection import LOG_LOSS, LOSS, Figure
 
 GAP = "  "  # between the parts of a line
 MARK = '{"raytrec": '  # how a message begins
@@ -49,9 +49,15 @@ def evaluation(step: int, values: Iterable[str]) -> str:
 
 
 def named(figures: Iterable[Figure], values: Mapping[str, Any]) -> list[str]:
-    """Return the figures that are defined among some values, each with its label: "NE 0.9101"."""
-    known = [(each, values[each.key]) for each in figures if not isnan(number(values.get(each.key)))]
-    return [f"{each.label} {each.format.format(value)}" for each, value in known]
+    """Return the figures that are defined among some values, each with its label: "NE 0.9101".
+
+    A training loss that reads like the log loss of the same task is left out.
+    """
+    known = {each.key: each for each in figures if not isnan(number(values.get(each.key)))}
+    texts = {key: each.format.format(values[key]) for key, each in known.items()}
+    losses = [key for key in texts if key.split(".")[-1] == LOSS]
+    repeated = {key for key in losses if texts[key] == texts.get(f"{key.removesuffix(LOSS)}{LOG_LOSS}")}
+    return [f"{known[key].label} {text}" for key, text in texts.items() if key not in repeated]
 
 
 def message(kind: str, values: Mapping[str, Any]) -> str:

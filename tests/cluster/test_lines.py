@@ -10,7 +10,7 @@ from raytrec.compat.ray_core import JOB_CONFIG
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.driver.console import RunConsole
-from raytrec.metrics.selection import Selection
+from raytrec.metrics.selection import Figure, Selection
 from raytrec.tasks.task import resolve_tasks
 from raytrec.tracking import progress_log as lines
 
@@ -47,6 +47,17 @@ def test_what_the_console_writes_is_read_back(written):
         ("train", {"step": 120, "rows_per_s": 80_000.4, "logloss": 0.51234, "ne": 0.9101}),
         ("eval", {"step": 120, "auc": 0.78, "ne": 0.9, "logloss": 0.55, "calibration": 1.01, "rows": 100}),
     ]
+
+
+def test_a_training_loss_that_reads_like_the_log_loss_is_left_out():
+    def figure(key, label):
+        return Figure(key, label, label, "lower", "{:.4f}", sums=True)
+
+    keys = {"loss": "loss", "logloss": "log loss", "buy.loss": "buy loss", "buy.logloss": "buy log loss"}
+    figures = [figure(*each) for each in keys.items()]
+    values = {"loss": 0.5, "logloss": 0.50001, "buy.loss": 0.4, "buy.logloss": 0.3}
+    assert lines.named(figures, values) == ["log loss 0.5000", "buy loss 0.4000", "buy log loss 0.3000"]
+    assert lines.named(figures, {"loss": 0.5, "logloss": nan}) == ["loss 0.5000"]
 
 
 def test_a_result_and_an_error_are_read_back(written, capsys):

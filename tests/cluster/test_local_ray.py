@@ -199,11 +199,16 @@ def test_the_cleaner_asks_its_own_cluster(ray_cluster):
     actor = ray.get(controller.id.remote())
     group = ray.util.placement_group([{"CPU": 1}])
     ray.get(group.ready())
-    elsewhere = {"env_vars": {"RAY_ADDRESS": "127.0.0.1:9"}}  # where the state API would ask
-    cleaner = ray.remote(num_cpus=0)(OwnClusterCleaner).options(runtime_env=elsewhere)
+
+    class CleanerElsewhere(OwnClusterCleaner):
+        def __init__(self, *arguments, **options):
+            os.environ["RAY_ADDRESS"] = "127.0.0.1:9"  # where the state API would ask
+            super().__init__(*arguments, **options)
+
+    cleaner = ray.remote(num_cpus=0)(CleanerElsewhere)
     cleaner = cleaner.remote(actor, check_interval_s=0.1, get_actor_timeout_s=1, stop_timeout=None)
-    ray.get(cleaner.register_placement_group.remote(group))
-    ray.get(cleaner.start_monitoring.remote())
+    ray.get(cleaner.register_placement_group.remote(group), timeout=60)
+    ray.get(cleaner.start_monitoring.remote(), timeout=60)
     time.sleep(1)
     assert is_alive_here(actor, 1)
     assert ray.util.placement_group_table(group)["state"] == "CREATED"
