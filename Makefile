@@ -17,7 +17,6 @@
 # make bench-growth, make overhead, make curves, make bench-ingest, make bench-checkpoint, make bench-watching
 #              what the figures of docs/benchmarks.md come from
 # make bench-scale  the control plane with up to 1,024 simulated ranks and 1,000 tables (docs/scaling.md)
-# make bench-memory  what each process of a run has over 30 minutes, and who grows
 # make bench-metrics  what metrics of evaluations take of a rank's memory, at 100,000 to 10,000,000 rows
 # make bench-tiers  what tables in memory and in files take of memory, and how fast they train (docs/sharding.md)
 # make bench-sequences  what a step over sequences costs as they get longer
@@ -56,7 +55,7 @@ DATA ?= .
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-serve bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve bench-ids-resume bench-ids-quality weight map
+.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-scale bench-serve bench-start bench-metrics bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve bench-ids-resume bench-ids-quality weight map
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -104,9 +103,6 @@ bench-checkpoint: install
 
 bench-watching: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/watching.py
-
-bench-memory: install
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/memory.py
 
 bench-tiers: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/tiers.py

@@ -17,7 +17,6 @@ from time import monotonic, time
 
 MARK = "RAYTREC_BENCHMARK"
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-OURS = ("driver", "follower", "rank", "coordinator", "reader")
 ROLES = (  # the first that is found in a process's name and command line
     (r"raylet/raylet ", "raylet"),  # which names what it starts, too
     (r"gcs/gcs_server ", "gcs_server"),

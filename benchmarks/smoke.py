@@ -54,7 +54,6 @@ TARGETS = {
     "bench-ingest": "-W ignore benchmarks/ingest.py --smallest {folder}/data/train",
     "bench-checkpoint": "-W ignore benchmarks/checkpoint.py --smallest --folder {folder}/saved",
     "bench-watching": "-W ignore benchmarks/watching.py --smallest",
-    "bench-memory": "-W ignore benchmarks/memory.py --smallest",
     "bench-metrics": "-W ignore benchmarks/metric_memory.py --smallest",
     "bench-sequences": "-W ignore benchmarks/sequences.py --smallest",
     "bench-requests": "-W ignore benchmarks/grouped.py --smallest",
