@@ -23,7 +23,7 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 
 from raytrec.common.errors import RaytrecError, RunError
-from raytrec.serving.figures import Course, Tally, counts_of, write_metrics
+from raytrec.serving.figures import write_metrics
 from raytrec.serving.versions import Export, Versions
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,6 @@ class Seen:
     """A replica's last report, and when it came."""
 
     report: Report
-    counts: Tally
     at: float
 
 
@@ -95,7 +94,7 @@ class Coordinator:
         # Other numbers than before it was started again, which replicas may still report.
         self._order, self._changed = Order(int(time.time() * 1000), self._now), asyncio.Event()
         self._replicas: dict[str, Seen] = {}
-        self._course, self._news = Course(), ""
+        self._news = ""
         self._busy = asyncio.Lock()
 
     async def exports(self) -> tuple[Export, Export | None]:
@@ -149,11 +148,7 @@ class Coordinator:
 
     async def hear(self, replica: str, report: Report) -> None:
         """Takes a replica's report."""
-        before, now = self._replicas.get(replica), Seen(report, counts_of(report.figures), monotonic())
-        if before:
-            since = {key: count - before.counts.get(key, 0) for key, count in now.counts.items()}
-            self._course.add(before.at, now.at, since)
-        self._replicas[replica] = now
+        self._replicas[replica] = Seen(report, monotonic())
 
     async def versions(self) -> dict[str, str]:
         """Replica → the version that it answers with, of those that are there."""
@@ -164,14 +159,9 @@ class Coordinator:
         counter would fall if the replica itself answered one scrape and another one the next."""
         return write_metrics({name: seen.report.figures for name, seen in self._live().items()})
 
-    async def overview(self, span_s: float) -> dict[str, Any]:
-        """The versions, and the course of the service."""
-        course = self._course.read(monotonic() - FOLLOW_S - 1, span_s)  # of which all have reported
-        return {
-            "replicas": await self.versions(),
-            "before": self._before and self._before.version,
-            "course": course | {"ended": course["ended"] + time.time() - monotonic()},
-        }
+    async def overview(self) -> dict[str, Any]:
+        """Return the version of each replica, and the version that answered before."""
+        return {"replicas": await self.versions(), "before": self._before and self._before.version}
 
     async def promote(self, uri: str | None) -> str:
         """Has all replicas answer with an export; the version, when all of them do.

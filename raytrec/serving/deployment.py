@@ -68,7 +68,7 @@ class Replica:
             ("POST", "/promote"): self._promote,
             ("GET", "/versions"): self._versions,
             ("GET", "/metrics"): self._metrics,
-            ("GET", "/figures"): self._figures,
+            ("GET", "/model"): self._model,
         }
         self._busy = perf_counter(), process_time()
         self._listener = Listener(App(self.service, more), served.host, served.port)
@@ -126,13 +126,9 @@ class Replica:
         text = await self._asking(self._coordinator.metrics.remote)
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    async def _figures(self, request: Request, now: Loaded) -> Response:
-        """GET /figures?minutes=15, or 60: versions, model and course of the service, for its page."""
-        minutes = request.query_params.get("minutes", "15")
-        if minutes not in ("15", "60"):
-            raise Refused(400, DataError(f"minutes is '{minutes}'", where="minutes", expected="15 or 60"))
-        seen = await self._asking(lambda: self._coordinator.overview.remote(60 * int(minutes)))
-        return _json(seen | {"model": about_model(now)})
+    async def _model(self, request: Request, now: Loaded) -> Response:
+        """GET /model: the model that answers, the version before it, and what each replica answers with."""
+        return _json(await self._asking(self._coordinator.overview.remote) | {"model": about_model(now)})
 
     async def _asking(self, ask: Callable[[], Any]) -> Any:
         """What the coordinator answers; its errors are the client's."""

@@ -1,11 +1,9 @@
-"""What replicas count: /metrics of all of them, and the course of the last hour."""
+"""What replicas count, and the text of /metrics for all of them."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from datetime import UTC, datetime
-from math import ceil, inf
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -17,8 +15,6 @@ from raytrec.serving.versions import Loaded
 # Bounds of the histogram of times: 0.5 ms to 7 s, close enough for percentiles.
 SECONDS = (5e-4, *(m * 10**e for e in (-3, -2, -1, 0) for m in (1, 1.5, 2, 3, 5, 7)))
 BATCH_ROWS = tuple(2**e for e in range(14))
-SCORED = ("/predict", "/vectors")  # paths whose requests the course shows
-STEP_S, STEPS, POINTS = 5.0, 720, 180  # of the course, which is an hour; a picture has so many points
 
 
 class Figures:
@@ -93,84 +89,3 @@ def write_metrics(of_replicas: Mapping[str, Collection[Metric]]) -> bytes:
             into.samples += [s._replace(labels=s.labels | {"replica": replica}) for s in metric.samples]
     replicas = GaugeMetricFamily("raytrec_replicas", "Replicas of the service.", len(of_replicas))
     return generate_latest(_Merged([*merged.values(), replicas]))
-
-
-# ("requests", status), ("seconds", bound of a bucket) or ("rows", "") → how many.
-Tally = Mapping[tuple[str, str], float]
-
-
-def counts_of(metrics: Iterable[Metric]) -> Tally:
-    """What the course shows, of a replica's metrics since it began."""
-    found: dict[tuple[str, str], float] = defaultdict(float)
-    for sample in (each for metric in metrics for each in metric.samples):
-        if sample.name == "raytrec_rows_total":
-            found["rows", ""] += sample.value
-        elif sample.labels.get("path") in SCORED:
-            if sample.name == "raytrec_requests_total":
-                found["requests", sample.labels["status"]] += sample.value
-            elif sample.name == "raytrec_seconds_bucket":
-                found["seconds", sample.labels["le"]] += sample.value
-    return found
-
-
-class Course:
-    """What all replicas did in each step of the last hour. Times are those of one monotonic clock."""
-
-    def __init__(self) -> None:
-        self._steps: dict[int, dict[tuple[str, str], float]] = {}
-
-    def add(self, began: float, ended: float, counts: Tally) -> None:
-        """Spreads what a replica did between two reports over the steps in between."""
-        began = max(began, ended - STEPS * STEP_S)
-        for step in range(int(began // STEP_S), int(ended // STEP_S) + 1):
-            inside = min(ended, (step + 1) * STEP_S) - max(began, step * STEP_S)
-            if inside > 0:
-                into = self._steps.setdefault(step, defaultdict(float))
-                for key, count in counts.items():
-                    into[key] += count * inside / (ended - began)
-        for step in [each for each in self._steps if each < ended // STEP_S - STEPS]:
-            del self._steps[step]
-
-    def read(self, until: float, span_s: float) -> dict[str, Any]:
-        """Figures of points in time, evenly apart.
-
-        Returns:
-            step_s: between points; requests_per_s: by status; rows_per_s; p50_s and p99_s: None where
-            none came. The last point ends at `ended`, at most `until`.
-        """
-        width = max(1, ceil(span_s / STEP_S / POINTS))  # steps in a point
-        end = int(until // STEP_S) // width * width  # so that points stay what they are as time goes on
-        first = max(end - ceil(span_s / STEP_S), min(self._steps, default=end) // width * width)
-        points = [self._sum(range(step, step + width)) for step in range(first, end, width)]
-        seconds = width * STEP_S
-        statuses = sorted({status for point in points for kind, status in point if kind == "requests"})
-        return {
-            "ended": end * STEP_S,
-            "step_s": seconds,
-            "requests_per_s": {
-                status: [point["requests", status] / seconds for point in points] for status in statuses
-            },
-            "rows_per_s": [point["rows", ""] / seconds for point in points],
-            "p50_s": [percentile(point, 0.5) for point in points],
-            "p99_s": [percentile(point, 0.99) for point in points],
-        }
-
-    def _sum(self, steps: Iterable[int]) -> Tally:
-        total: dict[tuple[str, str], float] = defaultdict(float)
-        for step in steps:
-            for key, count in self._steps.get(step, {}).items():
-                total[key] += count
-        return total
-
-
-def percentile(counts: Tally, share: float) -> float | None:
-    """Seconds within which this share of requests was answered, as Prometheus' histogram_quantile estimates
-    it from buckets; None: there was none."""
-    buckets = sorted((float(bound), count) for (kind, bound), count in counts.items() if kind == "seconds")
-    wanted = share * buckets[-1][1] if buckets else 0.0
-    low, below = 0.0, 0.0
-    for bound, count in buckets:
-        if count >= wanted > 0:
-            return low if bound == inf else low + (bound - low) * (wanted - below) / (count - below)
-        low, below = bound, count
-    return None

@@ -9,8 +9,7 @@ from raytrec.serving.page import make_page
 
 def test_it_refers_to_nothing_outside():
     html, _ = make_page()
-    names = re.findall(r"https?://[^\s\"'`]+", html)
-    assert set(names) == {"http://www.w3.org/2000/svg"}, "a name, which is not fetched, and no address"
+    assert not re.search(r"https?://", html)
     assert re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]*)""", html) == ["data:,"]
     assert "@import" not in html and "url(" not in html and "//cdn" not in html
 

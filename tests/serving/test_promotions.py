@@ -1,13 +1,11 @@
 """What the coordinator agrees on with replicas, which here only report. No Ray."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
 from raytrec.common.errors import RunError
 from raytrec.serving.coordinator import Coordinator, Export, Report
-from raytrec.serving.figures import Figures
 
 FIRST, SECOND = Export("a", "films-1"), Export("b", "films-2")
 
@@ -101,7 +99,7 @@ def test_one_that_is_started_again_knows_what_was_promoted():
     run(scenario(), replica(first, "one", orders=orders))
     again = coordinator(kept)
     assert asyncio.run(again.exports()) == (SECOND, FIRST)
-    assert asyncio.run(again.overview(900))["before"] == FIRST.version
+    assert asyncio.run(again.overview())["before"] == FIRST.version
     last = orders[-1].number
     order = asyncio.run(again.follow("one", Report(last, SECOND.version), given=last))
     assert order.number > last and order.answer == SECOND, "its orders are others than those of before"
@@ -129,25 +127,3 @@ def test_it_falls_back_when_no_replica_can_load_the_current_export(monkeypatch, 
     assert run(end()) == (FIRST, SECOND), "the replica has ended, and two others start"
     assert "films-1 answers again" in caplog.text and "the table was cut" in caplog.text
     assert asyncio.run(coordinator(kept).exports()) == (FIRST, SECOND)
-
-
-def test_it_sums_up_what_replicas_have_done(monkeypatch):
-    clock = iter(range(1000, 9000, 5))
-    monkeypatch.setattr("raytrec.serving.coordinator.monotonic", lambda: float(next(clock)))
-    made, counts = coordinator(), {name: Figures() for name in ("one", "two")}
-
-    async def scenario():
-        for _ in range(3):
-            for name, figures in counts.items():
-                report = Report(1, FIRST.version)
-                about = {"version": FIRST.version, "age_s": 1.0}
-                await made.hear(name, replace(report, figures=tuple(figures.collect(about, 0))))
-                figures.requests.labels("/predict", 200).inc(5)
-                figures.seconds.labels("/predict").observe(0.01)
-        for _ in range(3):
-            next(clock)
-        return await made.overview(900)
-
-    found = asyncio.run(scenario())["course"]
-    assert sum(found["requests_per_s"]["200"]) * found["step_s"] == pytest.approx(20)
-    assert any(found["p50_s"])

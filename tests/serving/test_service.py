@@ -8,7 +8,6 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -241,7 +240,7 @@ def test_every_scrape_has_all_replicas_and_no_counter_falls(service, exports):
     time.sleep(GONE_S + 1)  # killed ones are no longer counted
     wait_for(lambda: len(service.versions()) == 2, "two replicas")
     replicas = set(service.ask("/versions"))
-    with Load(service, exports) as load:
+    with Load(service, exports):
         seen, until = metrics(service), time.monotonic() + 12
         first = seen
         while time.monotonic() < until:
@@ -255,13 +254,9 @@ def test_every_scrape_has_all_replicas_and_no_counter_falls(service, exports):
         for name in ("raytrec_requests_total", "raytrec_seconds_count", "raytrec_batch_rows_count"):
             assert seen[name, replica] > first[name, replica]
     assert seen["raytrec_replicas", None] == 2
-    shown = partial(service.ask, "/figures?minutes=15")
-    answered = sum(load.counts.values())
-    wait_for(lambda: sum(shown()["course"]["requests_per_s"]["200"]) * 5 >= answered, "the course")
-    found = shown()
-    assert set(found["replicas"]) == replicas
+    found = service.ask("/model")
+    assert set(found["replicas"]) == replicas and "before" in found
     assert found["model"]["version"] == exports[0]["whole"].version
-    assert 0 < [p for p in found["course"]["p50_s"] if p][-1] < 10
 
 
 def test_it_listens_on_loopback_alone_and_ends_with_all_it_has_started(service):
