@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 CONFIG, MARK = "config.yaml", ".mark"
 # What raytrec writes next to the configurations of a run and of a search.
 OF_RUNS = ("driver.json", "events.jsonl", "plan.json", "checkpoints", CONFIG + MARK)
-OF_SEARCHES = ("search.json", "trials.json", "outcome.json", "tune.html")
+OF_SEARCHES = ("search.json", "trials.json", "outcome.json")
 FILES_OF_SEARCHES = ("best.yaml", "space.yaml")
 MLFLOW_SECRETS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_AUTH")
 WITHOUT_PLACES = ("tracking", "scaling", "tasks")  # servers with their own rules, links, expressions

@@ -143,8 +143,13 @@ def check_nothing_hidden(config: RunConfig) -> None:
 
 def write_config(folder: Path, config: RunConfig) -> None:
     """Writes a run's config.yaml, and marks it as this user's (trust.py)."""
-    write_text(folder / "config.yaml", config.to_yaml())
-    mark(folder / "config.yaml")
+    write_marked(folder / "config.yaml", config.to_yaml())
+
+
+def write_marked(file: Path, text: str) -> None:
+    """Write a file of settings, and mark it as this user's (trust.py)."""
+    write_text(file, text)
+    mark(file)
 
 
 def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:

@@ -125,12 +125,19 @@ def interrupted(config: RunConfig, named: bool) -> Path | None:
     Returns:
         Its folder, or None.
     """
-    folder = Path(config.run.dir)
-    if named:
-        return folder if _is_unfinished(folder) else None
-    stem = config.run.name.rsplit("-", 2)[0]  # NAME-date-time
-    found = [f for f in sorted(folder.parent.glob(f"{stem}-*"), reverse=True) if _is_unfinished(f)]
-    return next((f for f in found if _is_same(f, config)), None)
+    found = filter(_is_unfinished, earlier_folders(config, named))
+    return next((folder for folder in found if named or _is_same(folder, config)), None)
+
+
+def earlier_folders(config: RunConfig, named: bool) -> list[Path]:
+    """Return the folders in which the same command may have begun before, the newest first.
+
+    Args:
+        config: resolved, as of a new run or search.
+        named: True if the user has chosen its name or folder. Otherwise names end in date and time.
+    """
+    folder, stem = Path(config.run.dir), config.run.name.rsplit("-", 2)[0]  # NAME-date-time
+    return [folder] if named else sorted(folder.parent.glob(f"{stem}-*"), reverse=True)
 
 
 def _is_unfinished(folder: Path) -> bool:

@@ -59,11 +59,11 @@ def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work:
                 raise RayLost(lost.what, where=lost.where, do=do) from None
 
 
-def resume_command(config: RunConfig) -> str:
-    """The command that resumes a run; of a job, what its user does."""
+def resume_command(config: RunConfig, command: str = "train") -> str:
+    """Return the command that resumes a run, or a search (tune); in a job, what its user does."""
     if in_job():
         return "submit the same again"
-    return f"raytrec train --resume {relative(Path(config.run.dir))}"
+    return f"raytrec {command} --resume {relative(Path(config.run.dir))}"
 
 
 def local_cpus(config: RunConfig) -> int:

@@ -3,7 +3,7 @@
 FOLDER/search.json      its settings; trials.json: the state of each trial
 FOLDER/base/config.yaml the configuration; FOLDER/space.yaml: the space
 FOLDER/trial-001/ …     the run folder of each trial
-FOLDER/best.yaml, outcome.json, tune.html          at the end
+FOLDER/best.yaml, outcome.json                     at the end
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from typing import Any
 from raytrec.common.errors import ConfigError, RaytrecError, RunError, os_errors
 from raytrec.common.reading import json_values, read_bytes, read_text
 from raytrec.config.run_config import RunConfig, load_config
-from raytrec.config.trust import code_in, is_ours, mark, not_ours, origin, refuse_code
-from raytrec.driver.prepare import make_run_folder, write_config
-from raytrec.driver.recorder import write_json, write_text
+from raytrec.driver.console import RunConsole
+from raytrec.driver.driver_state import hold_run_lock
+from raytrec.driver.prepare import make_run_folder, write_config, write_marked
+from raytrec.driver.recorder import write_json
+from raytrec.driver.resume import earlier_folders
 from raytrec.tracking.run_folder import RESULT
 from raytrec.tuning.search import Search, Settings, State, prepare_search
-from raytrec.tuning.space import Space, plain_values, with_values
+from raytrec.tuning.space import Space
 
 SEARCH_CONFIG, SEARCH, TRIALS = "base/config.yaml", "search.json", "trials.json"
 SPACE, OUTCOME = "space.yaml", "outcome.json"
@@ -38,8 +40,7 @@ def write_search(search: Search) -> None:
     with os_errors("cannot write the search's folder", where=str(folder)):
         (folder / SEARCH_CONFIG).parent.mkdir(parents=True, exist_ok=True)
         write_config((folder / SEARCH_CONFIG).parent, search.config)
-        write_text(folder / SPACE, search.space.text)
-        mark(folder / SPACE)
+        write_marked(folder / SPACE, search.space.text)
         write_json(folder / SEARCH, asdict(search.settings))
         write_trials(search)
     for trial in search.trials:
@@ -71,17 +72,21 @@ def read_settings(folder: Path) -> Settings:
         return Settings(**{name: values[name] for name in asdict(Settings())})
 
 
-def reopen(folder: Path, trials: int | None, allow_code: bool) -> Search:
+def reopen(folder: Path, trials: int | None, allow_code: bool, patience_s: float = 0) -> Search:
     """A search that was interrupted. Trials that have ended stay as they are; the others are left to run.
 
     Args:
         trials: their number, if it grows; None: as many as before.
+        patience_s: seconds to wait for a process that still runs the search.
 
     Raises:
-        RunError: there is no search, or it cannot be read. ConfigError: it names code that is not allowed.
+        RunError: there is no search, it cannot be read, or a process still runs it. ConfigError: it names
+            code that is not allowed.
     """
-    settings = read_settings(folder)
-    with _reading(folder / TRIALS) as records:
+    file = folder / TRIALS
+    read_settings(folder)  # before the lock, which makes a folder
+    with hold_run_lock(folder, patience_s, RunConsole(folder.name).note), _reading(file) as records:
+        settings = read_settings(folder)
         before = [(each["values"], State(each["state"]), each["error"] or "") for each in records]
         if not before:
             raise ValueError("there are no trials")
@@ -91,22 +96,20 @@ def reopen(folder: Path, trials: int | None, allow_code: bool) -> Search:
             where=str(folder),
             do="leave it out",
         )
-    config = _trusted(folder / SEARCH_CONFIG, allow_code)
+    config = load_config(folder / SEARCH_CONFIG, allow_code=allow_code)
     config.run.dir = str(folder)  # it may have been moved
     space = Space.read(str(folder / SPACE))
-    if not allow_code:
-        refuse_drawn_code(config, space)
-    search = prepare_search(config, space, replace(settings, trials=trials or settings.trials))
+    search = prepare_search(config, space, replace(settings, trials=trials or settings.trials), allow_code)
     for trial, (values, state, error) in zip(search.trials, before, strict=False):
         if values != trial.values:
             raise RunError(
                 f"trial {trial.number} of the search is not what its space draws",
-                where=str(folder / TRIALS),
+                where=str(file),
                 expected=f"{trial.values}, which {SPACE} and the seed in {SEARCH} draw",
                 do="restore the files of the search, or begin a new one",
             )
         if (trial.folder / "config.yaml").exists():
-            _trusted(trial.folder / "config.yaml", allow_code)
+            load_config(trial.folder / "config.yaml", allow_code=allow_code)
         trial.read_evaluations(search.figure.key)
         if (trial.folder / RESULT).is_file():  # the search may have been killed before it noted this
             trial.state = State.FINISHED
@@ -126,43 +129,16 @@ def newest_like(config: RunConfig, space: Space, settings: Settings, named: bool
     """
 
     def is_like(folder: Path) -> bool:
-        if not is_search(folder) or (folder / OUTCOME).exists():
-            return False
         try:
             earlier = load_config(folder / SEARCH_CONFIG, allow_code=True)  # only compared
             earlier.run.name, earlier.run.dir = config.run.name, config.run.dir
             same = earlier.to_yaml() == config.to_yaml() and read_settings(folder) == settings
-            return same and read_text(folder / SPACE) == space.text
-        except (RaytrecError, OSError):  # damaged
+            same = same and read_text(folder / SPACE) == space.text
+            return same and not (folder / OUTCOME).exists()
+        except (RaytrecError, OSError):  # damaged, or no search
             return False
 
-    folder = Path(config.run.dir)
-    stem = config.run.name.rsplit("-", 2)[0]  # NAME-tune-date-time
-    found = [folder] if named else sorted(folder.parent.glob(f"{stem}-*"), reverse=True)
-    return next(filter(is_like, found), None)
-
-
-def refuse_drawn_code(config: RunConfig, space: Space) -> None:
-    """Refuses code that a space from elsewhere draws and its configuration does not name.
-
-    Raises:
-        ConfigError: lists it.
-    """
-    if elsewhere := origin(space.place):
-        plain = plain_values(config)
-        for draw, value in space.extremes():
-            drawn = with_values(plain, {draw.key: value})
-            refuse_code(dict(code_in(drawn).items() - code_in(plain).items()), drawn, elsewhere)
-
-
-def _trusted(file: Path, allow_code: bool) -> RunConfig:
-    """The configuration in a file of a search.
-
-    Raises:
-        ConfigError: it names code, this user has not written it, and that is not allowed.
-    """
-    elsewhere = None if is_ours(file) else not_ours(file)
-    return load_config(file, elsewhere=elsewhere, allow_code=allow_code)
+    return next(filter(is_like, earlier_folders(config, named)), None)
 
 
 @contextmanager

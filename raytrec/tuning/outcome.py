@@ -14,8 +14,8 @@ from rich.table import Table
 from raytrec.common.formatting import number
 from raytrec.common.storage import relative
 from raytrec.common.terminal import bold, open_console, plain
-from raytrec.config.trust import mark
-from raytrec.driver.recorder import write_json, write_text
+from raytrec.driver.prepare import write_marked
+from raytrec.driver.recorder import write_json
 from raytrec.metrics.selection import EVAL
 from raytrec.tracking.store import Store
 from raytrec.tracking.translate import NOT_IN_NAMES, Record
@@ -23,26 +23,18 @@ from raytrec.tuning.folder import OUTCOME, SPACE
 from raytrec.tuning.search import BEST, OVER, Search, Trial
 from raytrec.tuning.space import plain_values, with_values
 
-PAGE, SEARCH_PICTURES = "tune.html", ("curves.svg", "keys.svg")
 MLFLOW_PATIENCE_S = 60.0  # with an MLflow server that does not answer
 
 
 def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
-    """Writes best.yaml, tune.html and the run in MLflow; outcome.json only when all trials have ended.
+    """Writes best.yaml and the run in MLflow; outcome.json only when all trials have ended.
 
     Raises:
         OSError: a file cannot be written; the search, resumed, writes it again.
     """
     folder = search.folder
     if search.best:
-        write_text(folder / BEST, best_text(search, search.best))
-        mark(folder / BEST)
-    try:
-        from raytrec.tuning.pictures import write_page
-
-        write_page(search, folder / PAGE, SEARCH_PICTURES)
-    except Exception as error:  # a search does not fail for its pictures
-        warn(f"no {PAGE}: {type(error).__name__}: {error}")
+        write_marked(folder / BEST, best_text(search, search.best))
     if all(trial.state in OVER or trial.error for trial in search.trials):
         write_json(folder / OUTCOME, search.metrics)
     if search.config.tracking.enabled:
@@ -83,8 +75,6 @@ def print_outcome(search: Search) -> None:
     lines.append(f"search       {relative(search.folder)}")
     if search.best:
         lines.append(f"best         raytrec train {relative(search.folder / BEST)}")
-    if (search.folder / PAGE).exists():
-        lines.append(f"page         {relative(search.folder / PAGE)}")
     for line in lines:
         console.print(plain(line), soft_wrap=True)
 
@@ -104,7 +94,7 @@ def _table(search: Search, keys: list[str]) -> Table:
 
 
 def _write_run(search: Search, failed: list[str]) -> None:
-    """Writes the run above the trials in MLflow: the space, the best figures, best.yaml and tune.html.
+    """Writes the run above the trials in MLflow: the space, the best figures and best.yaml.
 
     Args:
         failed: emptied when all is written; else the reason is added to it.
@@ -122,7 +112,7 @@ def _write_run(search: Search, failed: list[str]) -> None:
             figures = {key: value for key, value in figures.items() if not isnan(number(value))}
             store.write_metrics([Record(figures, best.step, round(time() * 1000))])
         store.write_tags(tags)
-        for file in (SPACE, BEST, PAGE, *SEARCH_PICTURES):
+        for file in (SPACE, BEST):
             if (folder / file).is_file():
                 store.upload(folder / file, "")
         failed.clear()

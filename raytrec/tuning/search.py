@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,13 +13,14 @@ from typing import Any
 from raytrec.cluster.session import stays_here
 from raytrec.common.errors import ConfigError, RaytrecError
 from raytrec.common.messages import METRICS, Eval, Final
+from raytrec.common.reading import read_json_dict
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.datasets import open_data
 from raytrec.driver.preflight import check_fit
 from raytrec.driver.prepare import check_nothing_hidden, resolve
 from raytrec.metrics.selection import EVAL, Figure, Selection
-from raytrec.tracking.run_folder import RunFolder
+from raytrec.tracking.run_folder import RESULT, RunFolder
 from raytrec.tuning.space import Space, plain_values, with_values
 from raytrec.worker.loop import total_steps
 
@@ -112,9 +113,8 @@ class Trial:
 
     def last_figures(self) -> dict[str, Any]:
         """eval.NAME → figure of its last evaluation, if it is finished."""
-        run = RunFolder(self.folder, files=[])
-        run.read_new()
-        return {key: value for key, value in run.result.items() if key.startswith(EVAL)}
+        result = read_json_dict(self.folder / RESULT)
+        return {key: value for key, value in result.items() if key.startswith(EVAL)}
 
     def rows(self, step: int) -> int:
         """Rows trained by the end of a step: the age by which trials are compared."""
@@ -179,10 +179,8 @@ class Search:
     def ranked(self) -> list[Trial]:
         """The best trial first: finished ones, those that were stopped, then the others."""
 
-        def place(trial: Trial) -> tuple:
-            missing = isnan(trial.value)
-            loss = 0.0 if missing else self.figure.loss(trial.value)
-            return ORDER.get(trial.state, 3), missing, loss, trial.number
+        def place(trial: Trial) -> tuple:  # sorting is stable: trials of equal figures, or none, by number
+            return ORDER.get(trial.state, 3), isnan(trial.value), self.figure.loss(trial.value)
 
         return sorted(self.trials, key=place)
 
@@ -210,15 +208,18 @@ class Search:
         }
 
 
-def prepare_search(config: RunConfig, space: Space, settings: Settings) -> Search:
+def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_code: bool = False) -> Search:
     """Draws the trials, and checks, before the first one starts, that each of them can run.
 
     Args:
         config: resolved; run.dir is the search's folder.
+        allow_code: True if a space from elsewhere may draw code (config/trust.py).
 
     Raises:
         ConfigError, SchemaError, DataError: what is wrong, in the configuration, the data or the space.
     """
+    if not allow_code:
+        space.refuse_code(config)
     if not config.train.eval_every_steps:
         raise ConfigError(
             "train.eval_every_steps is not set, so there is nothing to compare trials by",
@@ -232,10 +233,14 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings) -> Searc
 
     def check(each: RunConfig) -> Figure:
         check_fit(each, schema, here=here)
-        return find_figure(each, schema, settings.metric)
+        able, key = Selection.of_config(each, schema), settings.metric
+        return able.best(each.checkpoint.best_metric) if key is None else able.best(key, "--metric")
 
     search = Search(config, schema, space, settings, check(config))
-    _check_extremes(space, config, check)
+    plain = plain_values(config)
+    for draw, value in space.extremes:  # one at a time, so that an error names the key and its line
+        with _as_mistake_of(f"{draw.key} = {value}", draw.where):
+            check(load_config(with_values(plain, {draw.key: value})))
     for index, values in enumerate(space.configurations(settings.trials, settings.seed), 1):
         hint = "draw values that depend on each other as one: a choice of whole sections, such as "
         hint += "optim.schedule: {choice: [{}, {decay: linear}]}"
@@ -245,28 +250,6 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings) -> Searc
             check(each)
         search.trials.append(Trial(index, values, each, total_steps(each, datasets["train"].rows)))
     return search
-
-
-def find_figure(config: RunConfig, schema: Schema, key: str | None) -> Figure:
-    """The metric that trials are compared by.
-
-    Raises:
-        ConfigError: no metric of evaluations has this name, or none of its values are better than others.
-    """
-    selection = Selection.of_config(config, schema)
-    return selection.best(config.checkpoint.best_metric) if key is None else selection.best(key, "--metric")
-
-
-def _check_extremes(space: Space, config: RunConfig, check: Callable[[RunConfig], Any]) -> None:
-    """Whether the configuration takes the ends and choices of each key, one at a time.
-
-    Raises:
-        ConfigError: it does not, with the key and its line.
-    """
-    plain = plain_values(config)
-    for draw, value in space.extremes():
-        with _as_mistake_of(f"{draw.key} = {value}", draw.where):
-            check(load_config(with_values(plain, {draw.key: value})))
 
 
 @contextmanager

@@ -9,7 +9,6 @@ tasks.bought.weight: {uniform: [0.1, 1]}         # of the task of that name
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import product
@@ -19,11 +18,12 @@ from typing import Any
 
 import yaml
 
-from raytrec.common.errors import ConfigError, some, unknown
+from raytrec.common.errors import ConfigError, os_errors, some, unknown
 from raytrec.common.reading import NotReadable, yaml_values
-from raytrec.common.storage import read_text
+from raytrec.common.storage import read_bytes
 from raytrec.config.overrides import apply_override, as_texts
 from raytrec.config.run_config import RunConfig
+from raytrec.config.trust import code_in, origin, refuse_code
 
 # Kind → how it is written.
 DRAW_KINDS = {
@@ -64,20 +64,17 @@ class Draw:
         low, high = self.values
         if self.kind == "integer":
             return random.randint(low, high)
-        if self.kind == "uniform":
-            value = random.uniform(low, high)
-        else:
-            value = exp(random.uniform(log(low), log(high)))
+        is_log = self.kind == "log_uniform"
+        value = exp(random.uniform(log(low), log(high))) if is_log else random.uniform(low, high)
         return min(max(float(f"{value:.{DIGITS}g}"), low), high)
 
     @property
-    def listed(self) -> list[Any] | None:
+    def listed(self) -> tuple[Any, ...] | range | None:
         """Every possible value; None if there are too many."""
         if self.kind == "choice":
-            return list(self.values)
-        if self.kind == "integer" and self.values[1] - self.values[0] < MOST_LISTED:
-            return list(range(self.values[0], self.values[1] + 1))
-        return None
+            return self.values
+        low, high = self.values
+        return range(low, high + 1) if self.kind == "integer" and high - low < MOST_LISTED else None
 
 
 @dataclass(frozen=True)
@@ -98,14 +95,11 @@ class Space:
         """Reads a file, local or s3:// or gs://.
 
         Raises:
-            ConfigError: there is no such file, or as in `parse`.
+            ConfigError: it cannot be read, or as in `parse`.
         """
-        try:
-            return cls.parse(read_text(place), place)
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-            raise ConfigError("there is no such file", where=place, expected=EXPECTED) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the space: {error}", where=place) from None
+        with os_errors("cannot read the space", ConfigError, where=place, expected=EXPECTED):
+            data = read_bytes(place)
+        return cls.parse(data.decode(errors="surrogateescape"), place)  # parse refuses the surrogates
 
     @classmethod
     def parse(cls, text: str, place: str) -> Space:
@@ -141,11 +135,22 @@ class Space:
         keys = [draw.key for draw in self.draws]
         return [dict(zip(keys, values, strict=True)) for values in combinations[:trials]]
 
-    def extremes(self) -> Iterator[tuple[Draw, Any]]:
+    @property
+    def extremes(self) -> list[tuple[Draw, Any]]:
         """Each key with its ends, or with each of its choices: values that the configuration has to take."""
-        for draw in self.draws:
-            for value in draw.values:
-                yield draw, value
+        return [(draw, value) for draw in self.draws for value in draw.values]
+
+    def refuse_code(self, config: RunConfig) -> None:
+        """Refuse code that a space from elsewhere draws and its configuration does not name.
+
+        Raises:
+            ConfigError: lists it.
+        """
+        if elsewhere := origin(self.place):
+            plain = plain_values(config)
+            for draw, value in self.extremes:
+                drawn = with_values(plain, {draw.key: value})
+                refuse_code(dict(code_in(drawn).items() - code_in(plain).items()), drawn, elsewhere)
 
 
 def plain_values(config: RunConfig) -> dict[str, Any]:

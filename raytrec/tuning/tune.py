@@ -9,19 +9,12 @@ from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import absolute, relative
 from raytrec.config.overrides import Overrides
 from raytrec.config.run_config import RunConfig, load_config
-from raytrec.driver.console import RunConsole
 from raytrec.driver.driver_state import hold_run_lock, record_driver
 from raytrec.driver.launch import Interrupted
 from raytrec.driver.prepare import resolve
 from raytrec.driver.run import PATIENCE_S
-from raytrec.tuning.folder import (
-    is_search,
-    newest_like,
-    read_settings,
-    refuse_drawn_code,
-    reopen,
-    write_search,
-)
+from raytrec.driver.session import resume_command
+from raytrec.tuning.folder import is_search, newest_like, reopen, write_search
 from raytrec.tuning.outcome import write_outcome
 from raytrec.tuning.runner import Runner, TuneConsole
 from raytrec.tuning.search import Search, Settings, prepare_search
@@ -83,7 +76,7 @@ def tune(
                 where="command line",
                 expected="neither CONFIG nor --space",
             )
-        return _resume(Path(absolute(str(resume))), trials, at_once, allow_code)
+        return _run(reopen(Path(absolute(str(resume))), trials, allow_code), at_once)
     if source is None or not space:
         raise ConfigError(
             "a search needs a config and a space", expected="raytrec tune CONFIG --space SPACE.yaml"
@@ -93,10 +86,9 @@ def tune(
     named = bool(config.run.name or config.run.dir)
     config = resolve(config, source, "tune")
     drawn = Space.read(str(space))  # a job looks for it, as for CONFIG, in its working directory
-    if not allow_code:
-        refuse_drawn_code(config, drawn)
     if resume_latest and (earlier := newest_like(config, drawn, settings, named)):
-        return _resume(earlier, None, at_once, allow_code, PATIENCE_S + config.scaling.shutdown_grace_s)
+        patience_s = PATIENCE_S + config.scaling.shutdown_grace_s
+        return _run(reopen(earlier, None, allow_code, patience_s), at_once)
     if is_search(Path(config.run.dir)):
         raise RunError(
             "there is a search already",
@@ -104,22 +96,12 @@ def tune(
             expected="a new folder",
             do=f"raytrec tune --resume {relative(Path(config.run.dir))}; or choose another run.name",
         )
-    return _run(prepare_search(config, drawn, settings), at_once)
-
-
-def _resume(
-    folder: Path, trials: int | None, at_once: int | None, allow_code: bool, patience_s: float = 0
-) -> Search:
-    """Resumes a search, after waiting for a process that still runs it."""
-    read_settings(folder)
-    with hold_run_lock(folder, patience_s, RunConsole(folder.name).note):
-        pass
-    return _run(reopen(folder, trials, allow_code), at_once)
+    return _run(prepare_search(config, drawn, settings, allow_code), at_once)
 
 
 def _run(search: Search, at_once: int | None) -> Search:
     """Runs a search: writes its folder, runs its trials, writes the outcome."""
-    folder = search.folder
+    folder, again = search.folder, f"resume with: {resume_command(search.config, 'tune')}"
     console = TuneConsole(search.config.run.name)
     with console, hold_run_lock(folder, 0, console.phase):
         write_search(search)
@@ -136,15 +118,9 @@ def _run(search: Search, at_once: int | None) -> Search:
                 if runner.signal is not None:
                     raise Interrupted(runner.signal, None)
             except KeyboardInterrupt:
-                console.note(_how_to_resume(folder))
+                console.note(again)
                 raise
     if search.best is None:
         failed = next((trial.error for trial in search.trials if trial.error), "none has been evaluated")
-        raise RunError(f"no trial has a result: {failed}", where=str(folder), do=_how_to_resume(folder))
+        raise RunError(f"no trial has a result: {failed}", where=str(folder), do=again)
     return search
-
-
-def _how_to_resume(folder: Path) -> str:
-    if in_job():
-        return "submit the same again to resume the search"
-    return f"resume with: raytrec tune --resume {relative(folder)}"

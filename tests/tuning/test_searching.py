@@ -108,7 +108,7 @@ def test_a_configuration_that_cannot_be_run(tiny_data, tmp_path, changes, error,
         ({"seed": -1}, "--seed must be 0 or more (got -1)"),
         ({"at_once": 0}, "--at-once must be 1 or more (got 0)"),
         ({"space": None}, "a search needs a config and a space"),
-        ({"space": "/nowhere.yaml"}, "no such file"),
+        ({"space": "/nowhere.yaml"}, "cannot read the space: No such file"),
         ({"resume": "/nowhere"}, "--resume takes CONFIG and space from the folder"),
     ],
 )

@@ -90,8 +90,11 @@ def test_no_space(text):
         parse(text)
 
 
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match="no such file"):
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        Space.read(str(tmp_path / "space.yaml"))
+    (tmp_path / "space.yaml").write_bytes(b"a.b: {choice: [\xff]}")
+    with pytest.raises(ConfigError, match="not UTF-8"):
         Space.read(str(tmp_path / "space.yaml"))
     (tmp_path / "space.yaml").write_text(TEXT)
     assert len(Space.read(str(tmp_path / "space.yaml")).draws) == 4

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -71,8 +70,6 @@ def test_a_search(tiny_data, tmp_path, capfd):
     config = load_config(folder / "best.yaml")
     assert config.model.top_mlp == [16] and config.data.test == f"{tiny_data}/test" and config.run.dir is None
     assert f"{good.value:.4f}" in (folder / "best.yaml").read_text().splitlines()[0]
-    page = (folder / "tune.html").read_text()
-    assert page.count("<svg") == 2 and not re.search(r'(src|href)="http', page)
     assert "trial 1 begins" in shown and f"trial {bad.number} stopped at step" in shown
     with pytest.raises(RunError, match="there is a search already"):
         tune(settings(tiny_data, tmp_path / "s"), space, trials=2)
@@ -86,7 +83,6 @@ def test_a_trial_that_fails(tiny_data, tmp_path, monkeypatch):
     given = settings(tiny_data, tmp_path / "s", scaling__max_failures=0)
     good, broken = tune(given, space, trials=2, seed=SEED, at_once=1).trials
     assert (good.state, broken.state) == ("finished", "failed") and "it is broken" in broken.error
-    assert "it is broken" in (tmp_path / "s/tune.html").read_text()
 
 
 def command(*arguments):
@@ -169,4 +165,4 @@ def test_the_parent_in_mlflow(tiny_data, tmp_path):
     assert parent.data.metrics[f"eval.{outcome.figure.key}"] == outcome.best.value
     assert parent.data.tags["best.trial"] == str(outcome.best.number)
     files = {file.path for file in client.list_artifacts(parent.info.run_id)}
-    assert files >= {"best.yaml", "tune.html", "space.yaml"}
+    assert files == {"best.yaml", "space.yaml"}
