@@ -20,13 +20,15 @@ from raytrec.checkpoint.blocks import DTYPES, blocks
 from raytrec.checkpoint.index import make_folder, write_index, writing
 from raytrec.checkpoint.managed import ids_of
 from raytrec.checkpoint.rawfile import Sink, Source, open_source, read_block
-from raytrec.checkpoint.rows import BAND_BYTES, StoredTable
+from raytrec.checkpoint.rows import StoredTable
 from raytrec.checkpoint.sound import ITEM_BYTES
 from raytrec.common.errors import SchemaError
 from raytrec.config.managed import ManagedIds
 from raytrec.config.schema import Table
 from raytrec.data.hashing import hash_bits
 from raytrec.embeddings.initial import initial_values
+
+BAND_BYTES = 4 << 20  # float32 values of whole rows that are in work at a time
 
 
 @dataclass(frozen=True)

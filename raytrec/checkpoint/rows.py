@@ -6,7 +6,7 @@ For looking at what has been trained. Tables may be larger than this machine's m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,6 @@ from raytrec.checkpoint.rawfile import Source, open_source, read_block
 from raytrec.common.errors import RunError, hint
 from raytrec.common.storage import join_uri
 
-BAND_BYTES = 4 << 20  # float32 values of whole rows that are in work at a time
 STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 TENSOR_KEY = "tables/{}/{}"
 
@@ -83,12 +82,6 @@ class StoredTable:
             chunk.into(band, first)
         return band
 
-    def bands(self) -> Iterator[tuple[int, np.ndarray]]:
-        """All rows, in order, a few at a time: (the first of them, float32 [n, dim])."""
-        count = max(1, BAND_BYTES // (4 * self.dim))
-        for first in range(0, self.rows, count):
-            yield first, self.read(first, min(first + count, self.rows))
-
     def take(self, rows: Sequence[int]) -> np.ndarray:
         """Some rows: float32 [len(rows), dim].
 
@@ -105,34 +98,6 @@ class StoredTable:
             if first < end:
                 found[first:end] = self.read(int(wanted[first]), int(wanted[end - 1]) + 1)
         return found[places]
-
-    def nearest(
-        self, query: np.ndarray, k: int, leave_out: int | None = None
-    ) -> tuple[list[int], list[float]]:
-        """The rows whose cosine with a vector is the largest; a row of zeros has none, and comes last.
-
-        Args:
-            query: float [dim].
-            k: how many, at most.
-            leave_out: a row that is not wanted: the one that the query is.
-
-        Returns:
-            Rows and their cosines, the largest first; of equal ones, the lower row first.
-        """
-        query = np.asarray(query, np.float64)
-        query = query / (np.linalg.norm(query) or 1.0)
-        best, rows = np.empty(0), np.empty(0, np.int64)
-        for first, band in self.bands():
-            values = band.astype(np.float64)
-            norms = np.sqrt(np.einsum("nd,nd->n", values, values))
-            scores = np.divide(values @ query, norms, out=np.full(len(band), -2.0), where=norms > 0)
-            if leave_out is not None and first <= leave_out < first + len(band):
-                scores[leave_out - first] = -np.inf
-            best, rows = np.append(best, scores), np.append(rows, np.arange(first, first + len(band)))
-            kept = np.lexsort((rows, -best))[:k]
-            best, rows = best[kept], rows[kept]
-        found = best >= -1.5  # neither zeros nor skipped rows
-        return rows[found].tolist(), best[found].tolist()
 
 
 def table_names(index: dict[str, Any]) -> list[str]:

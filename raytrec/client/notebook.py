@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sys
 from base64 import b64encode
-from collections.abc import Mapping
-from difflib import get_close_matches
 from html import escape
 from io import BytesIO
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from raytrec.common.errors import RunError
 from raytrec.common.messages import Eval, Train
 from raytrec.metrics.results import format_result
 from raytrec.tracking import progress_log as lines
@@ -96,53 +93,6 @@ class Page:
             '<iframe sandbox="allow-scripts" style="width:100%;height:720px;border:1px solid #8884" '
             f'srcdoc="{escape(self.text)}"></iframe>'
         )
-
-
-class Items:
-    """A trained table whose rows are items with titles, such as films; `Run.items` gives it.
-
-    Args:
-        run: a Run.
-        table: the table's name.
-        titles: row → title.
-    """
-
-    def __init__(self, run: Run, table: str, titles: Mapping[int, str]):
-        self._run, self._table = run, table
-        self._titles = {int(row): str(title) for row, title in titles.items()}
-        self._rows = {title: row for row, title in sorted(self._titles.items(), reverse=True)}
-
-    def nearest(self, item: int | str, k: int = 10) -> Any:
-        """The nearest items by the cosine of their embeddings, in the run's newest checkpoint.
-
-        Args:
-            item: a row, or a title, or a part of one that no other title has.
-            k: how many.
-
-        Returns:
-            pandas.DataFrame: row, title, cosine; the nearest first.
-
-        Raises:
-            RunError: no such item, or several.
-        """
-        import pandas as pd
-
-        found = self._run.nearest(self._table, self.row(item), k)
-        titles = [self._titles.get(row, f"row {row}") for row in found["rows"]]
-        return pd.DataFrame({"row": found["rows"], "title": titles, "cosine": found["cosines"]})
-
-    def row(self, item: int | str) -> int:
-        """The row of an item, by its title or a part of it."""
-        if not isinstance(item, str):
-            return int(item)
-        if item in self._rows:
-            return self._rows[item]
-        matches = [title for title in self._rows if item.lower() in title.lower()]
-        if len(matches) == 1:
-            return self._rows[matches[0]]
-        near = matches[:5] or get_close_matches(item, self._rows, n=5, cutoff=0.4)
-        what = f"{len(matches)} titles contain '{item}'" if matches else f"no title contains '{item}'"
-        raise RunError(what, where=self._table, expected=" | ".join(near) or "a title of the table")
 
 
 def progress_html(name: str, run: Run) -> str:

@@ -131,14 +131,6 @@ def rows(run: str, table: str, numbers: list[int]) -> np.ndarray:
         return stored.take(numbers)
 
 
-def nearest(run: str, table: str, row: int, k: int) -> dict[str, list]:
-    """The rows of a table nearest to one of them, by cosine: "rows", "cosines", the nearest first."""
-    folder, index = find(run_folder(run))
-    with StoredTable(folder, index, table) as stored:
-        found, cosines = stored.nearest(stored.take([row])[0], k, leave_out=row)
-    return {"rows": found, "cosines": cosines}
-
-
 def run_folder(run: str) -> Path:
     """The folder of a run, by its name or path.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 from time import monotonic, sleep, time
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from raytrec.client import queries
-from raytrec.client.notebook import Items, Page, Pictures, display
+from raytrec.client.notebook import Page, Pictures, display
 from raytrec.common.errors import RaytrecError, RunError
 from raytrec.common.messages import Eval, Measured, Train
 from raytrec.tracking.history import History
@@ -213,19 +213,6 @@ class Run:
     def rows(self, table: str, numbers: Sequence[int]) -> np.ndarray:
         """Rows of a table: float32 [len(numbers), dim]."""
         return self._ask(queries.rows, table, [int(number) for number in numbers])
-
-    def nearest(self, table: str, row: int, k: int = 10) -> dict[str, list]:
-        """The rows nearest to a row by cosine, in the newest checkpoint: "rows" and "cosines"."""
-        return self._ask(queries.nearest, table, int(row), k)
-
-    def items(self, table: str, titles: Mapping[int, str] | None = None) -> Items:
-        """A table whose rows have titles.
-
-        Args:
-            table: its name.
-            titles: row → title; rows may be missing.
-        """
-        return Items(self, table, {} if titles is None else titles)
 
     def __repr__(self) -> str:
         return f"<Run {self.job or self.name}: {self.state}>"

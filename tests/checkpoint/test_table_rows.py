@@ -1,7 +1,5 @@
 """Rows of tables, read from a checkpoint without torch, against the tensors that were saved."""
 
-import tracemalloc
-
 import checkpoints
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, Sharde
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
 
-from raytrec.checkpoint import rows, storage
+from raytrec.checkpoint import storage
 from raytrec.checkpoint.index import CheckpointError, read_index
 from raytrec.checkpoint.rows import StoredTable, table_names
 from raytrec.checkpoint.storage import ShardWriter
@@ -28,10 +26,8 @@ CUTS = {
 
 @pytest.fixture(autouse=True)
 def group(monkeypatch):
-    """A process group of one; blocks that end in the middle of rows, and bands that do not end where these
-    do."""
+    """A process group of one, and blocks that end in the middle of rows."""
     monkeypatch.setattr(storage, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(rows, "BAND_BYTES", 4 * 12 * 77)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -65,7 +61,7 @@ def test_every_row_of_every_cut(tmp_path, cut, dtype):
     assert table_names(index) == ["item"]
     with StoredTable(str(tmp_path / "c"), index, "item") as stored:
         assert (stored.rows, stored.dim) == (1000, 12)
-        found = np.concatenate([band for _, band in stored.bands()])
+        found = stored.read(0, 1000)
         picked = stored.take([999, 0, 333, 334, 0])
         assert stored.take([]).shape == (0, 12)
     with StoredTable(str(tmp_path / "c"), index, "item", checked=False) as stored:
@@ -74,43 +70,12 @@ def test_every_row_of_every_cut(tmp_path, cut, dtype):
     np.testing.assert_array_equal(picked, table[[999, 0, 333, 334, 0]].float().numpy())
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_nearest_against_torch(tmp_path, cut):
-    table = table_of()
-    table[[5, 700]] = 0
-    table[600] = 3 * table[10]
-    index = save(tmp_path / "c", table, cut)
-    cosines = torch.nn.functional.cosine_similarity(table.double(), table[10].double()[None], dim=1)
-    cosines[[5, 10, 700]] = -2
-    expected = cosines.topk(20)
-    with StoredTable(str(tmp_path / "c"), index, "item") as stored:
-        found, scores = stored.nearest(stored.take([10])[0], 20, leave_out=10)
-        everything, _ = stored.nearest(stored.take([10])[0], 5000, leave_out=10)
-    assert found == expected.indices.tolist()
-    assert found[0] == 600
-    np.testing.assert_allclose(scores, expected.values, rtol=1e-6)
-    assert sorted(everything) == sorted(set(range(1000)) - {5, 10, 700})
-
-
-def test_memory_does_not_grow_with_the_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "BLOCK_BYTES", 1 << 20)
-    monkeypatch.setattr(rows, "BAND_BYTES", 1 << 20)
-    monkeypatch.setitem(CUTS, "large", [(0, 0, 500_000, 16)])  # 32 MB
-    index = save(tmp_path / "c", torch.ones(500_000, 16), "large")
-    with StoredTable(str(tmp_path / "c"), index, "item") as stored:
-        tracemalloc.start()
-        stored.nearest(np.ones(16), 10)
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert peak < 10 << 20
-
-
 def test_damage_is_found(tmp_path):
     index = save(tmp_path / "c", table_of(), "rows")
     checkpoints.flip(tmp_path / "c" / "a-00000.bin", 20_000)
     with StoredTable(str(tmp_path / "c"), index, "item") as stored:
         with pytest.raises(CheckpointError, match="checksum"):
-            list(stored.bands())
+            stored.read(0, 1000)
         stored.take([0])
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from raytrec.client.job_run import JobApi, JobRun
 from raytrec.client.jobs import Jobs
-from raytrec.client.notebook import Items, Page, Pictures, curves_png, progress_html
+from raytrec.client.notebook import Page, Pictures, curves_png, progress_html
 from raytrec.client.run import Run
 from raytrec.common.errors import RunError
 from raytrec.common.messages import Eval, Start, Train
@@ -92,15 +92,6 @@ def test_what_a_notebook_shows():
     assert "data:image/png;base64,iVBO" in Pictures(roc=b"\x89PNG")._repr_html_()
 
 
-def test_titles():
-    items = Items(None, "item", {1: "Star Wars (1977)", 2: "Star Trek (1979)", 3: "Alien (1979)"})
-    assert items.row("Alien (1979)") == items.row("alien") == items.row(3) == 3
-    with pytest.raises(RunError, match="2 titles contain 'Star'"):
-        items.row("Star")
-    with pytest.raises(RunError, match="Alien"):
-        items.row("Alein (1979)")
-
-
 class FakeJobs(Jobs):
     """A cluster whose jobs have written these logs."""
 
@@ -177,7 +168,7 @@ def test_commands_are_jobs_that_end_in_a_result():
 def test_the_job_api_names_the_other_way_for_questions_about_files():
     run = JobRun(FakeJobs(BEGUN), "mine-1")
     asks = [run.tables, run.pictures, run.report, lambda: run.rows("user", [1])]
-    asks += [lambda: run.file("plan.json"), lambda: run.items("item", {1: "a"}).nearest(1)]
+    asks += [lambda: run.file("plan.json")]
     for ask in asks:
         with pytest.raises(RunError, match="returns only what jobs write") as error:
             ask()
