@@ -38,9 +38,8 @@ def start_head(
     print(f"token        {token_file()}", flush=True)
     arguments = ["start", "--head", "--block", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
     arguments += ["--dashboard-host=127.0.0.1", f"--port={port}", f"--dashboard-port={dashboard_port}"]
-    arguments += [
-        f"--dashboard-agent-listen-port={_free_port()}"
-    ]  # another Ray here may have the default one
+    with socket.create_server(("127.0.0.1", 0)) as probe:  # another Ray here may have the default port
+        arguments += [f"--dashboard-agent-listen-port={probe.getsockname()[1]}"]
     arguments += [f"--ray-client-server-port={client_port}", *([f"--num-cpus={cpus}"] if cpus else [])]
     # Any free ports, as a local Ray's workers take them: the default, 10002 to 19999, may be taken.
     arguments += ["--min-worker-port=0", "--max-worker-port=0"]
@@ -99,9 +98,3 @@ def _environment(root: Path) -> dict[str, str]:
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # there is no other node that could take over
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -7,6 +7,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,23 +94,18 @@ def within(limit_s: float, function: Callable[[], Any]) -> Any:
     Raises:
         TimeoutError: it has not returned in time. Whatever it raises.
     """
-    ended: list[tuple[Any, BaseException | None]] = []
+    answer: Future[Any] = Future()
 
     def call() -> None:
         try:
-            ended.append((function(), None))
+            answer.set_result(function())
         except BaseException as error:
-            ended.append((None, error))
+            answer.set_exception(error)
 
-    thread = Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if not ended:
+    Thread(target=call, daemon=True).start()
+    if wait([answer], limit_s).not_done:
         raise TimeoutError(f"no answer within {limit_s:.0f} s")
-    value, error = ended[0]
-    if error is not None:
-        raise error
-    return value
+    return answer.result()
 
 
 def check_before_run() -> list[str]:
@@ -217,7 +213,8 @@ def memory() -> Found:
 @host_check("Ray's folder")
 def ray_folder() -> Found:
     """The disk on which Ray keeps logs, and objects for which memory is short."""
-    folder = logs_folder() if _is_on_ray() else base_folder()
+    is_on_ray = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    folder = logs_folder() if is_on_ray else base_folder()
     disk = shutil.disk_usage(folder)
     what = f"{disk.free / GIB:,.1f} GiB free of {disk.total / GIB:,.1f} at {folder}"
     do = f"remove old sessions there, or set {TMPDIR} to a folder on another disk before Ray starts"
@@ -271,8 +268,3 @@ def token() -> Found:
         yield Diagnosis(FAILURE, f"other users can read {file} (mode {mode & 0o777:o})", do)
     else:
         yield Diagnosis(OK, f"in {file}, which its owner alone can read")
-
-
-def _is_on_ray() -> bool:
-    ray = sys.modules.get("ray")
-    return ray is not None and ray.is_initialized()

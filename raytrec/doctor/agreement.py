@@ -45,22 +45,20 @@ def check_same_packages(nodes: ThisHost) -> Found:
     """Ray, Python to its patch number, torch, TorchRec, FBGEMM and raytrec are equal on all nodes."""
     answers = nodes.ask(describe_packages)
     known = {name: have for name, have in zip(nodes.names, answers, strict=True) if isinstance(have, dict)}
-    wrong = False
+    found = []
     for package in sorted({package for have in known.values() for package in have}):
         versions = {name: have.get(package, "missing") for name, have in known.items()}
         (usual, _), *others = Counter(versions.values()).most_common()
         for version, _ in others:
-            wrong = True
             hosts = tuple(name for name, each in versions.items() if each == version)
             what = f"{package} {version}, and {usual} on the other nodes"
             do = "install the same on every node, with the same requirements/*.txt, or one image for all"
-            yield Diagnosis(FAILURE, what, do, hosts=hosts)
+            found.append(Diagnosis(FAILURE, what, do, hosts=hosts))
     for name, answer in zip(nodes.names, answers, strict=True):
         if isinstance(answer, Exception):
-            wrong = True
-            yield Diagnosis(FAILURE, f"not known: {first_line(answer)}", NO_ANSWER, hosts=(name,))
-    if not wrong:
-        yield Diagnosis(OK, f"the same {len(answers[0])} on {len(answers)} nodes")
+            what = f"not known: {first_line(answer)}"
+            found.append(Diagnosis(FAILURE, what, NO_ANSWER, hosts=(name,)))
+    yield from found or [Diagnosis(OK, f"the same {len(answers[0])} on {len(answers)} nodes")]
 
 
 def check_clocks(nodes: ThisHost) -> Found:
@@ -82,16 +80,14 @@ def judge_clocks(skews: dict[str, tuple[float, float]]) -> Found:
         skews: node → seconds that its clock is ahead, and by how much that may be wrong.
     """
     do = "let an NTP daemon keep the time: timedatectl set-ntp true, chronyc makestep"
-    worst = 0.0
+    found = []
     for name, (skew, doubt) in skews.items():
-        worst = max(worst, least := abs(skew) - doubt)
-        if least > SKEW_S:
+        if (least := abs(skew) - doubt) > SKEW_S:
             result = FAILURE if least > MOST_SKEW_S else WARNING
             which = "ahead of" if skew > 0 else "behind"
             what = f"its clock is {abs(skew):,.1f} s {which} this process's"
-            yield Diagnosis(result, what, do, hosts=(name,))
-    if worst <= SKEW_S:
-        yield Diagnosis(OK, f"{len(skews)} clocks are less than {SKEW_S:.0f} s apart")
+            found.append(Diagnosis(result, what, do, hosts=(name,)))
+    yield from found or [Diagnosis(OK, f"{len(skews)} clocks are less than {SKEW_S:.0f} s apart")]
 
 
 def write_and_read(uri: str, name: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrec.common.errors import last_line
+from raytrec.common.registry import load_code
 
 ANSWER = "raytrec-doctor "
 ROOT = str(Path(__file__).parents[2])
@@ -25,11 +26,14 @@ class ChildError(Exception):
     """A child process has found an error, or has died of it; its text is for people."""
 
 
-def run_child(name: str, *arguments: Any, limit_s: float, **environment: str) -> dict[str, Any]:
-    """The answer of a function of PROGRAMS that a new Python calls.
+def run_child(
+    function: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float, **environment: str
+) -> dict[str, Any]:
+    """Call a function of a module in a new Python process, and return its answer.
 
     Args:
-        arguments: plain values. environment: variables that the process has in addition.
+        arguments: Plain values.
+        environment: Additional environment variables of the process.
 
     Raises:
         ChildError: it ended with an error, or none. TimeoutError: it has not ended in time; it is killed.
@@ -38,7 +42,8 @@ def run_child(name: str, *arguments: Any, limit_s: float, **environment: str) ->
     if "RAY_RAYLET_PID" in env and env.get("CUDA_VISIBLE_DEVICES") == "":
         del env["CUDA_VISIBLE_DEVICES"]  # Ray hides GPUs from what has not asked for them
     env["PYTHONPATH"] = os.pathsep.join(path for path in (env.get("PYTHONPATH"), ROOT) if path)
-    command = [sys.executable, "-W", "ignore", "-m", __name__, name, json.dumps([limit_s, *arguments])]
+    path = f"{function.__module__}:{function.__name__}"
+    command = [sys.executable, "-W", "ignore", "-m", __name__, path, json.dumps([limit_s, *arguments])]
     try:
         done = subprocess.run(
             command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s
@@ -117,29 +122,26 @@ def use_gpu() -> dict[str, Any]:
 
 
 def join_group(
-    rank: int, world: int, address: str, port: int, backend: str, interfaces: dict[str, str], timeout_s: float
+    rank: int, world: int, address: str, port: int, backend: str, own: str, timeout_s: float
 ) -> dict[str, Any]:
-    """Reduces 16 MiB over a group of processes; seconds, and the network that was taken.
+    """Reduce 16 MiB over a group of processes; return the seconds and the network used.
 
     Args:
-        address, port: of rank 0's store.
-        interfaces: variables that name the interface; those that are set already stay.
+        address: Address of the store of rank 0.
+        port: Port of that store.
+        own: Address of this host.
     """
-    os.environ |= {name: value for name, value in interfaces.items() if name not in os.environ}
     import torch
     import torch.distributed as dist
 
-    from raytrec.compat.torch_ import bind_store
+    from raytrec.worker.rendezvous import chosen_network, keep_to_own_address, log_network
 
+    keep_to_own_address(own)
     device, network = "cpu", f"gloo over TCP ({os.environ.get('GLOO_SOCKET_IFNAME', 'its own choice')})"
     if backend == "nccl":
-        from raytrec.worker.rendezvous import chosen_network, log_network
-
         log_network()
         device = "cuda"
         torch.cuda.set_device(0)
-    if interfaces:
-        bind_store(address)
     host = f"[{address}]" if ":" in address else address
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, f"tcp://{host}:{port}", timeout, world, rank)
@@ -160,18 +162,11 @@ def join_group(
     return {"seconds": best, "network": network}
 
 
-PROGRAMS: dict[str, Callable[..., dict[str, Any]]] = {
-    "load": load_fbgemm,
-    "gpu": use_gpu,
-    "group": join_group,
-}
-
-
 def main() -> None:
     limit_s, *arguments = json.loads(sys.argv[2])
     signal.alarm(int(limit_s) + 5)  # the process that has started this one may be gone
     try:
-        answer = PROGRAMS[sys.argv[1]](*arguments)
+        answer = load_code(sys.argv[1])(*arguments)
     except BaseException as error:
         answer = {"error": " ".join((str(error) or type(error).__name__).split())[:600]}
     print(f"\n{ANSWER}{json.dumps(answer)}", flush=True)

@@ -125,7 +125,8 @@ def _look_at(nodes: ThisHost, storage: list[str], show: Callable[[str], None], f
     for host, why in nodes.silent.items():
         what = f"this node does not answer: {why}"
         found.diagnoses.append(Diagnosis(FAILURE, what, NO_ANSWER, "nodes", (host,)))
-    among_nodes = AMONG_NODES | {"storage": lambda _: _look_at_storage(nodes, storage)}
+    of_storage = (diagnosis for uri in storage for diagnosis in agreement.check_storage(nodes, uri))
+    among_nodes = AMONG_NODES | {"storage": lambda _: of_storage}
     for name in CHECK_ORDER:
         if not nodes.names or (name in AMONG_NODES and len(nodes.names) == 1):
             continue
@@ -139,11 +140,6 @@ def _look_at(nodes: ThisHost, storage: list[str], show: Callable[[str], None], f
         if name == "operators":
             bad = {host for diagnosis in diagnoses if diagnosis.result == FAILURE for host in diagnosis.hosts}
             nodes.unfit.update(i for i, host in enumerate(nodes.names) if host in bad)
-
-
-def _look_at_storage(nodes: ThisHost, storage: list[str]) -> Found:
-    for uri in storage:
-        yield from agreement.check_storage(nodes, uri)
 
 
 def check_host(name: str) -> list[Diagnosis]:

@@ -7,20 +7,22 @@ in seconds of CPU; the latter mean something on a machine that has other work, t
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from datetime import timedelta
 from statistics import median
+from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-from raytrec.common.errors import RunError, last_line
+from raytrec.common.errors import RunError
+from raytrec.common.machine import gpu_kinds
+from raytrec.doctor.child import ChildError, run_child
 from raytrec.doctor.probe import (
     CLOCKS,
     DENSE,
@@ -55,53 +57,27 @@ def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
         RunError: a rank failed.
     """
     show(f"measuring with {ranks} rank{'s' if ranks > 1 else ''}, {ROUNDS} rounds")
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="raytrec-rates-"))
-        command = [sys.executable, "-W", "ignore", "-m", __name__]
-        started = [
-            subprocess.Popen(
-                [*command, str(rank), str(ranks), f"{folder}/store"],
-                text=True,
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    environment |= {} if gpu_kinds() else {"OMP_NUM_THREADS": "1"}
+    limit_s = ALONE_S * ranks
+    with tempfile.TemporaryDirectory(prefix="raytrec-rates-") as folder, ThreadPoolExecutor(ranks) as pool:
+        asked = [
+            pool.submit(run_child, take_samples, rank, ranks, folder, limit_s=limit_s, **environment)
             for rank in range(ranks)
         ]
-        for process in started:
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-        samples = [_samples(process, rank, ranks) for rank, process in enumerate(started)]
+        try:
+            for answer in as_completed(asked):  # the first error is the cause of the others
+                answer.result()
+        except (ChildError, TimeoutError) as error:
+            raise RunError(
+                f"rank {asked.index(answer)} could not measure: {error}",
+                where=f"{ranks} ranks on this machine",
+                do="look at `raytrec check` of a small configuration, which names what is wrong",
+            ) from None
+    samples = [answer.result()["samples"] for answer in asked]
     rates = rates_from(samples, "cuda" if samples[0][0]["on_gpu"] else "cpu")
     show(f"{rates.matrix['fp32'] / 1e9:.0f} GFLOP/s in fp32, {rates.copy / 1e9:.0f} GB/s of memory")
     return rates
-
-
-def _samples(process: subprocess.Popen[str], rank: int, ranks: int) -> list[Sample]:
-    """What a rank has seen."""
-    try:
-        out, errors = process.communicate(timeout=ALONE_S * ranks)
-    except subprocess.TimeoutExpired:
-        out, errors = "", f"it did not end within {ALONE_S * ranks:.0f} s"
-    if process.returncode or not out:
-        raise RunError(
-            f"rank {rank} could not measure: {last_line(errors, 'no message')}",
-            where=f"{ranks} ranks on this machine",
-            do="look at `raytrec check` of a small configuration, which names what is wrong",
-        )
-    return json.loads(out.splitlines()[-1])
-
-
-def _environment() -> dict[str, str]:
-    threads = {} if _on_gpus() else {"OMP_NUM_THREADS": "1"}
-    return os.environ | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | threads
-
-
-def _on_gpus() -> bool:
-    from raytrec.common.machine import gpu_kinds
-
-    return bool(gpu_kinds())
 
 
 def rates_from(samples: Sequence[Sequence[Sample]], device: str, clock: str = CLOCKS[0]) -> Rates:
@@ -195,11 +171,12 @@ def _with_host(rates: Rates, seen: Mapping[tuple, float | None], clock: str) -> 
     return replace(rates, step_s=step, group_s=group, feature_s=feature)
 
 
-def _serve(rank: int, world: int, store: str) -> None:
-    """A rank of `measure_rates`: prints its samples."""
-    import torch
-    import torch.distributed as dist
+def take_samples(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Take the samples of one rank of `measure_rates`.
 
+    Args:
+        folder: Empty folder in which the ranks find each other.
+    """
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -207,18 +184,12 @@ def _serve(rank: int, world: int, store: str) -> None:
     else:
         torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    timeout = timedelta(seconds=ALONE_S)
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=ALONE_S),
+        "nccl" if on_gpu else "gloo", f"file://{folder}/store", timeout, rank=rank, world_size=world
     )
     probe = Probe(device)
     probe.sample()  # sets everything up
-    print(json.dumps([probe.sample() for _ in range(ROUNDS)]), flush=True)
+    samples = [probe.sample() for _ in range(ROUNDS)]
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    return {"samples": samples}

@@ -1,25 +1,25 @@
-"""Checks of the network between nodes: interfaces, ports, and a timed all-reduce by pairs and over all."""
+"""Checks of the network between nodes: interfaces, ports, and a timed all-reduce."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
 from itertools import combinations
 from typing import Any
 
 from raytrec.cluster.host_checks import FAILURE, OK, WARNING, Diagnosis, Found
-from raytrec.cluster.session import interface_of, socket_interfaces
+from raytrec.cluster.session import interface_of
 from raytrec.common.machine import built_for, gpu_kinds
-from raytrec.doctor.child import ELEMENTS, run_child
+from raytrec.doctor.child import ELEMENTS, join_group, run_child
 from raytrec.doctor.nodes import NO_ANSWER, REPLY_S, ThisHost
 
 REACH_S, GROUP_S, IMPORT_S = 5.0, 90.0, 60.0
-MOST_ROUNDS = 11  # of pairs: in one, each node is in one pair; beyond 12 nodes not all pairs are timed
-SLOW = 4  # times that the slowest pair may take of the median one
+MAX_TRIES = 16  # all-reduces of one check; each may take GROUP_S
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 BRIDGES = re.compile(r"docker|br-|virbr|veth|cni|flannel|cali|lxc|podman|vmnet|tunl")
 DO_ADDRESS = (
@@ -140,88 +140,69 @@ def uses_nccl() -> bool:
     return built_for() == "cuda" and bool(gpu_kinds())
 
 
-def reduce_here(
-    rank: int, world: int, address: str, port: int, backend: str, own: str, limit_s: float
-) -> dict[str, Any]:
-    """This host's part of an all-reduce, in a child process.
-
-    Args:
-        address, port: of rank 0's store. own: the address of this host.
-    """
-    interface = interface_of(own)
-    interfaces = socket_interfaces(interface) if interface else {}
-    arguments = (rank, world, address, port, backend, interfaces, limit_s)
-    return run_child("group", *arguments, limit_s=limit_s + IMPORT_S)
+def reduce_here(*arguments: Any) -> dict[str, Any]:
+    """Take part in an all-reduce in a child process; the arguments are those of `join_group`."""
+    return run_child(join_group, *arguments, GROUP_S, limit_s=GROUP_S + IMPORT_S)
 
 
 def check_all_reduce(nodes: ThisHost) -> Found:
-    """Times an all-reduce of 16 MiB between pairs of nodes that connect, then over all."""
-    fit = [i for i in range(len(nodes.names)) if i not in nodes.unfit]
-    if len(fit) < 2:
-        yield Diagnosis(
-            WARNING, "fewer than two nodes can import torch", "first repair what `operators` names"
-        )
+    """Time an all-reduce of 16 MiB over all nodes that connect and can import torch.
+
+    If it fails, the smallest groups of nodes that fail are named, and the nodes without them are timed.
+    """
+    rest = [i for i in range(len(nodes.names)) if i not in nodes.unfit]
+    if len(rest) < 2:
+        what = "fewer than two nodes can import torch"
+        yield Diagnosis(WARNING, what, "first repair what `operators` names")
+        return
+    if any(frozenset(pair) in nodes.cut for pair in combinations(rest, 2)):
+        yield Diagnosis(WARNING, "not timed over all nodes", "first repair what is between single nodes")
         return
     nccl = nodes.ask(uses_nccl)
-    backend = "nccl" if all(nccl[i] is True for i in fit) else "gloo"
-    times: dict[frozenset[int], float] = {}
-    network, failed = "", False
-    for pairs in rounds(fit)[:MOST_ROUNDS]:
-        groups = [pair for pair in pairs if frozenset(pair) not in nodes.cut]
-        for pair, answer in zip(groups, _reduce(nodes, groups, backend), strict=True):
-            if isinstance(answer, Exception):
-                failed = True
-                names = " and ".join(nodes.names[i] for i in pair)
-                yield Diagnosis(FAILURE, f"between {names} with {backend}: {answer}", DO_ADDRESS)
-            else:
-                times[frozenset(pair)], network = answer["seconds"], answer["network"]
-    if times:
-        yield _compare(nodes, times, network)
-    if failed or any(frozenset(pair) in nodes.cut for pair in combinations(fit, 2)):
-        yield Diagnosis(WARNING, "not timed over all nodes", "first repair what is between single nodes")
-    elif len(fit) > 2:
-        (answer,) = _reduce(nodes, [tuple(fit)], backend)
-        if isinstance(answer, Exception):
-            yield Diagnosis(FAILURE, f"over all {len(fit)} nodes with {backend}: {answer}", DO_ADDRESS)
-        else:
-            speed = _speed(answer["seconds"])
-            yield Diagnosis(OK, f"over all {len(fit)} nodes: {speed}, {answer['network']}")
+    backend = "nccl" if all(nccl[i] is True for i in rest) else "gloo"
+    answers: dict[tuple[int, ...], Any] = {}
+
+    def fails(group: Sequence[int]) -> bool:
+        if (key := tuple(group)) not in answers and len(answers) < MAX_TRIES:
+            answers[key] = _reduce(nodes, key, backend)
+        return isinstance(answers.get(key), Exception)
+
+    while len(rest) > 1 and fails(rest):
+        group = smallest_failing(rest, fails)
+        names = " and ".join(nodes.names[i] for i in sorted(group))
+        yield Diagnosis(FAILURE, f"{names} with {backend}: {answers[tuple(group)]}", DO_ADDRESS)
+        # In the other order, a node that fails with every other one is the last of the next group.
+        rest = [i for i in reversed(rest) if i != group[-1]]
+    if len(rest) > 1 and (answer := answers.get(tuple(rest))):
+        seconds, which = answer["seconds"], "all" if len(answers) == 1 else "the other"
+        speed = f"{ELEMENTS * 4 / seconds / 1e9:.2f} GB/s ({seconds * 1e3:.1f} ms for 16 MiB)"
+        yield Diagnosis(OK, f"over {which} {len(rest)} nodes: {speed}, {answer['network']}")
 
 
-def rounds(members: list[int]) -> list[list[tuple[int, int]]]:
-    """All pairs, in rounds in which each member is in at most one: a round-robin tournament."""
-    seats = [*members, -1] if len(members) % 2 else [*members]
-    half, found = len(seats) // 2, []
-    for _ in range(len(seats) - 1):
-        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        found.append([(a, b) for a, b in pairs if a >= 0 and b >= 0])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return found
+def smallest_failing(group: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> Sequence[int]:
+    """Return a node, a pair or, if neither fails by itself, a larger part of a group that fails.
+
+    Two binary searches look for the shortest beginning of the group that fails, and for the shortest one that
+    fails together with the last node of the former.
+
+    Args:
+        fails: Returns True if nodes are known to fail together.
+    """
+    end = bisect_left(range(len(group)), True, 1, key=lambda size: fails(group[:size])) - 1
+    size = bisect_left(range(end), True, key=lambda size: fails([*group[:size], group[end]]))
+    pair = [*group[max(0, size - 1) : size], group[end]]
+    return pair if fails(pair) else [*group[:size], group[end]]
 
 
-def _reduce(nodes: ThisHost, groups: Sequence[tuple[int, ...]], backend: str) -> list[Any]:
-    """For each group of nodes, which have no node in common, the answer of its first, or an exception."""
-    ports = nodes.ask(listen, each={group[0]: (nodes.addresses[group[0]], False) for group in groups})
-    each: dict[int, tuple] = {}
-    for group in groups:
-        store = nodes.addresses[group[0]], ports[group[0]]
-        for rank, node in enumerate(group) if isinstance(store[1], int) else ():
-            each[node] = (rank, len(group), *store, backend, nodes.addresses[node], GROUP_S)
+def _reduce(nodes: ThisHost, group: Sequence[int], backend: str) -> Any:
+    """Return the answer of the first node of a group, or the exception of any."""
+    first = nodes.addresses[group[0]]
+    port = nodes.ask(listen, each={group[0]: (first, False)})[group[0]]
+    if isinstance(port, Exception):
+        return port
+    each = {
+        node: (rank, len(group), first, port, backend, nodes.addresses[node])
+        for rank, node in enumerate(group)
+    }
     answers = nodes.ask(reduce_here, each=each, limit_s=GROUP_S + IMPORT_S + REPLY_S)
-    of_groups = [[ports[group[0]], *(answers[node] for node in group)] for group in groups]
-    failed = [[answer for answer in group if isinstance(answer, Exception)] for group in of_groups]
-    return [wrong[0] if wrong else group[1] for group, wrong in zip(of_groups, failed, strict=True)]
-
-
-def _compare(nodes: ThisHost, times: dict[frozenset[int], float], network: str) -> Diagnosis:
-    ordered = sorted(times.items(), key=lambda item: item[1])
-    median, (slowest, longest) = ordered[len(ordered) // 2][1], ordered[-1]
-    names = " and ".join(nodes.names[i] for i in sorted(slowest))
-    what = f"{len(times)} pairs, {network}: {_speed(ordered[0][1])} to {_speed(longest)}, slowest {names}"
-    if longest > SLOW * median:
-        return Diagnosis(WARNING, what, "compare these two with others: link, MTU, zone")
-    return Diagnosis(OK, what)
-
-
-def _speed(seconds: float) -> str:
-    return f"{ELEMENTS * 4 / seconds / 1e9:.2f} GB/s ({seconds * 1e3:.1f} ms for 16 MiB)"
+    return next((answer for answer in answers if isinstance(answer, Exception)), answers[group[0]])

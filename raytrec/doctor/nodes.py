@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from raytrec import __version__
 from raytrec.cluster.host_checks import within
 from raytrec.cluster.session import on_node, ray_session
 from raytrec.common.errors import RunError, last_line, root_cause
+from raytrec.common.machine import code_hash
 from raytrec.driver.nodes import alive_nodes
 
 REPLY_S = 60.0  # on a busy host
@@ -51,11 +51,6 @@ class ThisHost:
             return [error]
 
 
-def installed_here() -> str:
-    """The version of raytrec on the host that this is called on, if there is one."""
-    return __version__
-
-
 class _Caller:
     """An actor on a node; it calls functions of raytrec there."""
 
@@ -75,7 +70,7 @@ class ClusterNodes(ThisHost):
         names = _names([node["NodeManagerHostname"] for node in nodes], addresses)
         actor = ray.remote(max_restarts=0, max_concurrency=8)(_Caller)
         self._actors = [actor.options(**on_node(node["NodeID"])).remote() for node in nodes]
-        answers = self.ask(installed_here, limit_s=START_S)
+        answers = self.ask(code_hash, limit_s=START_S)  # raises an error on nodes without raytrec
         fit = [number for number, answer in enumerate(answers) if isinstance(answer, str)]
         self.silent = {
             names[i]: last_line(str(answer), type(answer).__name__)[:300]

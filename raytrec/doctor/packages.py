@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from raytrec.cluster.host_checks import FAILURE, OK, Diagnosis, Found, has_gpus, host_check
 from raytrec.common.machine import OTHER_DEVICE, built_for, gpu_kinds, not_served, usable_gpus
 from raytrec.compat.versions import PAIRS, wrong_versions
-from raytrec.doctor.child import ChildError, run_child
+from raytrec.doctor.child import ChildError, load_fbgemm, run_child, use_gpu
 
 LOAD_S, GPU_S = 120.0, 120.0  # a first import from a network's file system takes long
 PINNED, *_ = PAIRS
@@ -23,7 +23,7 @@ def operators() -> Found:
         yield Diagnosis(OK, "not looked at: torch is not installed")
         return
     try:
-        files = run_child("load", limit_s=LOAD_S)
+        files = run_child(load_fbgemm, limit_s=LOAD_S)
     except ChildError as error:
         yield Diagnosis(FAILURE, str(error), _repair(str(error)))
     else:
@@ -72,7 +72,7 @@ def _try_gpu(name: str, kind: tuple[str, tuple[int, int]]) -> Diagnosis:
     if error := not_served(kind, "this host"):
         return Diagnosis(FAILURE, f"{about}: {error.what}; expected {error.expected}", error.do)
     try:
-        run_child("gpu", limit_s=GPU_S, CUDA_VISIBLE_DEVICES=name)
+        run_child(use_gpu, limit_s=GPU_S, CUDA_VISIBLE_DEVICES=name)
         return Diagnosis(OK, f"{about} runs FBGEMM's operators")
     except (ChildError, TimeoutError) as failed:
         do = "use GPUs that the wheel has code for (docs/gpu.md)" if "kernel image" in str(failed) else ""

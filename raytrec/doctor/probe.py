@@ -6,17 +6,16 @@ from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.embeddings.optimizers import optimizer_of
 from raytrec.embeddings.planner.rates import COLLECTIVES
-
-if TYPE_CHECKING:
-    import torch
 
 BAGS, TABLE_BYTES, ID_SETS = 512, 64 << 20, 24
 DENSE_BYTES = 4 * (3 + 2 + 3)  # of a value in Adagrad's dense update, as loads.loads_of counts them
@@ -48,9 +47,6 @@ class Probe:
     """
 
     def __init__(self, device: torch.device):
-        import torch
-        import torch.distributed as dist
-
         from raytrec.embeddings.planner.dense_work import Counter
 
         self._device, self._world = device, dist.get_world_size()
@@ -79,8 +75,6 @@ class Probe:
 
     def sample(self) -> Sample:
         """One look at everything."""
-        import torch
-
         out: Sample = {"on_gpu": float(self._device.type == "cuda")}
         products = 3 * 2.0 * self._x.shape[0] * self._x.shape[1] * self._w.shape[0]
         for name in ("fp32", "bf16"):
@@ -118,8 +112,6 @@ class Probe:
     def _run_layers(self) -> None:
         """Some layers as models have them, forward and backward. What they take beyond products and launches
         is for reading, writing and getting memory."""
-        import torch
-
         kept = [self._x]
         for weights in self._layers:
             kept.append(torch.nn.functional.linear(kept[-1], weights).relu())
@@ -130,8 +122,6 @@ class Probe:
 
     def _layer(self, bf16: bool = False) -> None:
         """A layer's products, forward and backward."""
-        import torch
-
         with torch.autocast(self._device.type, torch.bfloat16, enabled=bf16):
             given = torch.nn.functional.linear(self._x, self._w)
         given.backward(given.detach())
@@ -139,8 +129,6 @@ class Probe:
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         """A dense update, whose gradients are made for it."""
-        import torch
-
         for weights in optimizer.param_groups[0]["params"]:
             weights.grad = torch.ones_like(weights)
         optimizer.step()
@@ -168,16 +156,11 @@ class Probe:
         return (perf_counter() - began) / times, (process_time() - used) / times
 
     def _wait(self) -> None:
-        import torch
-
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
     def _collective(self, kind: str, size: int) -> tuple[float, float]:
         """(seconds, seconds of CPU) of one of `size` values."""
-        import torch
-        import torch.distributed as dist
-
         each = size // self._world
         whole, part = (torch.ones(n, device=self._device) for n in (each * self._world, each))
         other = torch.empty_like(whole)
@@ -199,7 +182,6 @@ class _Lookup:
     """FBGEMM's lookup and update of some tables, as TorchRec calls it."""
 
     def __init__(self, way: str, tables: int, dim: int, length: int, device: torch.device, made: Any):
-        import torch
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
         from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -243,8 +225,6 @@ class _TinyStep:
     """raytrec's step of a DLRM whose arithmetic is next to nothing."""
 
     def __init__(self, features: int, ways: int, world: int, device: torch.device):
-        import torch.distributed as dist
-
         from raytrec.checks.parity.batches import cuts, local_batch, random_batches
         from raytrec.worker.build import build_step
 
@@ -256,8 +236,6 @@ class _TinyStep:
 
     def seconds(self, steps: int = 8) -> tuple[float, float]:
         """(seconds, seconds of CPU) of a step in steady state."""
-        import torch.distributed as dist
-
         dist.barrier()
         batches = (self._batch for _ in range(steps))
         times = [(perf_counter(), process_time()) for _ in self._step.train(batches, steps)]

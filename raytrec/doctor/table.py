@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import platform
 import re
 import socket
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.table import Table
@@ -15,86 +14,63 @@ from rich.text import Text
 
 from raytrec import __version__
 from raytrec.cluster.host_checks import FAILURE, OK, WARNING, Diagnosis
+from raytrec.common.formatting import count
 from raytrec.common.terminal import open_console, plain
 from raytrec.doctor.examine import Examination, merged
 
 STYLES = {OK: "green", WARNING: "yellow", FAILURE: "red"}
-EVERYONES = ("root", "ray", "ubuntu", "user", "runner")  # users that many machines have
-URI = re.compile(r"\b[\w+]+://\S+")
-PATH = re.compile(r"(?<![\w.*])~?(?:/[\w.@+~%#-]+)+/?")
-LIBRARY = re.compile(r"[\w-]+\.so[\d.]*")  # whose names are upstream's
-KNOWN = re.compile(r"/dev/shm|(?:requirements|docs|deploy)/[\w./]+")
-IPV4 = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
-IPV6 = re.compile(r"(?<![\w:])\[?(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?:%\w+)?\]?(?::\d+)?(?![\w:])")
-HOST_PORT = re.compile(r"\b[\w-]+(?:\.[\w-]+)*:\d{2,5}\b")
+EVERYONES = ("", "root", "ray", "ubuntu", "user", "runner")  # users that many machines have
+IN_PATH = r"[\w.@+~%#-]"
+PRIVATE = {  # what is shown instead → pattern; secrets are hidden by `plain`
+    "STORAGE": r"\b[\w+]+://\S+",
+    # Without the name of a library, which is upstream's, and Linux's own folder.
+    "PATH": rf"(?<![\w.*])(?!/dev/shm(?!/|{IN_PATH}))~?(?:(?:/{IN_PATH}+)+"
+    rf"(?=/[\w-]+\.so[\d.]*(?!/|{IN_PATH}))|(?:/{IN_PATH}+)+/?)",
+    "ADDRESS": r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"
+    r"|(?<![\w:])\[?(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?:%\w+)?\]?(?::\d+)?(?![\w:])"
+    r"|\b[\w-]+(?:\.[\w-]+)*:\d{2,5}\b",
+}
 
 
 def shared(found: Examination) -> Examination:
-    """The same without hosts, users, paths and addresses: hosts are node 1, node 2, …"""
-    nodes = {host: f"node {number}" for number, host in enumerate(found.hosts, 1)}
-    words = {word: nodes[host] for host in reversed(found.hosts) for word in _words(host)}
-    words |= {word: "HOST" for word in _words(socket.gethostname()) if word not in words}
-    user = getpass.getuser() if os.environ.get("USER") or os.environ.get("LOGNAME") else ""
-    if user and user not in EVERYONES:
-        words[user] = "USER"
+    """Return the same without hosts, users, paths and addresses: hosts are node 1, node 2, …"""
+    hosts = {host: f"node {number}" for number, host in enumerate(found.hosts, 1)}
+    user = os.environ.get("LOGNAME") or os.environ.get("USER") or ""
+    words = {user: "USER"} if user not in EVERYONES else {}
+    for host in (*found.hosts, socket.gethostname()):
+        name = host.partition(" ")[0]
+        for word in {name, name.partition(".")[0]} - {"", "localhost"}:
+            words.setdefault(word, hosts.get(host, "HOST"))
+    words |= hosts
+    longest_first = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))  # "vm (10.0.0.1) #2"
+    places = (f"(?P<{name}>{pattern})" for name, pattern in PRIVATE.items())
+    private = re.compile("|".join([*places, rf"(?<![\w-])(?:{longest_first})(?![\w-])"]))
 
     def hide(text: str) -> str:
-        for host in sorted(nodes, key=len, reverse=True):  # "vm (10.0.0.1) #2" before "vm (10.0.0.1)"
-            text = text.replace(host, nodes[host])
-        text = PATH.sub(_path, URI.sub("STORAGE", text))
-        for pattern in (IPV4, IPV6, HOST_PORT):
-            text = pattern.sub("ADDRESS", text)
-        for word in sorted(words, key=len, reverse=True):
-            text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", words[word], text)
-        return text
+        return private.sub(lambda found: found.lastgroup or words[found[0]], plain(text))
 
     diagnoses = [
-        replace(
-            diagnosis,
-            finding=hide(diagnosis.finding),
-            do=hide(diagnosis.do),
-            hosts=tuple(nodes.get(host, "HOST") for host in diagnosis.hosts),
-        )
-        for diagnosis in found.diagnoses
+        replace(v, finding=hide(v.finding), do=hide(v.do), hosts=tuple(hosts.get(h, "HOST") for h in v.hosts))
+        for v in found.diagnoses
     ]
-    return Examination([*nodes.values()], merged(diagnoses))
-
-
-def _words(host: str) -> list[str]:
-    """A host's name, and its first part, as they may stand in messages."""
-    name = host.partition(" ")[0]
-    return [word for word in (name, name.partition(".")[0]) if word not in ("", "localhost")]
-
-
-def _path(found: re.Match) -> str:
-    path = found[0]
-    if KNOWN.fullmatch(path):
-        return path
-    name = path.rpartition("/")[2]
-    return f"PATH/{name}" if LIBRARY.fullmatch(name) else "PATH"
+    return Examination([*hosts.values()], merged(diagnoses))
 
 
 def _where(diagnosis: Diagnosis, found: Examination) -> str:
-    if len(found.hosts) == 1 or not diagnosis.hosts:
+    if len(found.hosts) == 1:
         return ""
-    return (
-        f"all {len(found.hosts)}" if len(diagnosis.hosts) == len(found.hosts) else ", ".join(diagnosis.hosts)
-    )
+    is_everywhere = len(diagnosis.hosts) == len(found.hosts)
+    return f"all {len(found.hosts)}" if is_everywhere else ", ".join(diagnosis.hosts)
 
 
 def _summary(found: Examination) -> str:
-    failures, warnings = found.count(FAILURE), found.count(WARNING)
-    hosts = f"{len(found.hosts)} node{'s' if len(found.hosts) > 1 else ''}"
-    return f"{hosts}, {failures} failure{'s' * (failures != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+    numbers = {"node": len(found.hosts), "failure": found.count(FAILURE), "warning": found.count(WARNING)}
+    return ", ".join(count(number, what) for what, number in numbers.items())
 
 
 def as_json(found: Examination) -> dict[str, Any]:
     """Numbers of failures and warnings, hosts, and a row for each diagnosis."""
-    rows = [
-        {"check": v.check, "result": v.result, "hosts": v.hosts}
-        | {"finding": plain(v.finding), "do": plain(v.do)}
-        for v in found.diagnoses
-    ]
+    rows = [asdict(v) | {"finding": plain(v.finding), "do": plain(v.do)} for v in found.diagnoses]
     return {
         "failures": found.count(FAILURE),
         "warnings": found.count(WARNING),

@@ -45,15 +45,18 @@ class OwnAddressTorchConfig(TorchConfig):
         return _OwnAddressBackend
 
 
-def keep_to_own_address() -> None:
+def keep_to_own_address(address: str = "") -> None:
     """Makes gloo, NCCL and the TCPStore of this process listen on its node's address only.
 
     Where this machine does not have that address (it is translated on the way), they choose by themselves.
     GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the environment, or of NCCL's own files, override this.
+
+    Args:
+        address: Address of the node; default: the address by which Ray knows it.
     """
     import ray
 
-    address = ray.util.get_node_ip_address()
+    address = address or ray.util.get_node_ip_address()
     if interface := interface_of(address):
         for name, value in socket_interfaces(interface).items():
             os.environ.setdefault(name, value)

@@ -350,14 +350,73 @@ def test_interfaces(address, own, chosen, several, result, finding):
     assert got == result and finding in what and (do == "") == (result == OK)
 
 
-@pytest.mark.parametrize("count", [2, 3, 8, 9])
-def test_rounds_have_each_pair_once_and_each_node_once_a_round(count):
-    found = network.rounds([*range(10, 10 + count)])
-    pairs = [frozenset(pair) for each in found for pair in each]
-    assert len(pairs) == len({*pairs}) == count * (count - 1) // 2
-    for each in found:
-        members = [node for pair in each for node in pair]
-        assert len(members) == len({*members})
+class SeveralHosts(ThisHost):
+    """Hosts without processes; reducing over some of them fails.
+
+    Args:
+        count: Number of hosts.
+        bad: Groups of hosts that cannot reduce together; a single host fails with every other one.
+    """
+
+    def __init__(self, monkeypatch, count, *bad):
+        super().__init__()
+        self.names, self.addresses = [f"n{i}" for i in range(count)], ["127.0.0.1"] * count
+        self.tried = []
+
+        def reduce(nodes, group, backend):
+            self.tried.append(group)
+            if any(len(group) > 1 and set(each) <= set(group) for each in bad):
+                return TimeoutError("no answer within 90 s")
+            return {"seconds": 0.1, "network": f"{backend} over TCP (eth0)"}
+
+        monkeypatch.setattr(network, "_reduce", reduce)
+
+    def ask(self, call, *arguments, each=None, limit_s=20):
+        return [False] * len(self.names)
+
+
+@pytest.mark.parametrize(
+    "count,bad,failures,rest",
+    [
+        (2, [], [], "all 2"),
+        (9, [], [], "all 9"),
+        (2, [(0, 1)], ["n0 and n1"], None),
+        (8, [(2, 6)], ["n2 and n6"], "the other 7"),
+        (8, [(5,)], ["n0 and n5"], "the other 7"),
+        (8, [(0,)], ["n0 and n1", "n0 and n7"], "the other 6"),
+        (8, [(1, 3), (4, 6)], ["n1 and n3", "n4 and n6"], "the other 6"),
+        (5, [(1, 2, 4)], ["n0 and n1 and n2 and n4"], "the other 4"),
+    ],
+)
+def test_smallest_groups_that_fail_to_reduce_are_named(monkeypatch, count, bad, failures, rest):
+    hosts = SeveralHosts(monkeypatch, count, *bad)
+    found = [*network.check_all_reduce(hosts)]
+    failed = [diagnosis.finding for diagnosis in found if diagnosis.result == FAILURE]
+    assert failed == [f"{names} with gloo: no answer within 90 s" for names in failures]
+    assert all("--node-ip-address" in diagnosis.do for diagnosis in found[: len(failed)])
+    speeds = [diagnosis.finding for diagnosis in found[len(failed) :]]
+    speed = "0.17 GB/s (100.0 ms for 16 MiB), gloo over TCP (eth0)"
+    assert speeds == ([f"over {rest} nodes: {speed}"] if rest else [])
+    assert len(hosts.tried) <= network.MAX_TRIES and len(hosts.tried) == len({*hosts.tried})
+    assert failures or len(hosts.tried) == 1, "one all-reduce where nothing fails"
+
+
+def test_tries_to_reduce_are_bounded(monkeypatch):
+    everyone = [(i, j) for i in range(40) for j in range(i)]
+    hosts = SeveralHosts(monkeypatch, 40, *everyone)
+    found = [*network.check_all_reduce(hosts)]
+    assert found and all(diagnosis.result == FAILURE for diagnosis in found)
+    assert len(hosts.tried) == network.MAX_TRIES
+
+
+def test_nothing_is_reduced_over_nodes_that_cannot_connect_or_import_torch(monkeypatch):
+    hosts = SeveralHosts(monkeypatch, 3)
+    hosts.cut = {frozenset((0, 2))}
+    (cut,) = network.check_all_reduce(hosts)
+    assert (cut.result, cut.finding) == (WARNING, "not timed over all nodes") and not hosts.tried
+    hosts.unfit = {2}
+    (fine,) = network.check_all_reduce(hosts)
+    assert fine.result == OK and hosts.tried == [(0, 1)]
 
 
 def test_clocks_that_are_apart():
