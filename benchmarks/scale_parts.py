@@ -264,7 +264,7 @@ def report(world: int, tables: int, folder: Path) -> dict:
     with Cpu() as reading:
         RunFolder.read(folder / "run")
     with Cpu() as drawing:
-        page = build(folder / "run")
+        page, _ = build(folder / "run")
     size = page.stat().st_size / 1e6
     return {
         "read_s": reading.seconds,

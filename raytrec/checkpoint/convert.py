@@ -157,7 +157,8 @@ def rewrite(
     """
     attempt = uuid.uuid4().hex[:8]
     with ExitStack() as stack:
-        sources = {name: stack.enter_context(open_source(folder, name)) for name in _files(index)}
+        files = {chunk["file"] for entry in index["tensors"].values() for chunk in entry["chunks"]}
+        sources = {name: stack.enter_context(open_source(folder, name)) for name in files}
         stack.enter_context(writing(out))
         make_folder(out)
         file = f"{attempt}-00000.bin"
@@ -246,7 +247,3 @@ def _rows(stored: StoredTable, name: str, change: TableChange, seed: int | None)
             if source[begin] >= 0:
                 band[begin:end] = stored.read(int(source[begin]), int(source[end - 1]) + 1)
         yield torch.from_numpy(band)
-
-
-def _files(index: dict[str, Any]) -> set[str]:
-    return {chunk["file"] for entry in index["tensors"].values() for chunk in entry["chunks"]}

@@ -1,7 +1,6 @@
-"""A table's rows, read from a checkpoint without torch. It takes no process groups, and memory for a few
-blocks.
+"""A table's rows, read from a checkpoint without torch and process groups.
 
-For looking at what has been trained. Tables may be larger than this machine's memory.
+Memory is that of the rows that are asked for; tables may be larger than this machine's.
 """
 
 from __future__ import annotations

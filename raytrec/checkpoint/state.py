@@ -76,7 +76,8 @@ class LogicalState:
             kernel.flush()  # rows that a kernel has in a cache, to where the shards are
         for kernel, step in self._fused_steps:
             step.fill_(float(updates_made(kernel)))
-        out: State = {name: value for name, value in self.dense.items() if _owner(name) not in leave_out}
+        left_out = tuple(f"tables/{table}/" for table in leave_out)
+        out: State = {name: value for name, value in self.dense.items() if not name.startswith(left_out)}
         for name, table in self.tables.items():
             if name in leave_out:
                 continue
@@ -138,11 +139,6 @@ def sharded(parts: Parts, rows: int | None = None) -> torch.Tensor | ShardedTens
 def is_average(name: str) -> bool:
     """Whether a name is of the averages over steps (train.ema)."""
     return name.startswith("dense/") and (name.endswith("/ema") or name == EMA_COUNT)
-
-
-def _owner(name: str) -> str | None:
-    """The table that a name belongs to."""
-    return name.split("/")[1] if name.startswith("tables/") else None
 
 
 def _make_lazy_state(optimizer: KeyedOptimizer) -> None:

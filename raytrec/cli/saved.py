@@ -200,10 +200,10 @@ def report(
 ):
     """Rebuild a run's report.html and its figures from the run folder."""
     from raytrec.common.storage import relative
-    from raytrec.report.report import build_with_pictures
+    from raytrec.report.report import build
     from raytrec.tracking.run_folder import existing_run
 
-    page, pictures = build_with_pictures(existing_run(run).absolute(), out and Path(out).absolute())
+    page, pictures = build(existing_run(run).absolute(), out and Path(out).absolute())
     print(f"report       {relative(page)}")
     if pictures:
         print(f"pictures     {relative(pictures[0].parent)}")

@@ -117,11 +117,10 @@ def stop(run: str) -> None:
         ray.get(ray.remote(ask_to_stop).options(**on_node(_hosts()[note["host"]])).remote(note), timeout=60)
 
 
-def tables(run: str) -> dict[str, Any]:
-    """The tables of the newest checkpoint: "step", and "tables": name → [rows, dim]."""
+def tables(run: str) -> dict[str, list[int]]:
+    """Return the tables of the newest checkpoint: name → [rows, dim]."""
     _, index = find(run_folder(run))
-    shapes = {name: index["tensors"][f"tables/{name}/weight"]["shape"] for name in table_names(index)}
-    return {"step": index["about"]["progress"]["step"], "tables": shapes}
+    return {name: index["tensors"][f"tables/{name}/weight"]["shape"] for name in table_names(index)}
 
 
 def rows(run: str, table: str, numbers: list[int]) -> np.ndarray:

@@ -208,7 +208,7 @@ class Run:
 
     def tables(self) -> dict[str, list[int]]:
         """Embedding tables of the newest checkpoint: name → [rows, dim]."""
-        return self._ask(queries.tables)["tables"]
+        return self._ask(queries.tables)
 
     def rows(self, table: str, numbers: Sequence[int]) -> np.ndarray:
         """Rows of a table: float32 [len(numbers), dim]."""

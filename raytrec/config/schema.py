@@ -342,7 +342,9 @@ class Schema(BaseModel):
             lines += [f"{section}:"] if getattr(self, section) else []
             for name, spec in getattr(self, section).items():
                 values = spec.model_dump(exclude_defaults=True)
-                inner = ", ".join(f"{k}: {_ids(v) if k == 'ids' else scalar(v)}" for k, v in values.items())
+                if values.get("ids") == {}:
+                    values["ids"] = "managed"
+                inner = ", ".join(f"{key}: {scalar(value)}" for key, value in values.items())
                 comment = comments.get((section, name))
                 lines.append(f"  {scalar(name)}: {{{inner}}}" + (f"  # {comment}" if comment else ""))
         for name, found in self.statistics.items():
@@ -351,11 +353,6 @@ class Schema(BaseModel):
         if self.candidates:
             lines.append(f"candidates: [{', '.join(map(scalar, self.candidates))}]")
         return "\n".join(lines) + "\n"
-
-
-def _ids(settings: dict) -> str:
-    """`ids` of a table as YAML."""
-    return scalar(settings) if settings else "managed"
 
 
 def scalar(value: object) -> str:

@@ -20,18 +20,7 @@ from raytrec.data.partitions import ALL, Between, in_folders, in_order, within
 from raytrec.data.table_formats import check_no_table
 
 PARQUET = (b"PAR1", b"PARE")  # first and last bytes of a file; PARE: its footer is encrypted
-TEMPORARY = (
-    ".tmp",
-    ".temp",
-    ".part",
-    ".crdownload",
-    ".inprogress",
-    "._copying_",
-    ".swp",
-    ".bak",
-    ".old",
-    "~",
-)
+TEMPORARY = (".tmp", ".temp", ".part", ".crdownload", ".inprogress", "._copying_", ".bak", ".old", "~")
 HIDDEN_NAME, TWICE, OUTSIDE = "hidden", "reached twice", "outside data.partitions"
 KEPT_NAMES = 100  # of each reason, in a run folder
 NO_FILE = "not files, but pipes, devices or links to nothing"
@@ -79,11 +68,9 @@ def list_files(places: str | list[str], key: str, between: Between = ALL) -> Lis
     whole = Listing()
     for place in folders(places):
         one = _list_folder(place, key, between)
-        left_out = {
-            why: [*whole.left_out.get(why, ()), *one.left_out.get(why, ())]
-            for why in dict.fromkeys([*whole.left_out, *one.left_out])
-        }
-        whole = Listing(whole.files + one.files, left_out)
+        for why, paths in one.left_out.items():
+            _add(whole.left_out, why, paths)
+        whole = Listing(whole.files + one.files, whole.left_out)
     if len(folders(places)) > 1:
         counts = Counter(file if "://" in file else os.path.realpath(file) for file in whole.files)
         if twice := [file for file, count in counts.items() if count > 1]:

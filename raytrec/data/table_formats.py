@@ -33,10 +33,6 @@ FORMATS = {
         'spark.table(NAME).write.parquet("plain"), or CREATE TABLE … STORED AS PARQUET AS SELECT in Hive',
     ),
     "the output of a Spark stream": (r"_spark_metadata", SPARK.format("parquet")),
-    "a Lance dataset": (
-        r"[^/]+\.lance",
-        'pyarrow.parquet.write_table(lance.dataset("{table}").to_table(), "plain.parquet")',
-    ),
 }
 RECORDS = ("_delta_log", "metadata", ".hoodie", "snapshot", "_spark_metadata")  # where those records are
 _PATTERNS = {name: re.compile(rf"/{pattern}(?=/|$)") for name, (pattern, _) in FORMATS.items()}

@@ -25,21 +25,6 @@ class Drawn(NamedTuple):
     svg: str | None
 
 
-def build(folder: str | Path) -> Path:
-    """Writes report.html into a run folder: self-contained, for file://, light and dark, wide and narrow.
-
-    A section without data has the reason.
-
-    Args:
-        folder: of a run, finished or not.
-
-    Returns:
-        Path: of the page.
-    """
-    run = RunFolder.read(folder)
-    return _write(run, draw(run), run.path)
-
-
 def pictures(folder: str | Path) -> list[Path]:
     """Writes the pictures that there is data for as PNG into FOLDER/pictures/; their paths."""
     from raytrec.report.figures.gallery import GALLERY
@@ -54,12 +39,18 @@ def pictures(folder: str | Path) -> list[Path]:
     return list(made)
 
 
-def build_with_pictures(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list[Path]]:
-    """`build`, and its pictures as SVG in pictures/; each is drawn once.
+def build(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list[Path]]:
+    """Write report.html, and its pictures as SVG in pictures/.
+
+    The page is self-contained, for file://, light and dark, wide and narrow. A section without data has the
+    reason.
 
     Args:
-        folder: of the run.
-        out: where to write them; default: there.
+        folder: Folder of a run, finished or not.
+        out: Where to write them; default: into that folder.
+
+    Returns:
+        Path of the page, and paths of the pictures.
     """
     run = RunFolder.read(folder)
     return write_report(run, draw(run), Path(out or folder))
@@ -109,7 +100,7 @@ class EarlyDrawing:
         self._confirmed = self._sizes is not None and self._file_sizes() == self._sizes
 
     def write(self) -> tuple[Path, list[Path]]:
-        """report.html and pictures, as of `build_with_pictures`; what has changed since is drawn again."""
+        """report.html and pictures, as of `build`; what has changed since is drawn again."""
         if self._thread.ident is not None:
             self._thread.join()
         run, drawn = RunFolder.read(self.folder), self._drawn if self._confirmed else None

@@ -121,7 +121,9 @@ def index(
     asked = _queries(config, schema, queries) if faiss else None
     part = part_of_tower(config, schema, "item", "raytrec index")
     check_items(open_inputs(config, part, items, "--items", (key,)), key)
-    kept = list(dict.fromkeys([key, *(_all_columns(items) if columns is None else split_names(columns))]))
+    first = list_files(items, "--items").files[0]
+    names = split_names(columns) if columns else read_footer(first).schema.to_arrow_schema().names
+    kept = list(dict.fromkeys([key, *names]))
     _check_columns(kept)
     options: dict[str, Any] = {"workers": workers, "overrides": overrides, "allow_code": allow_code}
     made = predict(folder, items, join_uri(out, ITEMS), columns=kept, vectors="item", **options).metrics
@@ -141,11 +143,6 @@ def index(
     metrics |= {"name": f"{config.run.name}: {items}", "seconds": round(perf_counter() - began, 3)}
     _write(out, MANIFEST, manifest_text({"item": key, "faiss": faiss, **metrics}).encode())
     return Indexed({"item": key, **metrics}, out)
-
-
-def _all_columns(items: str) -> list[str]:
-    """All columns of the items' first file."""
-    return list(read_footer(list_files(items, "--items").files[0]).schema.to_arrow_schema().names)
 
 
 def _check_columns(names: list[str]) -> None:

@@ -171,7 +171,8 @@ class Scorer:
         split = self._split(names)
         first = candidates[:1] if isinstance(candidates, list | tuple) else [candidates]
         given = {name for row in first if isinstance(row, Mapping) for name in row}
-        candidates = to_table(candidates, _without(split.candidates.columns, names))
+        others = [field for field in split.candidates.columns if field.name not in names]
+        candidates = to_table(candidates, pa.schema(others))
         if twice := sorted(names & (given | set(candidates.column_names))):
             raise DataError(
                 f"column '{twice[0]}' is in user and in candidates",
@@ -275,7 +276,3 @@ class Scorer:
 def _run(program: Program, tensors: list[torch.Tensor]) -> list[np.ndarray]:
     with torch.inference_mode():
         return [each.numpy() for each in program(*tensors)]
-
-
-def _without(columns: pa.Schema, names: Collection[str]) -> pa.Schema:
-    return pa.schema([field for field in columns if field.name not in names])

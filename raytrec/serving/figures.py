@@ -57,11 +57,10 @@ def about_model(now: Loaded) -> dict[str, Any]:
     """Version, run and step of a model; when it was exported, and how long ago."""
     manifest = now.scorer.manifest
     age = (datetime.now(UTC) - datetime.fromisoformat(manifest.made)).total_seconds()
-    source = manifest.source
     return {
         "version": now.version,
-        "run": source.run,
-        "step": source.step,
+        "run": manifest.source.run,
+        "step": manifest.source.step,
         "made": manifest.made,
         "age_s": max(0.0, age),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import nan, sqrt
+from math import hypot, nan
 from typing import Any
 
 from raytrec.common.messages import RankLine
@@ -108,7 +108,7 @@ def combine_shards(lines: list[RankLine], table: str, replicated: bool = False) 
     replicated = replicated or any(entry.get("replicated") is True for entry in entries)
     out: dict[str, Any] = {key: _known(entries, key, sum) for key in SUMMED}
     out |= {key: _known(entries, key, max) for key in MAXIMA}
-    out |= {key: _known(entries, key, max if replicated else _root_of_squares) for key in NORMS}
+    out |= {key: _known(entries, key, max if replicated else lambda values: hypot(*values)) for key in NORMS}
     out |= {key: _mean(entries, key, weight) for key, weight in WEIGHTS.items()}
     counts = [c for entry in entries if (c := entry.get("row_norm_counts")) and len(c) == BINS]
     out["row_norm_counts"] = [sum(column) for column in zip(*counts, strict=True)] if counts else None
@@ -118,10 +118,6 @@ def combine_shards(lines: list[RankLine], table: str, replicated: bool = False) 
 def _known(entries: list[dict], key: str, combine: Any) -> float:
     values = [value for entry in entries if (value := entry.get(key)) is not None]
     return float(combine(values)) if values else nan
-
-
-def _root_of_squares(values: list[float]) -> float:
-    return sqrt(sum(value * value for value in values))
 
 
 def _ids_of_step(entry: dict[str, Any]) -> float:

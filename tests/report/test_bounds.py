@@ -119,7 +119,7 @@ def test_it_is_on_the_console_in_the_report_and_in_comparisons(tmp_path, capsys)
     print_summary(Result(result | found, tmp_path))
     said = capsys.readouterr().out
     assert sentence in said.splitlines() and "dense model" in said.partition("share of the time")[0]
-    page = unescape(build(tmp_path / "a").read_text())
+    page = unescape(build(tmp_path / "a")[0].read_text())
     assert f"<p>{sentence}</p>" in page and "exchange" in page
     compared = compare([tmp_path / "a", tmp_path / "b"])
     assert compared.results["bound.by"] == ["dense model"] * 2

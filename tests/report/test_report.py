@@ -16,7 +16,7 @@ from raytrec.cli import main
 from raytrec.common.errors import RunError
 from raytrec.report.compare import compare, write
 from raytrec.report.html import write_page
-from raytrec.report.report import build, build_with_pictures, pictures
+from raytrec.report.report import build, pictures
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 HOSTILE = "<script>alert(1)</script>\"'&$x_1$\u202e\ud800 {{ 7*7 }}"
@@ -63,7 +63,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
     folder = record(tmp_path_factory.mktemp("run"))
-    return folder, Page(build(folder))
+    return folder, Page(build(folder)[0])
 
 
 def test_a_full_run_is_all_there(full):
@@ -89,7 +89,7 @@ def test_passwords_are_hidden(full):
 
 
 def test_an_empty_folder_says_why_there_is_nothing(tmp_path):
-    page = Page(build(tmp_path))
+    page = Page(build(tmp_path)[0])
     assert "svg" not in page.tags
     files = ["metrics.jsonl", "ranks.jsonl", "checks.jsonl", "events.jsonl", "config.yaml"]
     assert [text for text in ("no result.json", *files) if text not in page.text] == []
@@ -113,7 +113,7 @@ def test_no_file_is_needed(tmp_path, left_out, drawn):
     record(tmp_path)
     for name in left_out.split():
         (tmp_path / name).unlink()
-    page = Page(build(tmp_path))
+    page = Page(build(tmp_path)[0])
     assert page.tags.count("svg") == drawn and "table_2" in page.text
 
 
@@ -130,7 +130,7 @@ def test_hostile_texts_are_texts(tmp_path):
     result = json.loads((tmp_path / "result.json").read_text())
     (tmp_path / "result.json").write_text(json.dumps(result | {"name": HOSTILE, "eval.auc": HOSTILE}))
     (tmp_path / "config.yaml").write_text(f"run: {HOSTILE}", errors="replace")
-    page = Page(build_with_pictures(tmp_path)[0])
+    page = Page(build(tmp_path)[0])
     assert page.tags.count("script") == 1  # that of sorting
     assert page.text.count("<script>alert(1)</script>") >= 6
     assert "{{ 7*7 }}" in page.text and "$x_1$" in page.text
@@ -150,7 +150,7 @@ def test_values_of_a_wrong_kind_are_passed_over(tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps([{"table": 3, "ranks": "all"}, {"ranks": [None, "1"]}, 5]))
     (tmp_path / "schema.yaml").write_text("tables: [1, 2]")
     (tmp_path / "result.json").write_text(json.dumps({"eval.auc": [], "train.rows": {}, "world_size": None}))
-    Page(build_with_pictures(tmp_path)[0])
+    Page(build(tmp_path)[0])
 
 
 def test_pictures_are_png_files(full):
@@ -164,7 +164,7 @@ def test_it_is_quick(tmp_path):
     """Seconds of processor time, so that a busy machine does not matter; measured: 3 of them."""
     record(tmp_path, tables=26, ranks=8, intervals=50)
     began = time.process_time()
-    build_with_pictures(tmp_path)
+    build(tmp_path)
     assert time.process_time() - began < 15
 
 
@@ -190,7 +190,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 def test_neither_torch_nor_pyplot_is_loaded(tmp_path):
     record(tmp_path)
     code = (
-        "import sys; from raytrec.report.report import build_with_pictures as b; "
+        "import sys; from raytrec.report.report import build as b; "
         f"print({{'matplotlib', 'jinja2'}} & set(sys.modules)); b({str(tmp_path)!r}); "
         "print({'torch', 'mlflow', 'matplotlib.pyplot'} & set(sys.modules))"
     )
@@ -211,14 +211,14 @@ def theirs(tmp_path):
 
 def test_a_report_is_written_elsewhere(theirs, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in [theirs, *theirs.rglob("*")]}
-    page, _ = build_with_pictures(theirs, tmp_path / "mine")
+    page, _ = build(theirs, tmp_path / "mine")
     assert page == tmp_path / "mine/report.html" and "theirs" in page.read_text()
     assert {path: path.stat().st_mtime_ns for path in [theirs, *theirs.rglob("*")]} == before
 
 
 def test_no_place_to_write_is_one_error(theirs):
     with pytest.raises(RunError, match="cannot write the page") as error:
-        build_with_pictures(theirs, NOWHERE)
+        build(theirs, NOWHERE)
     assert "--out" in error.value.do
     with pytest.raises(RunError, match="cannot write the page"):
         write(compare([theirs, theirs]), f"{NOWHERE}/compare.html")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from math import inf, isnan
+from math import isnan
 from typing import Any
 
 import torch
@@ -207,13 +207,9 @@ def _steps(
         if one:
             for found in _compared(run, one, optimizers, sizes, weights, state):
                 key = found.check, found.name
-                worst[key] = max(worst.get(key, found), found, key=_size)
+                worst[key] = max(worst.get(key, found), found, key=lambda f: (isnan(f.error), f.error))
             run.hand_over(one)
     return list(worst.values())
-
-
-def _size(finding: Finding) -> float:
-    return inf if isnan(finding.error) else finding.error
 
 
 def _optimizers(run: Sharded, one: Reference) -> dict[str, torch.optim.Optimizer]:

@@ -9,7 +9,7 @@ from matplotlib.colors import LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from raytrec.common.formatting import bytes_text, percent
+from raytrec.common.formatting import bytes_text, count, percent
 from raytrec.report.figures import style
 from raytrec.tracking.aggregate import last_group, sum_over_time, table_bytes
 from raytrec.tracking.run_folder import RunFolder
@@ -40,7 +40,7 @@ def memory_map(tables: list[dict[str, float]], ranks: list[int] | None = None) -
     if not held.sum():
         return None
     each = f", {_spread(held)}" if len(ranks) > 1 else ""
-    title = f"Memory of tables: {bytes_text(held.sum())} on {_ranks(ranks)}{each}"
+    title = f"Memory of tables: {bytes_text(held.sum())} on {count(len(ranks), 'rank')}{each}"
     made, axes = _draw(held, names, ranks, title, style.BYTES, LogNorm(held[held > 0].min() / 2, held.max()))
     axes.set_ylabel("total")
     return made
@@ -135,10 +135,6 @@ def _write(axes: Axes, cells: np.ndarray, kind: FuncFormatter, norm: Normalize) 
 
 def _rank_at(ranks: list[int], x: float) -> str:
     return str(ranks[int(x)]) if x == int(x) and 0 <= x < len(ranks) else ""
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"{len(ranks)} ranks" if len(ranks) > 1 else "1 rank"
 
 
 def _spread(held: np.ndarray) -> str:

@@ -11,6 +11,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def to_svg(figure: Figure, label: str) -> str:
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in each picture of a page
     for colour, variable in THEME.items():
         svg = svg.replace(colour, variable)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{_quoted(label)}"', 1)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
 
 
 def alone(svg: str) -> str:
@@ -233,7 +234,3 @@ PERCENT = FuncFormatter(lambda value, _: percent(round(value, 6)))
 BYTES = FuncFormatter(lambda value, _: bytes_text(value))
 WHOLE = FuncFormatter(lambda value, _: f"{value:,.0f}")
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # also of logarithmic axes, without powers of ten
-
-
-def _quoted(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
