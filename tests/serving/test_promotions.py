@@ -1,11 +1,14 @@
 """What the coordinator agrees on with replicas, which here only report. No Ray."""
 
 import asyncio
+import re
+from dataclasses import replace
 
 import pytest
 
 from raytrec.common.errors import RunError
 from raytrec.serving.coordinator import Coordinator, Export, Report
+from raytrec.serving.figures import Figures
 
 FIRST, SECOND = Export("a", "films-1"), Export("b", "films-2")
 
@@ -127,3 +130,27 @@ def test_it_falls_back_when_no_replica_can_load_the_current_export(monkeypatch, 
     assert run(end()) == (FIRST, SECOND), "the replica has ended, and two others start"
     assert "films-1 answers again" in caplog.text and "the table was cut" in caplog.text
     assert asyncio.run(coordinator(kept).exports()) == (FIRST, SECOND)
+
+
+def test_metrics_are_those_of_replicas_that_still_report(monkeypatch):
+    now = 1000.0  # on the coordinator's clock
+    monkeypatch.setattr("raytrec.serving.coordinator.monotonic", lambda: now)
+    made, about = coordinator(), {"version": FIRST.version, "age_s": 1.0}
+
+    async def report(name, requests):
+        figures = Figures()
+        figures.requests.labels("/predict", 200).inc(requests)
+        counted = tuple(figures.collect(about, 0))
+        await made.hear(name, replace(Report(1, FIRST.version), figures=counted))
+
+    def shown():
+        text = asyncio.run(made.metrics()).decode()
+        return dict(re.findall(r'raytrec_requests_total{.*replica="(\w+)".*} (\S+)', text))
+
+    for name, requests in (("one", 5), ("two", 7), ("one", 9)):
+        asyncio.run(report(name, requests))
+    assert shown() == {"one": "9.0", "two": "7.0"}
+    now += 10
+    asyncio.run(report("two", 8))
+    now += 10
+    assert shown() == {"two": "8.0"}
