@@ -160,7 +160,7 @@ def test_a_run_folder_and_its_report_name_what_was_left_out(folder, tmp_path):
     noted = json.loads((run.folder / DATA).read_text())[LISTED_FILES]["train"]
     assert noted["counts"] == {"read": 2, "hidden": 1, "not Parquet": 1}
     assert noted["left_out"]["not Parquet"] == [str(folder / "train/notes.txt")]
-    assert text in build(run.folder).read_text() and run.check() == []
+    assert text in build(run.folder)[0].read_text() and run.check() == []
 
 
 def test_other_evaluation_data_is_a_warning(folder, tmp_path):

@@ -112,7 +112,7 @@ def test_console_and_report_show_slices(tmp_path, capsys):
     print_summary(Result(result, tmp_path))
     assert "<b>DE</b>" in (out := capsys.readouterr().out) and "largest of 2,000 values of country" in out
     (tmp_path / "result.json").write_text(json.dumps(result))
-    page = build(tmp_path).read_text()
+    page = build(tmp_path)[0].read_text()
     assert "&lt;b&gt;DE&lt;/b&gt;" in page and "largest of 2,000 values of country" in page
 
 

@@ -8,6 +8,7 @@ import time
 from contextlib import ExitStack, closing, suppress
 
 import pytest
+from waiting import wait_for
 
 from raytrec.cluster.head import check_ports
 from raytrec.serving.listener import Listener
@@ -226,10 +227,10 @@ def test_new_connections_take_the_place_of_those_that_wait_the_longest(monkeypat
     monkeypatch.setattr(LIMITS + "MAX_CONNECTIONS", 3)
     with ExitStack() as stack:
         listener = stack.enter_context(closing(Listener(echo, "127.0.0.1", 0)))
-        kept = []
+        kept, taken = [], listener._server.server_state.connections
         for _ in range(3):
             kept.append(stack.enter_context(connect(listener)))
-            time.sleep(0.05)
+            wait_for(lambda: len(taken) == len(kept), "a connection to be accepted", WAIT_S)
         for asking in (kept[0], stack.enter_context(connect(listener)), kept[0], kept[2]):
             asking.sendall(GET)
             assert statuses(asking.recv(1 << 16)) == [200]
