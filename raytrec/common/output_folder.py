@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -103,6 +103,8 @@ class OutputFolder:
 def hold_folder(folder: OutputFolder) -> Iterator[None]:
     """Lock a folder on disk against other writers, until the block or the process ends.
 
+    A folder that does not exist is made, and removed if it is empty after the block.
+
     Raises:
         RunError: Another process writes to the folder, or the folder cannot be made.
     """
@@ -110,11 +112,17 @@ def hold_folder(folder: OutputFolder) -> Iterator[None]:
         yield
         return
     with os_errors("the folder cannot be written", where=f"--out {folder.uri}"):
+        is_new = not os.path.isdir(folder.uri)
         os.makedirs(folder.uri, exist_ok=True)
         held = os.open(folder.uri, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _lock(held, folder)
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # it holds files
+                if is_new:
+                    os.rmdir(folder.uri)
     finally:
         os.close(held)
 

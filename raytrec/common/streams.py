@@ -36,9 +36,8 @@ class LastingStream:
 
     def flush(self) -> None:
         """Write text that is still in memory."""
-        stream = self._current()
         with self._dropped():
-            if stream is not None:
+            if (stream := self._current()) is not None:
                 stream.flush()
 
     @contextmanager

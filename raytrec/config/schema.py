@@ -342,8 +342,7 @@ class Schema(BaseModel):
             lines += [f"{section}:"] if getattr(self, section) else []
             for name, spec in getattr(self, section).items():
                 values = spec.model_dump(exclude_defaults=True)
-                if values.get("ids") == {}:
-                    values["ids"] = "managed"
+                values |= {"ids": "managed"} if values.get("ids") == {} else {}
                 inner = ", ".join(f"{key}: {scalar(value)}" for key, value in values.items())
                 comment = comments.get((section, name))
                 lines.append(f"  {scalar(name)}: {{{inner}}}" + (f"  # {comment}" if comment else ""))

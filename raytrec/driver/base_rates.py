@@ -64,5 +64,4 @@ def log_odds(config: RunConfig, schema: Schema, dataset: Dataset) -> tuple[float
 
 def _matrix(table: pa.Table, name: str) -> np.ndarray:
     """Return a column of lists of one length as float64 [rows, length]."""
-    values = table[name].combine_chunks().flatten().to_numpy()
-    return values.reshape(table.num_rows, -1).astype(np.float64)
+    return table[name].combine_chunks().flatten().to_numpy().reshape(table.num_rows, -1).astype(np.float64)

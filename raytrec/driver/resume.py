@@ -125,8 +125,9 @@ def interrupted(config: RunConfig, named: bool) -> Path | None:
     Returns:
         Its folder, or None.
     """
-    found = filter(_is_unfinished, earlier_folders(config, named))
-    return next((folder for folder in found if named or _is_same(folder, config)), None)
+    found = (each for each in earlier_folders(config, named) if (each / "config.yaml").is_file())
+    unfinished = (each for each in found if not (each / RESULT).exists())
+    return next((each for each in unfinished if named or _is_same(each, config)), None)
 
 
 def earlier_folders(config: RunConfig, named: bool) -> list[Path]:
@@ -138,10 +139,6 @@ def earlier_folders(config: RunConfig, named: bool) -> list[Path]:
     """
     folder, stem = Path(config.run.dir), config.run.name.rsplit("-", 2)[0]  # NAME-date-time
     return [folder] if named else sorted(folder.parent.glob(f"{stem}-*"), reverse=True)
-
-
-def _is_unfinished(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file() and not (folder / RESULT).exists()
 
 
 def _is_same(folder: Path, after: RunConfig) -> bool:

@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -101,6 +101,17 @@ def test_a_folder_that_another_process_writes_to_is_refused(run, tmp_path):
 
 
 @pytest.mark.survive
+def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path):
+    """Only if it was made here, and is empty."""
+    (tmp_path / "before").mkdir()
+    for name, files, stays in (("new", [], False), ("new", ["a"], True), ("before", [], True)):
+        with suppress(RunError), hold_folder(OutputFolder(str(tmp_path / name))):
+            for file in files:
+                (tmp_path / name / file).touch()
+            raise RunError("no export")
+        assert (tmp_path / name).exists() is stays
+
+
 def test_two_processes_export_into_one_folder_at_once(run, tmp_path):
     out = tmp_path / "out"
     code = "import raytrec, sys\ntry: raytrec.export(*sys.argv[1:])\n"

@@ -54,7 +54,8 @@ class TaskRows:
         item = about.item if any(metric.needs_item for metric in grouped) else None
         self.columns = list(dict.fromkeys([about.group] * bool(grouped) + [item] * bool(item)))
         if about.outputs == 1:
-            if any(map(_is_ranked, metrics)):
+            # Metrics, or their curves, that need rows in the order of their predictions.
+            if any(issubclass(m, RankedMetric) or m.ranked_curve is not Metric.ranked_curve for m in metrics):
                 self._scores = Scores(about.loss.predict, settings.max_exact_rows)
             if grouped:
                 self._groups = GroupRows(about.loss.predict, settings.max_exact_rows, about.group, item)
@@ -142,11 +143,6 @@ def place_for(rows: int, device: torch.device, row_bytes: int = AUC_BYTES) -> to
 
 def _of_kind(metrics: list[type[Metric]], kind: type) -> list:
     return [metric for metric in metrics if issubclass(metric, kind)]
-
-
-def _is_ranked(metric: type[Metric]) -> bool:
-    """Whether a metric, or its curve, needs rows in the order of their predictions."""
-    return issubclass(metric, RankedMetric) or metric.ranked_curve is not Metric.ranked_curve
 
 
 def _added(sums: list[dict[str, torch.Tensor]], peers: Peers) -> list[dict[str, torch.Tensor]]:
