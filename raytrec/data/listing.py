@@ -20,7 +20,7 @@ from raytrec.data.partitions import ALL, Between, in_folders, in_order, within
 from raytrec.data.table_formats import check_no_table
 
 PARQUET = (b"PAR1", b"PARE")  # first and last bytes of a file; PARE: its footer is encrypted
-TEMPORARY = (".tmp", ".temp", ".part", ".crdownload", ".inprogress", "._copying_", ".bak", ".old", "~")
+PARTIAL = (".tmp", ".temp", ".part", ".crdownload", ".inprogress", "._copying_", ".swp", ".bak", ".old", "~")
 HIDDEN_NAME, TWICE, OUTSIDE = "hidden", "reached twice", "outside data.partitions"
 KEPT_NAMES = 100  # of each reason, in a run folder
 NO_FILE = "not files, but pipes, devices or links to nothing"
@@ -216,7 +216,7 @@ def _choose(
             files.append(path)
         elif not size:
             _add(left_out, "empty", [path])
-        elif name.endswith(TEMPORARY):
+        elif name.endswith(PARTIAL):
             _add(left_out, "temporary or a backup", [path])
         else:
             unknown.append(path)
