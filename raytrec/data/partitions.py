@@ -159,11 +159,17 @@ def folder_types(paths: Iterable[str], text: Container[str] = ()) -> dict[str, p
         paths: Paths of files.
         text: Keys that are text in any case.
     """
+    values = folder_values(paths)
+    return {key: pa.string() if key in text else type_of_folders(each) for key, each in values.items()}
+
+
+def folder_values(paths: Iterable[str]) -> dict[str, set[str | None]]:
+    """Return the values of each key of the folders that files are in; None: no value."""
     values: dict[str, set[str | None]] = {}
     for folder in {path.rpartition("/")[0] for path in paths}:
         for key, value in in_folders(f"{folder}/").items():
             values.setdefault(key, set()).add(value)
-    return {key: pa.string() if key in text else type_of_folders(each) for key, each in values.items()}
+    return values
 
 
 def common_type(known: pa.DataType | None, other: pa.DataType) -> pa.DataType | None:

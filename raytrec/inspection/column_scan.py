@@ -30,7 +30,7 @@ from raytrec.data.arrow import (
 )
 from raytrec.data.footers import read_footer
 from raytrec.data.listing import Listing, list_files
-from raytrec.data.partitions import folder_column, folder_types, in_folders
+from raytrec.data.partitions import folder_column, folder_types, folder_values, in_folders
 from raytrec.inspection.column_stats import NUMBERS, ColumnStats, pair_with_labels
 
 # Keys and values of folders that are times: rows of later days have other values.
@@ -116,10 +116,7 @@ def _names(footers: dict) -> set[str]:
 
 def _folder_kinds(paths: list[str]) -> dict[str, pa.DataType]:
     """Return the types of keys of folders that are columns: they have several values, which are not times."""
-    values: dict[str, set[str]] = {}
-    for path in paths:
-        for key, value in in_folders(path).items():
-            values.setdefault(key, set()).add(value or "")
+    values = {key: {value or "" for value in each} for key, each in folder_values(paths).items()}
     times = {key for key, each in values.items() if key in TIMES or all(map(DATE.match, each))}
     return {k: kind for k, kind in folder_types(paths).items() if len(values[k]) > 1 and k not in times}
 
