@@ -147,7 +147,8 @@ def unreadable(what: str, where: str) -> CheckpointError:
         f"the checkpoint cannot be read: {what}",
         where=where,
         expected=storage_hint(where) + "the file as it was written",
-        do="load another checkpoint, or restore this file from a copy",
+        do="load another checkpoint, or restore this file from a copy; where a run that still trains removes "
+        "checkpoints, give the command again, or set its checkpoint.keep_last higher",
     )
 
 

@@ -107,25 +107,14 @@ def tune(
     json: Json = False,
 ):
     """Search good values for keys of a config: raytrec tune CONFIG --space SPACE.yaml --trials 20"""
+    options = {**locals()}
+    del options["json"]
     from raytrec.driver.launch import Interrupted
     from raytrec.tuning.outcome import print_outcome
     from raytrec.tuning.tune import tune as run
 
     try:
-        search = run(
-            config,
-            space,
-            overrides,
-            trials=trials,
-            metric=metric,
-            seed=seed,
-            at_once=at_once,
-            grace_steps=grace_steps,
-            reduction_factor=reduction_factor,
-            resume=resume,
-            resume_latest=resume_latest,
-            allow_code=allow_code,
-        )
+        search = run(options.pop("config"), **options)
     except Interrupted as interrupt:  # the search has reported it
         raise typer.Exit(128 + interrupt.signal) from None
     print_json(search.metrics) if json else print_outcome(search)

@@ -24,15 +24,14 @@ def evaluate(
     json: Json = False,
 ):
     """Evaluate a run or checkpoint, on any Parquet and with any number of workers."""
+    options = {**locals()}
+    del options["json"]
     from raytrec.driver.session import begin_early
 
     begin_early()
     from raytrec.driver.evaluation import evaluate as again
 
-    result = again(
-        run, data, workers=workers, batch_size=batch_size, overrides=overrides, allow_code=allow_code
-    )
-    show(result, json)
+    show(again(options.pop("run"), **options), json)
 
 
 def predict(
@@ -59,23 +58,14 @@ def predict(
     json: Json = False,
 ):
     """Predict every row of a folder of Parquet with a run or checkpoint. Interrupted, give it again."""
+    options = {**locals()}
+    del options["json"]
     from raytrec.driver.session import begin_early
 
     begin_early()
     from raytrec.prediction.predict import predict as run_predict
 
-    result = run_predict(
-        run,
-        data,
-        out,
-        columns=columns,
-        vectors=vectors,
-        workers=workers,
-        checkpoint=checkpoint,
-        overrides=overrides,
-        allow_code=allow_code,
-    )
-    show(result, json)
+    show(run_predict(options.pop("run"), **options), json)
 
 
 def index(
@@ -104,25 +94,14 @@ def index(
     json: Json = False,
 ):
     """Compute the vectors of items, and an index to search them by. Interrupted, give it again."""
+    options = {**locals()}
+    del options["json"]
     from raytrec.driver.session import begin_early
 
     begin_early()
     from raytrec.retrieval.build import index as build
 
-    result = build(
-        run,
-        items,
-        out,
-        item=item,
-        columns=columns,
-        faiss=faiss,
-        queries=queries,
-        workers=workers,
-        checkpoint=checkpoint,
-        overrides=overrides,
-        allow_code=allow_code,
-    )
-    show(result, json)
+    show(build(options.pop("run"), **options), json)
 
 
 def export(
@@ -152,21 +131,11 @@ def export(
 ):
     """Write a trained model as a folder that is scored and served without the trainer. Interrupted, give it
     again."""
+    options = {**locals()}
+    del options["json"]
     from raytrec.exporting.export import export as run_export
 
-    result = run_export(
-        run,
-        out,
-        checkpoint=checkpoint,
-        quantize=quantize,
-        data=data,
-        golden_rows=golden_rows,
-        onnx=onnx,
-        mlflow=mlflow,
-        embed=embed,
-        allow_code=allow_code,
-    )
-    show(result, json)
+    show(run_export(**options), json)
 
 
 def convert(

@@ -33,21 +33,10 @@ def serve(
     allow_code: AllowCode = False,
 ):
     """Serve an export over HTTP, on Ray Serve, until Ctrl-C."""
+    options = {**locals()}
     from raytrec.serving.command import serve as run
 
-    run(
-        uri,
-        name=name,
-        address=address,
-        replicas=replicas,
-        host=host,
-        port=port,
-        no_token=no_token,
-        allow_code=allow_code,
-        log_requests=log_requests,
-        log_sample=log_sample,
-        promote_from=promote_from,
-    )
+    run(**options)
 
 
 def promote(

@@ -44,7 +44,7 @@ def open_filesystem(uri: str):
             filesystem, path = fs.FileSystem.from_uri(uri)
         else:
             filesystem, path = fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(uri))
-            os.fsencode(path)  # what cannot be the name of a file
+            path.encode()  # pyarrow takes UTF-8 alone
             if "\0" in path:
                 raise ValueError("a zero byte is in its name")
     except (OSError, ValueError) as error:

@@ -23,7 +23,7 @@ PARQUET = (b"PAR1", b"PARE")  # first and last bytes of a file; PARE: its footer
 PARTIAL = (".tmp", ".temp", ".part", ".crdownload", ".inprogress", "._copying_", ".swp", ".bak", ".old", "~")
 HIDDEN_NAME, TWICE, OUTSIDE = "hidden", "reached twice", "outside data.partitions"
 KEPT_NAMES = 100  # of each reason, in a run folder
-NO_FILE = "not files, but pipes, devices or links to nothing"
+NO_FILE = "not readable files: pipes, devices, links to nothing, or names that are not UTF-8"
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,16 @@ def _list_folder(uri: str, key: str, between: Between) -> Listing:
             )
         if kind == fs.FileType.Unknown:
             raise DataError("this is not a file, but a pipe or a device", where=where, expected="Parquet")
+        local, linked = filesystem.type_name == "local", set[str]()
         entries, left_out = [], {}
         if kind == fs.FileType.Directory:
-            local = filesystem.type_name == "local"
-            entries, left_out = _walk(path) if local else _list_store(filesystem, path)
+            entries, left_out = _walk(path, linked) if local else _list_store(filesystem, path)
     except OSError as error:
         raise DataError(f"cannot list the folder: {error}", where=where) from None
-    top = os.path.realpath(path) if filesystem.type_name == "local" else path
+    top = os.path.realpath(path) if local else path
     check_no_table(filesystem, top, (found for found, *_ in entries), where)
+    for folder in sorted(linked):
+        check_no_table(filesystem, folder, (), where)
     if kind == fs.FileType.File:
         return Listing((prefix + path,))
     files = _choose(filesystem, path, entries, left_out, where)
@@ -138,11 +140,15 @@ def _list_folder(uri: str, key: str, between: Between) -> Listing:
 Entry = tuple[str, int | None]  # path, bytes; None: a pipe, a device or a link to nothing
 
 
-def _walk(root: str) -> tuple[list[Entry], dict[str, list[str]]]:
+def _walk(root: str, linked: set[str]) -> tuple[list[Entry], dict[str, list[str]]]:
     """Return the entries of a local folder, and what is reached twice by links.
 
     Symbolic links are followed after all that is reached without them. Hidden folders are not entered. Hard
     links to one file in several partitions are several files, because their rows differ by their partition.
+
+    Args:
+        root: Folder.
+        linked: Receives the folders that contain the targets of symbolic links.
     """
     entries: list[Entry] = []
     twice: list[str] = []
@@ -167,7 +173,9 @@ def _walk(root: str) -> tuple[list[Entry], dict[str, list[str]]]:
     visit(root, False)
     while inside or links:
         if not inside:
-            visit(links.popleft(), True)
+            link = links.popleft()
+            linked.add(os.path.dirname(os.path.realpath(link)))
+            visit(link, True)
             continue
         for entry in sorted(os.scandir(inside.popleft()), key=lambda entry: entry.name):
             if _is_hidden(entry.name):
@@ -176,7 +184,14 @@ def _walk(root: str) -> tuple[list[Entry], dict[str, list[str]]]:
                 links.append(entry.path)
             else:
                 visit(entry.path, False)
-    return entries, {TWICE: twice} if twice else {}
+    as_text = [(as_utf8(path), path, size) for path, size in entries]
+    readable = [(text, size if text == path else None) for text, path, size in as_text]
+    return readable, {TWICE: [as_utf8(path) for path in twice]} if twice else {}
+
+
+def as_utf8(path: str) -> str:
+    """Return a path with escapes in place of bytes that are not UTF-8."""
+    return path.encode(errors="backslashreplace").decode()
 
 
 def _list_store(filesystem: fs.FileSystem, root: str) -> tuple[list[Entry], dict[str, list[str]]]:

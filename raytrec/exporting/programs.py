@@ -54,8 +54,8 @@ class Program:
         except NotAllowed as error:
             raise ConfigError(
                 f"the exported model contains {error}",
-                expected="operators of torch.ops.aten that compute tensors",
-                do="write the model with public functions of torch",
+                expected="operators of torch.ops.aten that check all sizes and indices",
+                do="write the model with those that OPERATORS in raytrec/scoring/program_archive.py lists",
             ) from error
 
 

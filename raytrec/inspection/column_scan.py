@@ -88,7 +88,7 @@ def scan_columns(
         if missing := labels - _names(footers[part]):
             not_seen[part] = f"it has no column {', '.join(sorted(missing))}"
             del footers[part]
-    kinds = _folder_kinds([path for files in footers.values() for path in files])
+    kinds = _folder_kinds({path: footer for files in footers.values() for path, footer in files.items()})
     columns = _columns(footers, kinds)
     groups = {part: _groups(files) for part, files in footers.items()}
     if not sum(rows for *_, rows in groups[None]):
@@ -114,18 +114,23 @@ def _names(footers: dict) -> set[str]:
     return set.intersection(*names)
 
 
-def _folder_kinds(paths: list[str]) -> dict[str, pa.DataType]:
-    """Return the types of keys of folders that are columns: they have several values, which are not times."""
-    values = {key: {value or "" for value in each} for key, each in folder_values(paths).items()}
-    times = {key for key, each in values.items() if key in TIMES or all(map(DATE.match, each))}
-    return {k: kind for k, kind in folder_types(paths).items() if len(values[k]) > 1 and k not in times}
+def _folder_kinds(footers: dict) -> dict[str, pa.DataType]:
+    """Return the types of keys of folders that are columns.
+
+    They have several values, which are not times, and some file does not hold them.
+    """
+    values = {key: {value or "" for value in each} for key, each in folder_values(footers).items()}
+    held = set.intersection(*(set(leaf_names(f.schema.to_arrow_schema())) for f in footers.values()))
+    not_columns = held | {key for key, each in values.items() if key in TIMES or all(map(DATE.match, each))}
+    kinds = folder_types(footers)
+    return {key: kind for key, kind in kinds.items() if len(values[key]) > 1 and key not in not_columns}
 
 
 def _arrow(path: str, footer: pq.FileMetaData, kinds: dict[str, pa.DataType]) -> pa.Schema:
     """Return a file's columns, and those in its folders' names."""
     arrow = footer.schema.to_arrow_schema()
-    added = [key for key in in_folders(path) if key in kinds and key not in leaf_names(arrow)]
-    return pa.schema([*arrow, *(pa.field(key, kinds[key]) for key in added)])
+    added = [pa.field(key, kinds[key]) for key in in_folders(path) if key in kinds]
+    return pa.schema([*(field for field in arrow if field.name not in kinds), *added])
 
 
 def _groups(footers: dict) -> list[tuple[str, int, int]]:
@@ -249,7 +254,7 @@ def _read_columns(
                     wanted = [column for column in some if column.is_read_in(part)]
                     beside = [c for c in labels if part is None and wanted and not c.trouble]
                     names = list(dict.fromkeys(column.name for column in [*wanted, *beside]))
-                    held = [n for n in names if n not in kinds or n in leaf_names(reader.schema_arrow)]
+                    held = [name for name in names if name not in kinds]
                     data = dict(zip(held, _read(reader, index, held) if held else (), strict=True))
                     rows = reader.metadata.row_group(index).num_rows
                     for name in (n for n in names if n not in data):

@@ -242,13 +242,14 @@ class ColumnStats:
         if self._new_count >= SMALLEST:  # not for each row group: to sort takes longer than to read one
             self._merge()
 
+    @np.errstate(over="ignore", invalid="ignore")  # an infinite deviation means logarithms, see scale()
     def _add_moments(self, values: np.ndarray, counts: np.ndarray) -> None:
         self.first = float(values[0]) if self.first is None else self.first
         apart, logs = values - self.first, signed_log(values)
-        with np.errstate(over="ignore"):  # an infinite deviation means logarithms, see scale()
-            powers = np.stack([np.ones_like(values), apart, apart**2, logs, logs**2])
-            self.moments += powers @ counts
+        powers = np.stack([np.ones_like(values), apart, apart**2, logs, logs**2])
+        self.moments += powers @ counts
 
+    @np.errstate(over="ignore", invalid="ignore")
     def scale(self) -> Scale:
         """Return how the numbers are brought to mean 0 and variance 1.
 

@@ -29,6 +29,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from raytrec.common.errors import ConfigError, DataError, SchemaError, unknown
 from raytrec.common.storage import parts_beside, train_part
 from raytrec.config.schema import Schema
@@ -162,6 +164,9 @@ def _pair_weights(findings: list[Finding]) -> None:
         owner = f"{name.removesuffix('.value')}.key" if name.endswith(".value") else owner  # of a map
         floats = f.stats.is_list and f.stats.base in ("float", "decimal") and not f.stats.trouble
         if floats and owner in lists and owner != name:
+            if not np.array_equal(f.stats.lengths, lists[owner].stats.lengths):
+                f.why = f"a list of floats of other lengths than {owner}"
+                continue
             f.kind, f.why, f.transforms = "weights", f"of {owner}", []
             fill_weights(f)
             _keep_length(lists[owner])

@@ -226,6 +226,8 @@ def open_table(folder: Path, entry: TableEntry, rows: int, dim: int) -> BlockTab
 
 
 def _ids(file: Path, manifest: Manifest, table: str) -> IdRows:
-    found = pq.read_table(file)
-    ids, rows = (torch.from_numpy(found[name].to_numpy().copy()) for name in ("id", "row"))
-    return IdRows(manifest.data_schema.tables[table], keys_of(ids), rows)
+    known, found = manifest.data_schema.tables[table], pq.ParquetFile(file)
+    if found.metadata.num_rows > known.rows:
+        raise RunError(f"there are more ids than the {known.rows:,} rows of {table}", where=str(file))
+    ids, rows = (torch.from_numpy(values.to_numpy().copy()) for values in found.read(["id", "row"]))
+    return IdRows(known, keys_of(ids), rows)

@@ -130,8 +130,8 @@ class Manifest(Section):
             entry = self.tables.get(name)
             if entry is None or len(entry.files) != -(-table.rows // entry.block_rows):
                 raise ValueError(f"tables: the files of {name} are not those of its {table.rows:,} rows")
-            if table.ids and name not in self.ids:
-                raise ValueError(f"ids: those of {name} are missing")
+        if set(self.ids) != set(self.data_schema.managed):
+            raise ValueError("ids: they are not those of the tables with managed ids")
         return self
 
     @property

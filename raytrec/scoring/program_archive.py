@@ -48,10 +48,26 @@ PATTERNS = {
     "torch_version": re.compile(r"[\w.+]*"),
     "type": re.compile("cpu"),  # of a device
 }
-OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+")
-# Operators of aten that are not public, and those that torch.export writes besides aten's.
-PRIVATE = {"_assert_scalar", "_assert_tensor_metadata", "_log_softmax", "_softmax", "_to_copy"}
-REFUSED = {"from_file"}  # opens, and creates, files
+OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+?)_?\.(?!\w*out)\w+")
+# Operators of aten that check every index and size on CPU: others, such as segment_reduce, may read or write
+# outside of their tensors' memory. None gives memory that is not initialized.
+OPERATORS = """
+_assert_scalar _assert_tensor_metadata _log_softmax _softmax _to_copy abs acos add addcdiv addcmul addmm
+all amax amin any arange argmax argmin argsort asin atan atan2 baddbmm batch_norm bitwise_and bitwise_not
+bitwise_or bitwise_xor bmm broadcast_to cat ceil celu chunk clamp clamp_max clamp_min clone concat
+contiguous conv1d copy cos cosh cosine_similarity count_nonzero cummax cumprod cumsum detach div dot
+dropout einsum elu embedding eq erf exp exp2 expand expand_as expm1 fill flatten flip floor floor_divide
+fmod full full_like gather ge gelu glu group_norm gt hardsigmoid hardswish hardtanh index index_add
+index_put index_select isfinite isinf isnan layer_norm le leaky_relu lerp lift_fresh_copy
+linalg_vector_norm linear log log10 log1p log2 log_sigmoid log_softmax logaddexp logical_and logical_not
+logical_or logical_xor logit logsumexp lt masked_fill matmul max maximum mean min minimum mish mm movedim
+mul mv nan_to_num narrow ne neg new_full new_ones new_zeros norm ones ones_like outer pad permute pow
+prelu prod reciprocal relu relu6 remainder repeat reshape rms_norm roll round rsqrt rsub scalar_tensor
+scaled_dot_product_attention scatter scatter_add select selu sigmoid sign silu sin sinh slice softmax
+softplus sort split split_with_sizes sqrt square squeeze stack std sub sum sym_size t tan tanh threshold
+tile to topk transpose tril triu true_divide trunc type_as unbind unflatten unsqueeze var var_mean view
+view_as where xlogy zeros zeros_like
+"""
 SIZES = "add sub mul floordiv truediv mod neg eq ne lt le gt ge and_ or_ getitem"  # of tensors, from others
 OTHERS = {
     *("torch.ops.higher_order.wrap_with_autocast", "torch.ops.higher_order.wrap_with_set_grad_enabled"),
@@ -63,9 +79,10 @@ FUNCTIONS = {
     *("IntTrueDiv", "ToFloat", "TruncToInt", "Max", "Min", "And", "Or", "Not", "Equality", "Unequality"),
     *("GreaterThan", "StrictGreaterThan", "LessThan", "StrictLessThan"),
 }
+ATOMS = ("Symbol", "Integer", "Float", "Rational")
 # Kinds of arguments, with torch's text about each: a tensor, a tuple, and an empty mapping.
 SHAPES = {(None, None), ("builtins.tuple", "null"), ("builtins.dict", "[]")}
-MAX_EXPRESSION = 2000  # characters
+MAX_EXPRESSION, MAX_CALLS = 2000, 40  # characters, calls
 
 
 class NotAllowed(ValueError):
@@ -207,8 +224,7 @@ def _checked(value: Any, key: str) -> Any:
 def _is_operator(target: str) -> bool:
     """Return True if a program may call this operator."""
     name = (OPERATOR.fullmatch(target) or ("", ""))[1]
-    public = name and (not name.startswith("_") or name in PRIVATE) and name not in REFUSED
-    return target in OTHERS or bool(public and is_dispatched(target))
+    return target in OTHERS or (name in OPERATORS.split() and is_dispatched(target))
 
 
 def _checked_expression(text: str) -> str:
@@ -217,7 +233,8 @@ def _checked_expression(text: str) -> str:
     sympy evaluates it as Python.
     """
     try:
-        tree = ast.parse(text, mode="eval") if len(text) <= MAX_EXPRESSION else None
+        short = len(text) <= MAX_EXPRESSION and text.count("(") <= MAX_CALLS
+        tree = ast.parse(text, mode="eval") if short else None
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         tree = None
     if tree is None or not _is_expression(tree.body):
@@ -226,7 +243,10 @@ def _checked_expression(text: str) -> str:
 
 
 def _is_expression(node: ast.expr) -> bool:
-    """Return True for a number, a truth value, or a call of FUNCTIONS with such arguments."""
+    """Return True for a number, a truth value, or a call of FUNCTIONS with such arguments.
+
+    At most one factor of a product may be a call, as sympy expands products of sums in exponential time.
+    """
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)
     if isinstance(node, ast.Name):
@@ -236,6 +256,11 @@ def _is_expression(node: ast.expr) -> bool:
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS):
         return False
     if node.func.id != "Symbol":
+        calls = [
+            arg for arg in node.args if isinstance(arg, ast.Call) and ast.unparse(arg.func) not in ATOMS
+        ]
+        if node.func.id == "Mul" and len(calls) > 1:
+            return False
         return not node.keywords and all(_is_expression(argument) for argument in node.args)
     name, *more = [getattr(argument, "value", None) for argument in node.args]
     flags = [(keyword.arg, getattr(keyword.value, "value", None)) for keyword in node.keywords]

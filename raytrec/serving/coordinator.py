@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 FOLLOW_S = 5.0  # after which a replica that has nothing to do asks again
 GONE_S = 15.0  # after which a replica that has not asked is taken for ended
 LOAD_S = 1800.0  # that loading may take
+MAX_ENDED = 1  # replicas that may end while an export is loaded: with more, loading is taken for the cause
 
 
 @dataclass(frozen=True)
@@ -209,11 +210,20 @@ class Coordinator:
         """The replicas that are there, when all of them have carried out the order.
 
         Raises:
-            RunError: it takes too long, or there are none.
+            RunError: it takes too long, replicas end meanwhile, or there are none.
         """
-        began = monotonic()
+        began, seen_ones = monotonic(), set[str]()
         while monotonic() - began < LOAD_S:
             live = self._live()
+            seen_ones |= live.keys()
+            if self._order.prepare and len(seen_ones - live.keys()) > MAX_ENDED:
+                where = self._order.prepare
+                self._tell()
+                raise RunError(
+                    f"{MAX_ENDED + 1} replicas ended while they loaded it, and all others answer as before",
+                    where=where,
+                    do="see the service's log; an export may need more memory than there is",
+                )
             done = all(seen.report.done == self._order.number for seen in live.values())
             if live and done and monotonic() > self._complete:
                 return live

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrec.common.errors import DataError
-from raytrec.data.listing import list_files
+from raytrec.data.listing import NO_FILE, list_files
 
 
 def put(folder, *names, rows=3):
@@ -51,7 +51,7 @@ def test_what_is_left_out_has_a_reason(tmp_path):
         "hidden": [".hidden.parquet", "_SUCCESS", "_temporary"],
         "empty": ["empty"],
         "temporary or a backup": ["d.parquet.tmp", "e.parquet~"],
-        "not files, but pipes, devices or links to nothing": ["nothing"],
+        NO_FILE: ["nothing"],
         "not Parquet": ["f.csv.gz", "notes.txt"],
         "cut off or still being written": ["growing"],
     }
@@ -113,6 +113,37 @@ def test_folders_of_table_formats_are_refused(tmp_path, marker, name, place):
         list_files(str(tmp_path / place), "data.train")
     assert f"{tmp_path}/table" in error.value.where and "write the current rows" in error.value.do
     assert listed(tmp_path / "plain") == (["b.parquet"], {})
+
+
+@pytest.mark.parametrize("target", ["table/day=1", "table/day=1/a.parquet"])
+@pytest.mark.parametrize("marker", ["_delta_log/00000000000000000000.json", ".hoodie/hoodie.properties"])
+def test_links_into_tables_are_refused(tmp_path, marker, target):
+    put(tmp_path, "table/day=1/a.parquet", "plain/b.parquet")
+    record = tmp_path / "table" / marker
+    record.parent.mkdir(parents=True)
+    record.write_text("{}")
+    (tmp_path / "plain/part.parquet").symlink_to(tmp_path / target)
+    with pytest.raises(DataError, match=r"part of one"):
+        list_files(str(tmp_path / "plain"), "data.train")
+
+
+@pytest.mark.parametrize("name", [b"\xff.parquet", b"day=\xff/a.parquet"])
+def test_names_that_are_not_utf_8_are_refused(tmp_path, name):
+    put(tmp_path, "a.parquet")
+    path = Path(tmp_path, os.fsdecode(name))
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes((tmp_path / "a.parquet").read_bytes())
+    with pytest.raises(DataError, match="names that are not UTF-8") as error:
+        list_files(str(tmp_path), "data.train")
+    assert "\\udcff" in error.value.where
+    with pytest.raises(DataError, match="cannot open this place"):
+        list_files(os.fsdecode(bytes(tmp_path) + b"/\xff"), "data.train")
+
+
+def test_other_entries_that_are_not_utf_8_are_counted(tmp_path):
+    put(tmp_path, "a.parquet")
+    Path(os.fsdecode(bytes(tmp_path) + b"/\xff.csv")).write_text("x")
+    assert listed(tmp_path) == (["a.parquet"], {NO_FILE: ["\\udcff.csv"]})
 
 
 @pytest.mark.parametrize("folder", ["base_0000002", "delta_0000003_0000003_0000"])

@@ -63,9 +63,10 @@ def test_a_check_that_passes(tiny_data, tmp_path, capsys):
     "plan,message",
     [
         ({"user": {"ranks": [2]}}, "table user: on rank 2"),
-        (
+        pytest.param(
             {"user": {"sharding_type": "data_parallel", "compute_kernel": "fused"}},
             "table user: data_parallel with kernel",
+            marks=pytest.mark.survive,
         ),
         ({"usr": {"ranks": [0]}}, "did you mean 'user'"),
     ],

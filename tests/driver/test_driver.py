@@ -382,6 +382,7 @@ def test_more_workers_than_the_cluster_has(tiny_data, tmp_path):
         driver.train(parquet.settings(tiny_data, tmp_path / "run", scaling__num_workers=6))
 
 
+@pytest.mark.survive
 def test_store_that_cannot_be_opened(tiny_data, tmp_path):
     (tmp_path / "file").write_text("")
     values = parquet.settings(

@@ -58,6 +58,7 @@ def test_it_ends_and_says_why(ended):
     assert (seen["step"], seen["since"]) == (10, 2)
 
 
+@pytest.mark.survive
 def test_the_best_weights_are_taken_back(tiny_data, tmp_path):
     """Of an evaluation before the last one; the result is evaluated with them."""
     run = tmp_path / "run"
@@ -83,7 +84,8 @@ def test_the_steps_that_were_asked_for_are_profiled_on_each_rank(ended):
     assert f"steps 3 to 5, {ended.path}/profile" in (ended.path / "events.jsonl").read_text()
 
 
-@pytest.mark.parametrize("last", [25, pytest.param(STEP, marks=pytest.mark.survive)])
+@pytest.mark.survive
+@pytest.mark.parametrize("last", [25, STEP])
 def test_a_resumed_run_ends_where_the_undisturbed_one_does(ended, tmp_path, last):
     """Interrupted between two evaluations, and after the last one."""
     run = tmp_path / "run"

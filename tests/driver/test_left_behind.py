@@ -67,6 +67,7 @@ def test_steps_leave_nothing(tmp_path):
         assert not grown(early, late)
 
 
+@pytest.mark.survive
 @pytest.mark.usefixtures("ray_cluster")
 def test_epochs_leave_nothing(tmp_path, monkeypatch, request):
     import ray

@@ -128,6 +128,7 @@ def test_pickles_are_refused(copy, monkeypatch, tmp_path):
         lambda m: m.update(sequences={"user": 3}),
         lambda m: m.update(metrics={"auc": {"int8": float("nan")}}),
         lambda m: m.update(golden_rows=2**62),
+        lambda m: m.update(ids={"user": "golden.arrow"}),
     ],
 )
 def test_a_manifest_that_does_not_fit_its_files_ends_in_a_message(copy, edit):

@@ -112,6 +112,7 @@ def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path):
         assert (tmp_path / name).exists() is stays
 
 
+@pytest.mark.survive
 def test_two_processes_export_into_one_folder_at_once(run, tmp_path):
     out = tmp_path / "out"
     code = "import raytrec, sys\ntry: raytrec.export(*sys.argv[1:])\n"

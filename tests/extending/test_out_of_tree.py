@@ -16,7 +16,7 @@ from raytrec.cli import main
 from raytrec.common.errors import RunError
 from raytrec.driver.run import train
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.survive]
 
 OWN = Path(__file__).parent / "own"
 CODE = ["shop_model:Linear", "shop_transform:share", "shop_loss:Hinge", "shop_metric:Accuracy"]

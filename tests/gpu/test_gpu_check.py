@@ -24,6 +24,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.survive
 def test_no_block_stops_the_others(tmp_path, monkeypatch):
     (tmp_path / "broken").mkdir()
     for name, code in BROKEN.items():

@@ -501,3 +501,35 @@ def test_columns_only_in_folders_are_proposed(tmp_path):
     data = scan(str(tmp_path / "train"), ReadPlan(found.schema))
     assert data.rows == 240 and data.form.from_folders == {"label", "zone"}
     assert inspect(str(tmp_path / "train"), reserve_columns=["day"]).reserve_columns == ["day"]
+
+
+def test_weights_have_the_lengths_of_their_ids(tmp_path):
+    """Otherwise training would refuse every row."""
+    tags, weights = pa.array([[1, 2], [3, 4]] * 50), pa.array([[0.5], [1.0]] * 50)
+    write(tmp_path / "a.parquet", pa.table({"label": [0, 1] * 50, "tags": tags, "tags_weights": weights}))
+    found = {f.stats.name: f for f in inspect(str(tmp_path)).findings}
+    assert found["tags_weights"].kind == "skipped" and "other lengths than tags" in found["tags_weights"].why
+
+
+@pytest.mark.parametrize("kind", [pa.float64(), pa.decimal256(60, 0)])
+def test_whole_numbers_beyond_int64_are_no_ids(tmp_path, kind):
+    values = pa.array([10**20 * (i % 7 - 3) for i in range(100)], pa.decimal256(60, 0)).cast(kind)
+    write(
+        tmp_path / "a.parquet",
+        pa.table({"label": [0, 1] * 50, "item_id": values, "user_id": [1, 2, 3, 4] * 25}),
+    )
+    found = {f.stats.name: f for f in inspect(str(tmp_path)).findings}
+    assert found["item_id"].kind == "skipped" and "int64" in found["item_id"].why
+
+
+def test_a_column_that_some_files_lack_is_read_from_the_folders_names_in_all(tmp_path):
+    """As training reads it."""
+    values = {"label": [0, 1] * 30, "user_id": [1, 2, 3] * 20}
+    write(tmp_path / "k=5/a.parquet", values | {"k": [7] * 60})
+    write(tmp_path / "k=6/a.parquet", values)
+    found = inspect(str(tmp_path))
+    (k,) = [f.stats for f in found.findings if f.stats.name == "k"]
+    assert (k.lowest, k.highest, k.distinct) == (5, 6, 2)
+    write(tmp_path / "k=6/a.parquet", values | {"k": [8] * 60})
+    (k,) = [f.stats for f in inspect(str(tmp_path)).findings if f.stats.name == "k"]
+    assert (k.lowest, k.highest) == (7, 8), "all files hold it"

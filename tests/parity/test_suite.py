@@ -1,7 +1,7 @@
 """The sharded run against one plain torch process, over every factor that could tell them apart.
 
 In a pairwise choice of cases, every two values of two factors meet. `make test` runs those of its cases that
-are on 1 and 2 ranks, and the corners that are known to be bad; `make parity` every one.
+are on 1 and 2 ranks, and of the corners that are known to be bad; `make parity` runs every one.
 """
 
 from dataclasses import replace
@@ -11,19 +11,19 @@ from design import CORNERS, FACTORS, HALVES, every_combination, pairwise
 from record import assert_parity
 
 CHUNK = 50
-FEW = [(1, 1), (2, 1)]  # the places of the pairs that `make test` runs
+FEW = [(1, 1), (2, 1)]  # the places that `make test` runs
 
 
-@pytest.mark.parametrize(
-    "place",
-    [pytest.param(p, marks=[pytest.mark.parity] if p not in FEW else []) for p in FACTORS["place"]],
-    ids=str,
-)
+def places(of):
+    return [pytest.param(p, marks=[pytest.mark.parity] if p not in FEW else [], id=str(p)) for p in of]
+
+
+@pytest.mark.parametrize("place", places(FACTORS["place"]))
 def test_pairs(place):
     assert_parity([case for case in pairwise() if case.place == place], place)
 
 
-@pytest.mark.parametrize("place", sorted({case.place for case in CORNERS}), ids=str)
+@pytest.mark.parametrize("place", places(sorted({case.place for case in CORNERS})))
 def test_corners(place):
     assert_parity([case for case in CORNERS if case.place == place], place)
 

@@ -118,7 +118,8 @@ def kill_when(written, out, everybody):
     return thread
 
 
-@pytest.mark.parametrize("everybody", [False, pytest.param(True, marks=pytest.mark.survive)])
+@pytest.mark.survive
+@pytest.mark.parametrize("everybody", [False, True])
 def test_killed_workers_leave_no_trace(run, folder, made, tmp_path, everybody, capfd):
     killer = kill_when(1, tmp_path / "out", everybody)
     again = predict(run.path, folder / "test", tmp_path / "out", columns=COLUMNS)

@@ -13,7 +13,14 @@ import torch
 from torch.export import Dim, export, save
 
 from raytrec.common.errors import RunError
-from raytrec.scoring.program_archive import MODEL, SAMPLE_INPUTS, _is_operator, checked_archive, load_program
+from raytrec.scoring.program_archive import (
+    MODEL,
+    OPERATORS,
+    SAMPLE_INPUTS,
+    _is_operator,
+    checked_archive,
+    load_program,
+)
 
 WEIGHTS, CONSTANTS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
 
@@ -216,6 +223,8 @@ def test_parts_of_a_model_that_no_export_has_are_refused(edit, entries, tmp_path
         "Add(1, [2 for _ in ()])",
         "f'{1}'",
         "Pow(Integer(9), Integer(999999999))",
+        "Mul(Add(Symbol('s0'), 1), Add(Symbol('s1'), 1))",
+        "Max(" * 50 + "1" + ")" * 50,
         "(" * 500,
         "\0",
     ],
@@ -240,6 +249,12 @@ def test_guards_and_metadata_are_dropped(entries, tmp_path):
         ("torch.ops.aten.linear.default", True),
         ("torch.ops.aten.gelu.default", True),
         ("torch.ops.aten.sym_size.int", True),
+        ("torch.ops.aten.add_.Tensor", True),
+        ("torch.ops.aten.add.out", False),
+        ("torch.ops.aten.segment_reduce.default", False),
+        ("torch.ops.aten.max_pool2d_with_indices_backward.default", False),
+        ("torch.ops.aten.embedding_bag.default", False),
+        ("torch.ops.aten.empty.memory_format", False),
         ("torch.ops.aten.save.default", False),
         ("torch.ops.aten.from_file.default", False),
         ("torch.ops.aten._print.default", False),
@@ -251,6 +266,26 @@ def test_guards_and_metadata_are_dropped(entries, tmp_path):
 )
 def test_operators_compute_tensors_and_sizes(target, allowed):
     assert _is_operator(target) is allowed
+
+
+def test_operators_exist_and_do_not_read_outside_of_their_tensors():
+    assert not [name for name in OPERATORS.split() if not hasattr(torch.ops.aten, name)]
+    x, far = torch.ones(4, 4), torch.full((2, 4), 10**9)
+    for compute in (
+        lambda: torch.ops.aten.embedding(x, far),
+        lambda: torch.ops.aten.gather(x, 0, far),
+        lambda: torch.ops.aten.index(x, [far]),
+        lambda: torch.ops.aten.index_add(x, 0, far[:, 0], x[:2]),
+        lambda: torch.ops.aten.index_put(x, [far[0]], x),
+        lambda: torch.ops.aten.index_select(x, 0, far[0]),
+        lambda: torch.ops.aten.scatter(x, 0, far, x),
+        lambda: torch.ops.aten.scatter_add(x, 0, far, x),
+        lambda: torch.ops.aten.narrow(x, 0, 3, 9),
+        lambda: torch.ops.aten.select(x, 0, 9),
+        lambda: torch.ops.aten.view(x, [99]),
+    ):
+        with pytest.raises((IndexError, RuntimeError)):
+            compute()
 
 
 BROKEN = (None, b"", b"[" * 100_000, b"[1]", b"\xff{}", os.urandom(99))

@@ -91,6 +91,31 @@ def test_none_changes_where_one_cannot_load_it():
     assert {order.answer for order in orders} == {FIRST}
 
 
+async def ending(of, name):
+    """Replicas that end when they load an export, each in the place of the one before."""
+    for number in range(99):
+        versions = Report(-1, FIRST.version)
+        order = await of.follow(f"{name} {number}", versions, -1)
+        while not order.prepare:
+            order = await of.follow(f"{name} {number}", Report(order.number, FIRST.version), order.number)
+
+
+def test_an_export_that_ends_replicas_is_given_up(monkeypatch):
+    for name, seconds in (("FOLLOW_S", 0.1), ("GONE_S", 0.3)):
+        monkeypatch.setattr(f"raytrec.serving.coordinator.{name}", seconds)
+    made = coordinator()
+
+    async def scenario():
+        await asyncio.sleep(0.1)
+        with pytest.raises(RunError, match="2 replicas ended while they loaded it") as error:
+            await made.promote("b")
+        assert error.value.where == "b"
+        await asyncio.sleep(0.5)
+        return set((await made.versions()).values()), await made.exports()
+
+    assert run(scenario(), replica(made, "one"), ending(made, "two")) == ({FIRST.version}, (FIRST, None))
+
+
 def test_one_that_is_started_again_knows_what_was_promoted():
     kept = Kept()
     first, orders = coordinator(kept), []

@@ -135,6 +135,7 @@ def test_a_driver_that_dies_between_the_store_and_its_note(uri, tmp_path, proces
     assert check(uri, folder, range(1, last + 20)) == run_id
 
 
+@pytest.mark.survive
 def test_drivers_that_are_killed_anywhere_and_a_store_that_is_away(uri, tmp_path, processes):
     """The sqlite file is locked for 2 s, in which the driver is killed; then there is a driver of 1 s."""
     folder, random = tmp_path / "anywhere", Random(0)

@@ -19,6 +19,7 @@ def gpus(ray_with_gpus):
         yield
 
 
+@pytest.mark.survive
 def test_a_run_on_gpus_is_the_run_on_cpus(gpus, tiny_data, tmp_path):
     every = {f"{section}__every_steps": 3 for section in ("tracking", "checks")}
     every |= {"train__max_steps": 6, "train__eval_every_steps": 3, "checkpoint__every_steps": 2}

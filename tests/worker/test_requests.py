@@ -88,7 +88,7 @@ def compiled(rank, world, name):
         nn.Module.compile = plain
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.survive), 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_requests_train_what_their_repeated_rows_do(name, world):
     ours = on_ranks(world, run, name, "requests")
@@ -105,7 +105,10 @@ def test_requests_train_what_their_repeated_rows_do(name, world):
     assert figures == pytest.approx(their_figures, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["two_tower", "dcn", "din", "sasrec"])
+@pytest.mark.parametrize(
+    "name",
+    ["dcn", *(pytest.param(name, marks=pytest.mark.survive) for name in ("two_tower", "din", "sasrec"))],
+)
 def test_requests_train_alike_on_gpus_and_compiled(name):
     one = on_ranks(2, run, name, "requests")[0]
     for other in on_ranks(2, run, name, "requests", device="cuda")[0], on_ranks(2, compiled, name)[0]:

@@ -6,7 +6,6 @@ from mmap import PAGESIZE, mmap
 import psutil
 import pytest
 
-from raytrec.cluster.session import ray_session
 from raytrec.tracking.tags import run_tags
 from raytrec.tracking.translate import system_metrics
 from raytrec.worker.system import System
@@ -112,8 +111,7 @@ def test_names_are_those_of_mlflows_page():
     assert len(system_metrics(0, dict.fromkeys(KEYS, 1.0))) == len(KEYS)
 
 
-def test_tags_have_the_clusters_shape():
-    with ray_session(num_cpus=2):
-        tags = run_tags()
-    assert (tags["cluster.nodes"], tags["cluster.cpus"], tags["cluster.gpus"]) == ("1", "2", "0")
+def test_tags_have_the_clusters_shape(ray_cluster):
+    tags = run_tags()
+    assert (tags["cluster.nodes"], tags["cluster.cpus"], tags["cluster.gpus"]) == ("1", "6", "0")
     assert "cluster.gpu_types" not in tags
