@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Annotated
+from functools import wraps
+from typing import Annotated, Any
 
 import typer
 from raytrec_datasets import app as prepare_app
@@ -39,8 +41,24 @@ COMMANDS: list[Callable[..., None]] = [
     *(saved.export, service.serve, service.promote, service.skew),
     *(saved.report, saved.track, saved.compare, saved.inspect, runs.config),
 ]
+
+
+def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that ends with 128 plus the signal's number if it is interrupted."""
+
+    @wraps(command)
+    def run(**options: Any) -> None:
+        try:
+            command(**options)
+        except KeyboardInterrupt as error:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(128 + getattr(error, "signal", signal.SIGINT)) from None
+
+    return run
+
+
 for command in COMMANDS:
-    app.command(command.__name__.removesuffix("_job"))(command)
+    app.command(command.__name__.removesuffix("_job"))(_interruptible(command))
 
 
 def _version(wanted: bool) -> None:

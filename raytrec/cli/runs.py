@@ -45,7 +45,6 @@ def train(
 
     begin_early()  # while the rest is imported
     from raytrec.common.errors import ConfigError
-    from raytrec.driver.launch import Interrupted
     from raytrec.driver.run import Unfinished
     from raytrec.driver.run import train as run
 
@@ -63,8 +62,6 @@ def train(
         )
     try:
         result = run(config, overrides, start_from, resume, resume_latest, allow_code)
-    except Interrupted as interrupt:  # the run has reported it
-        raise typer.Exit(128 + interrupt.signal) from None
     except Unfinished as error:  # there is a result to show
         show(error.result, json)
         raise
@@ -109,14 +106,10 @@ def tune(
     """Search good values for keys of a config: raytrec tune CONFIG --space SPACE.yaml --trials 20"""
     options = {**locals()}
     del options["json"]
-    from raytrec.driver.launch import Interrupted
     from raytrec.tuning.outcome import print_outcome
     from raytrec.tuning.tune import tune as run
 
-    try:
-        search = run(options.pop("config"), **options)
-    except Interrupted as interrupt:  # the search has reported it
-        raise typer.Exit(128 + interrupt.signal) from None
+    search = run(options.pop("config"), **options)
     print_json(search.metrics) if json else print_outcome(search)
 
 

@@ -154,18 +154,18 @@ def convert(
 ):
     """Change the kind of a trained checkpoint's tables, for a warm start: --table user=managed"""
     from raytrec.common.redaction import hide
+    from raytrec.common.storage import in_shell
     from raytrec.driver.convert import convert as run_convert
 
     converted = run_convert(run, tables, out, checkpoint=checkpoint, allow_code=allow_code)
     for line in converted.lines:
         print(line)
     print(f"checkpoint   {hide(converted.path)}")
-    print(f"train on     raytrec train --warm-start {hide(converted.path)} data.train=DIR")
+    print(f"train on     raytrec train --warm-start {in_shell(hide(converted.path))} data.train=DIR")
 
 
 def report(
-    run: RunFolder,
-    out: Annotated[str | None, typer.Option(help="Folder to write to; default: RUN.")] = None,
+    run: RunFolder, out: Annotated[str | None, typer.Option(help="Folder to write to; default: RUN.")] = None
 ):
     """Rebuild a run's report.html and its figures from the run folder."""
     from raytrec.common.storage import relative

@@ -23,8 +23,7 @@ def serve(
     port: Annotated[int, typer.Option(help="That it listens on.")] = 8000,
     no_token: Annotated[bool, typer.Option("--no-token", help="Answer without a token.")] = False,
     log_requests: Annotated[
-        str | None,
-        typer.Option(metavar="URI", help="Folder for a sample of requests and their scores."),
+        str | None, typer.Option(metavar="URI", help="Folder for a sample of requests and their scores.")
     ] = None,
     log_sample: Annotated[
         float, typer.Option(min=1e-6, max=1, help="Share of requests that is logged.")

@@ -48,10 +48,7 @@ class Cluster:
         self._way = Way(address)
 
     def train(
-        self,
-        source: Source,
-        overrides: Overrides | None = None,
-        include: list[str | Path] | tuple = (),
+        self, source: Source, overrides: Overrides | None = None, include: list[str | Path] | tuple = ()
     ) -> Run:
         """Starts a run, or resumes it if the same one was interrupted; returns at once.
 

@@ -24,9 +24,7 @@ LARGEST_BYTES = 100 << 20  # data belong on storage that all nodes reach; Ray's 
 
 @contextmanager
 def packed(
-    source: Source,
-    overrides: list[str] | None = None,
-    include: list[str | Path] | tuple = (),
+    source: Source, overrides: list[str] | None = None, include: list[str | Path] | tuple = ()
 ) -> Iterator[Path]:
     """A folder to hand to Ray as the working directory of a job; removed with the block.
 

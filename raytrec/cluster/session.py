@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from typing import Any, NoReturn
 
 from raytrec.cluster.access import START_ONE, check_cluster, check_ray, use_token
@@ -208,6 +209,8 @@ def _init(where: str, **options: Any) -> None:
         do = START_ONE if "ADDRESS" in where.upper() else "try again, with less to do for this machine"
         raise RunError(f"cannot reach Ray: {why}", where=where, do=do) from None
     silence_workers()  # raytrec reports worker exits itself
+    if current_thread() is main_thread():  # Ray's own handler exits with 15
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def _other_python(cluster: str, where: str) -> RunError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,11 @@ def absolute(uri: str, root: str | None = None) -> str:
             do=f"set run.root=FOLDER, or {ROOT} where the cluster is started; or give an absolute path",
         )
     return os.path.abspath(os.path.join(os.path.expanduser(root or ""), place))
+
+
+def in_shell(place: str | Path) -> str:
+    """Return a path as one word of a shell, for commands that people copy."""
+    return shlex.quote(str(place))
 
 
 def relative(path: Path) -> str:

@@ -51,8 +51,8 @@ def numbers(
             f"column '{name}' has a null",
             where=place.of(name, row),
             expected="a number in every row of a dense column, label or sample weight",
-            do=f"data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}}; or skip such rows: "
-            f"data.on_error=skip{also}",
+            do=f"{also}data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}}; or skip such "
+            "rows: data.on_error=skip",
         )
     values = _as_floats(array, dtype)
     _finite(values, name, place)

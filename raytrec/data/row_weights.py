@@ -29,7 +29,7 @@ def label_of(column: pa.ChunkedArray, name: str, form: Form, place: Place) -> La
         if allowed:
             values[~there] = np.clip(np.float32(0), *allowed)
     else:
-        also = f"; or tasks: [{{label: {scalar(name)}, nulls: skip}}]"
+        also = f"tasks: [{{label: {scalar(name)}, nulls: skip}}]; or "
         values, there = numbers(column, name, place, also), None
     low, high = allowed or (-np.inf, np.inf)
     wrong, kind = (values < low) | (values > high), "number"

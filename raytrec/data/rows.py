@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
@@ -112,11 +112,23 @@ def decode_columns(
         DataError: As `decode`.
     """
     names = form.columns if columns is None else columns
-    held = [name for name in names if name not in form.from_folders]
-    table = decode(path, group, first, rows, held) if held else pa.table({})
+    types = {name: form.types.get(name) for name in form.from_folders}
+    return decode_with_folders(path, group, first, rows, names, types)
+
+
+def decode_with_folders(
+    path: str, group: int, first: int, rows: int, names: list[str], folders: Mapping[str, pa.DataType | None]
+) -> pa.Table:
+    """Return columns as `decode_columns`.
+
+    Args:
+        folders: Columns that are read from the folders' names, and their types.
+    """
+    held = [name for name in names if name not in folders]
+    table = decode(path, group, first, rows, held) if held else pa.table([pa.nulls(rows)], [""])
     for name in names:
-        if name in form.from_folders:
-            table = table.append_column(name, folder_column(path, name, form.types.get(name), rows))
+        if name in folders:
+            table = table.append_column(name, folder_column(path, name, folders[name], rows))
     return table.select(names)
 
 

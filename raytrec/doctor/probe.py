@@ -21,11 +21,7 @@ BAGS, TABLE_BYTES, ID_SETS = 512, 64 << 20, 24
 DENSE_BYTES = 4 * (3 + 2 + 3)  # of a value in Adagrad's dense update, as loads.loads_of counts them
 DENSE = "dense"
 # A table's optimizer → FBGEMM's name for it.
-UPDATES = {
-    "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD",
-    "adagrad": "EXACT_ADAGRAD",
-    "sgd": "EXACT_SGD",
-}
+UPDATES = {"rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD", "adagrad": "EXACT_ADAGRAD", "sgd": "EXACT_SGD"}
 # Of lookups: (way of updating, tables, columns, ids of a bag). Bytes, ids and shards follow from these.
 LOOKUPS = tuple(
     (way, *shape) for way in (*UPDATES, DENSE) for shape in ((1, 16, 16), (8, 16, 1), (8, 64, 1), (1, 64, 16))

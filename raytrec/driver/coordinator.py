@@ -44,12 +44,7 @@ class Coordinator:
             one knew is lost: ranks learn that their group is unknown, end, and are started again.
     """
 
-    def __init__(
-        self,
-        hang_timeout_s: float,
-        patience_s: float,
-        again: Callable[[], bool] = lambda: False,
-    ):
+    def __init__(self, hang_timeout_s: float, patience_s: float, again: Callable[[], bool] = lambda: False):
         self._hang_s, self._patience_s = hang_timeout_s, patience_s
         self._messages: asyncio.Queue = asyncio.Queue()
         self._members: dict[int, Member] = {}

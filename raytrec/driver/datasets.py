@@ -225,12 +225,15 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     folder, name = sibling(data.schema_uri, ""), split_query(data.schema_uri)[0].rpartition("/")[2]
     schema = schema_of(read_index(folder)["about"]) if name == INDEX else Schema.load(data.schema_uri)
     datasets = {
-        name: open_dataset(config, schema, places, f"data.{name}", to_train=name == "train")
+        name: open_dataset(config, schema, places, f"data.{name}")
         for name in ("train", "valid", "test")
         if (places := getattr(data, name))
     }
     if data.holdout and not data.valid:
         datasets |= hold_out(datasets["train"], data.holdout)
+        if "valid" in datasets and (config.eval.slices or config.eval.retrieval):
+            read_more = open_dataset(config, schema, data.train, "data.train", held_out=True)
+            datasets["valid"] = hold_out(read_more, data.holdout)["valid"]
     check_lookup_l2(config, schema, datasets)
     check_every_id(config, schema, datasets["train"])
     datasets |= open_items(config, schema, datasets)
@@ -262,13 +265,13 @@ def hold_out(train: Dataset, share: float | Literal["auto"]) -> dict[str, Datase
 
 
 def open_dataset(
-    config: RunConfig, schema: Schema, places: str | list[str], key: str, *, to_train: bool = False
+    config: RunConfig, schema: Schema, places: str | list[str], key: str, *, held_out: bool = False
 ) -> Dataset:
     """A dataset as a run reads it, by its footers alone.
 
     Args:
-        key: of the configuration, which names it.
-        to_train: of data.partitions, and without what only evaluations read.
+        key: of the configuration, which names it; data.train is read without what only evaluations read.
+        held_out: data.train with that, as rows of it are held out for evaluations.
 
     Raises:
         ConfigError: of tasks; a column that rows are grouped by is not reserved. DataError: files, columns or
@@ -276,8 +279,10 @@ def open_dataset(
     """
     data, tasks = config.data, resolve_tasks(config.tasks, schema)
     check_reserved(tasks, config.eval.slices, data.reserve_columns)
-    slices = [] if to_train else config.eval.slices
-    retrieval = None if to_train else config.eval.retrieval
+    to_train = key == "data.train"
+    evaluated = held_out or not to_train
+    slices = config.eval.slices if evaluated else []
+    retrieval = config.eval.retrieval if evaluated else None
     dataset = scan(
         places,
         read_plan(tasks, schema, data.transforms, slices, retrieval),

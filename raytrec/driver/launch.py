@@ -15,7 +15,7 @@ from raytrec.cluster.session import started_here
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.memory import FEW_ARENAS
 from raytrec.common.messages import Command
-from raytrec.common.storage import join_uri, open_filesystem, relative
+from raytrec.common.storage import in_shell, join_uri, open_filesystem, relative
 from raytrec.compat.ray_names import (
     ENABLE_PREEMPTION_WATCHER,
     HEALTH_CHECK_INTERVAL_S,
@@ -135,9 +135,8 @@ def run_group(
     if watch.result is None and stop.signal is not None:
         raise Interrupted(stop.signal, watch.stopped_at)
     if watch.result is None:
-        again = (
-            f"raytrec train --resume {relative(Path(config.run.dir))}" if saves else "the same command again"
-        )
+        run = in_shell(relative(Path(config.run.dir)))
+        again = f"raytrec train --resume {run}" if saves else "the same command again"
         raise RunError("the workers ended without a result", where=config.run.dir, do=again)
     return watch.result
 

@@ -16,7 +16,7 @@ from raytrec.checkpoint.index import INDEX
 from raytrec.common.errors import ConfigError, RunError, os_errors
 from raytrec.common.messages import CHECKS, EVENTS, METRICS, RANKS
 from raytrec.common.redaction import hidden_keys
-from raytrec.common.storage import absolute, join_uri, relative
+from raytrec.common.storage import absolute, in_shell, join_uri, relative
 from raytrec.config.data import name_like
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
@@ -176,8 +176,8 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
             f"there are checkpoints already, up to step {held[0]}",
             where=config.checkpoint_root,
             expected="a new folder",
-            do=f"resume that run: raytrec train --resume {relative(folder)}; or choose another run.dir "
-            "or checkpoint.dir",
+            do=f"resume that run: raytrec train --resume {in_shell(relative(folder))}; or choose another "
+            "run.dir or checkpoint.dir",
         )
     with os_errors("cannot write the run folder", where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from raytrec.common.errors import RunError
 from raytrec.common.formatting import null_nonfinite
 from raytrec.common.messages import CHECKS, ENDED_EARLY, RANKS, Message, RankLine
 from raytrec.common.redaction import hide_all, hide_yaml
+from raytrec.common.storage import in_shell
 from raytrec.report.findings import SURE_S, Times, find_bound, hot_rank, low_utilisation, straggler
 from raytrec.tracking.aggregate import sum_over_time
 from raytrec.tracking.history import StepGroups
@@ -140,7 +141,7 @@ class Record:
                 f"the result cannot be written: {reason(error)}",
                 where=str(self._folder / RESULT),
                 expected="room in the run folder; the model has been saved",
-                do=f"make room, then have it evaluated again: raytrec train --resume {self._folder}",
+                do=f"make room, then evaluate it again: raytrec train --resume {in_shell(self._folder)}",
             )
         return None
 

@@ -13,7 +13,7 @@ from raytrec.checkpoint.files import newest
 from raytrec.common.errors import ConfigError, DataError, RunError, os_errors
 from raytrec.common.formatting import flatten
 from raytrec.common.reading import json_values, read_bytes, read_text
-from raytrec.common.storage import absolute
+from raytrec.common.storage import absolute, in_shell
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.trust import code_in, is_ours, not_ours, refuse_code
@@ -98,7 +98,7 @@ def resume_config(
             "these settings affect the result and cannot change on resume:\n" + "\n".join(changed),
             where=str(file),
             expected="the configuration that the run began with",
-            do=f"restore these; or start a new run with its weights: raytrec train --warm-start {place}",
+            do=f"restore these, or begin with its weights: raytrec train --warm-start {in_shell(place)}",
         )
     return config
 
@@ -110,7 +110,7 @@ def check_unfinished(folder: Path) -> None:
             "this run has finished",
             where=str(folder),
             expected="a run that was interrupted",
-            do=f"see its {RESULT}, or start a new run with its weights: raytrec train --warm-start {folder}",
+            do=f"see its {RESULT}, or begin with its weights: raytrec train --warm-start {in_shell(folder)}",
         )
 
 
@@ -191,7 +191,7 @@ def check_same_data(
             where=f"{datasets['train'].uri}; {root}",
             expected="the same files with the same content: which rows are left is counted in them. (Other "
             "folders, and copies, are fine.)",
-            do=f"restore the files; or start a new run with its weights: raytrec train --warm-start {folder}",
+            do=f"restore the files, or begin with its weights: raytrec train --warm-start {in_shell(folder)}",
         )
     for name, was in before.items():
         now = contents.get(name, [])

@@ -13,7 +13,7 @@ from raytrec.cluster.session import in_job
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.common.messages import METRICS
 from raytrec.common.redaction import hide, hide_all
-from raytrec.common.storage import relative
+from raytrec.common.storage import in_shell, relative
 from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.config.trust import own_code
@@ -184,7 +184,7 @@ def _store_error(follower: Follower, folder: Path) -> RaytrecError | None:
         follower.ready()
     except ConfigError as error:
         run = relative(folder)
-        do = f"the run is complete; in {run}/config.yaml, {error.do}; then: raytrec track {run}"
+        do = f"the run is complete; in {run}/config.yaml, {error.do}; then: raytrec track {in_shell(run)}"
         return RunError(**error.parts | {"do": do})
     return None
 
@@ -200,7 +200,7 @@ def _next_steps(config: RunConfig, folder: Path, page: Path | None) -> list[str]
         uri = config.tracking.uri
         at = "" if uri.startswith("http") else "mlflow ui --backend-store-uri "
         lines.append(f"look at it   {at}{hide(short(uri))}")
-    return [*lines, f"again        raytrec evaluate {relative(folder)} --data PARQUET"]
+    return [*lines, f"again        raytrec evaluate {in_shell(relative(folder))} --data PARQUET"]
 
 
 def _write_report(drawing: EarlyDrawing, console: RunConsole) -> Path | None:
@@ -210,7 +210,7 @@ def _write_report(drawing: EarlyDrawing, console: RunConsole) -> Path | None:
         return drawing.write()[0]
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        console.warn(f"no report: {why}; try again with raytrec report {drawing.folder}")
+        console.warn(f"no report: {why}; try again with raytrec report {in_shell(drawing.folder)}")
         return None
 
 

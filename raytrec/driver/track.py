@@ -14,6 +14,7 @@ from time import monotonic
 
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
+from raytrec.common.storage import in_shell
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.trust import is_ours, not_ours
 from raytrec.tracking.run_folder import CONFIG, existing_run
@@ -116,7 +117,7 @@ class Follower:
             self._process.wait()
         if self._refusal or not self._missing:
             return None
-        return f"{self._missing}; the run folder has everything: raytrec track {self._folder}"
+        return f"{self._missing}; the run folder has everything: raytrec track {in_shell(self._folder)}"
 
     def _take(self, wait_s: float) -> bool:
         """Takes reports of the process within so many seconds; False once it has ended."""

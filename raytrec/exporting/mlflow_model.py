@@ -19,7 +19,7 @@ from pyarrow import types
 import raytrec
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
-from raytrec.common.storage import join_uri, read_bytes
+from raytrec.common.storage import in_shell, join_uri, read_bytes
 from raytrec.data.arrow import list_element
 from raytrec.driver.track import tracked_config
 from raytrec.scoring.manifest import GOLDEN, Manifest
@@ -78,7 +78,7 @@ class MlflowRun:
                 "MLflow does not have this run",
                 where=f"{folder}, tracking.uri={hide(uri)}",
                 expected="the run that it was tracked as",
-                do=f"deliver it: raytrec track {folder}",
+                do=f"deliver it: raytrec track {in_shell(folder)}",
             )
         return cls(uri, found.info.run_id, found.info.experiment_id)
 

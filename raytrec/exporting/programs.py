@@ -60,10 +60,7 @@ class Program:
 
 
 def make_program(
-    recommender: Recommender,
-    objective: Objective,
-    inputs: Collection[Input],
-    tower: TowerName | None = None,
+    recommender: Recommender, objective: Objective, inputs: Collection[Input], tower: TowerName | None = None
 ) -> Program:
     """A recommender's dense model from those of the inputs that it reads.
 

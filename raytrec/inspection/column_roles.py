@@ -13,9 +13,9 @@ LABEL_NAMES = tuple(
     "label labels target click clicked is_click is_clicked converted conversion y".split()  # noqa: SIM905
 )
 # Texts that mean yes; the one of two values that is rarer where none of them is there.
-POSITIVE = frozenset(
-    """1 true t yes y on pos positive click clicked buy bought purchase purchased like liked convert converted
-    conversion success good win ja oui si sí""".split()  # noqa: SIM905
+POSITIVE = re.compile(
+    r"(?i)[+]?0*1(\.0*)?|t|true|y|yes|on|pos|positive|click(ed)?|buy|bought|purchased?|liked?|convert(ed)?"
+    "|conversion|success|good|win|ja|oui|si|sí"
 )
 LABEL_VALUES = 20  # a text column with more values is not a label
 TIMES = {"s": (10**8, 10**10), "ms": (10**11, 10**13), "us": (10**14, 10**16), "ns": (10**17, 10**19)}
@@ -204,9 +204,10 @@ def _label_of_text(f: Finding) -> Finding:
             f"{{do: binarize, columns: [{scalar(s.name)}], positive: [TEXT, …]}}",
         )
     counts = {v.decode(errors="replace") if isinstance(v, bytes) else str(v): n for v, n in s.few.items()}
-    positive = [text for text in counts if text.strip().lower() in POSITIVE] or [min(counts, key=counts.get)]
+    positive = [text for text in counts if POSITIVE.fullmatch(text.strip())] or [min(counts, key=counts.get)]
     share = _share(s, lambda v: v in positive)
-    f.notes.append(f"{_values(s)}, not 0 and 1: choose the texts that mean 1{share}")
+    chosen = ", ".join(sorted(positive))
+    f.notes.append(f"{_values(s)}, not 0 and 1: choose the texts that mean 1, now {chosen}{share}")
     if s.mixed:
         f.needs("cast", to="string")
     return f.needs("binarize", positive=sorted(positive))

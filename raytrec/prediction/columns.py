@@ -11,10 +11,9 @@ from raytrec.common.errors import DataError, unknown
 from raytrec.config.transform_columns import columns_before, needed_transforms
 from raytrec.config.transforms import Transform
 from raytrec.data.arrow import empty_table, find_column, leaf_names, select_schema, type_at
-from raytrec.data.decode import decode
 from raytrec.data.fragments import read_footer
 from raytrec.data.order import Part
-from raytrec.data.partitions import in_folders, value_in_folders
+from raytrec.data.rows import decode_with_folders
 from raytrec.data.transform import Draw, apply_transforms
 
 SCHEMAS_KEPT = 8  # schemas of files
@@ -22,7 +21,7 @@ SCHEMAS_KEPT = 8  # schemas of files
 
 @dataclass(frozen=True)
 class CarriedColumns:
-    """Which columns; each as the files have it, else as data.transforms make it, else from folders key=value.
+    """Which columns; each as the files or their folders key=value have it, else as data.transforms make it.
 
     Attributes:
         names: in their order; fields of structs as in a schema, `user.id`.
@@ -35,7 +34,9 @@ class CarriedColumns:
     transforms: tuple[Transform, ...] = ()
     folders: Mapping[str, pa.DataType] = field(default_factory=dict)
     code: str | None = None
-    _schemas: dict[str, pa.Schema] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _schemas: dict[str, tuple[pa.Schema, dict[str, pa.DataType]]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def schema(self, uri: str) -> pa.Schema:
         """The columns of a file, with plain types.
@@ -45,7 +46,7 @@ class CarriedColumns:
         """
         if not self.names:
             return pa.schema([])
-        arrow = self._arrow(uri)
+        arrow, _ = self._arrow(uri)
         raw, made = self._divided(arrow)
         kinds = {name: type_at(arrow, find_column(arrow, name)) for name in raw}
         if made:
@@ -53,11 +54,8 @@ class CarriedColumns:
             there = select_schema(arrow, columns_before(transforms, made))
             done = apply_transforms(empty_table(there), transforms, uri, self.code)
             kinds |= {name: done.schema.field(name).type for name in made}
-        kinds |= {
-            name: self.folders[name] for name in self.names if name not in kinds and name in self.folders
-        }
         if missing := [name for name in self.names if name not in kinds]:
-            known = [*leaf_names(arrow), *self.folders]
+            known = leaf_names(arrow)
             what = f"there is no column '{missing[0]}' to carry"
             do = "correct --columns (default: data.reserve_columns of the run)"
             raise unknown(what, missing[0], known, uri, do=do, kind=DataError)
@@ -69,35 +67,32 @@ class CarriedColumns:
         Raises:
             DataError: they cannot be decoded.
         """
-        schema, arrow = self.schema(part.path), self._arrow(part.path)
+        schema, (arrow, folders) = self.schema(part.path), self._arrow(part.path)
         raw, made = self._divided(arrow)
         transforms = needed_transforms(self.transforms, made)
         before = columns_before(transforms, made)
-        columns = {}
-        if raw or before:
-            table = decode(part.path, part.group, part.first, part.rows, list(dict.fromkeys([*raw, *before])))
-            columns = {name: table[name] for name in raw}
-            if made:
-                where = f"{part.path}, row group {part.group}"
-                draw = Draw(first=part.number)
-                done = apply_transforms(table.select(before), transforms, where, self.code, draw)
-                columns |= {name: done[name] for name in made}
-        folders = in_folders(part.path)
-        for name in schema.names:
-            if name not in columns:
-                columns[name] = pa.repeat(value_in_folders(folders[name], schema.field(name).type), part.rows)
+        names = list(dict.fromkeys([*raw, *before]))
+        table = decode_with_folders(part.path, part.group, part.first, part.rows, names, folders)
+        columns = {name: table[name] for name in raw}
+        if made:
+            where = f"{part.path}, row group {part.group}"
+            draw = Draw(first=part.number)
+            done = apply_transforms(table.select(before), transforms, where, self.code, draw)
+            columns |= {name: done[name] for name in made}
         return pa.table([columns[name].cast(schema.field(name).type) for name in schema.names], schema)
 
-    def _arrow(self, uri: str) -> pa.Schema:
-        """The schema in a file's footer, kept for its other parts."""
+    def _arrow(self, uri: str) -> tuple[pa.Schema, dict[str, pa.DataType]]:
+        """Return the columns of a file and its folders, and those of its folders; kept for other parts."""
         if uri not in self._schemas:
             if len(self._schemas) >= SCHEMAS_KEPT:
                 self._schemas.clear()
-            self._schemas[uri] = read_footer(uri).schema.to_arrow_schema()
+            arrow = read_footer(uri).schema.to_arrow_schema()
+            added = {name: kind for name, kind in self.folders.items() if find_column(arrow, name) is None}
+            self._schemas[uri] = pa.schema([*arrow, *map(pa.field, added, added.values())]), added
         return self._schemas[uri]
 
     def _divided(self, arrow: pa.Schema) -> tuple[list[str], list[str]]:
-        """(columns that a file has, those that transforms make)."""
+        """(columns that a file or its folders have, those that transforms make)."""
         written = {name for transform in self.transforms for name in transform.writes}
         raw = [name for name in self.names if find_column(arrow, name) is not None]
         return raw, [name for name in self.names if name not in raw and name in written]

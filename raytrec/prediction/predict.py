@@ -206,7 +206,7 @@ def _carried(names: list[str], transforms: tuple[Transform, ...], files: dict[st
     """
     of_paths = [in_folders(path) for path in files]
     keys = set.intersection(*map(set, of_paths)) if of_paths else set()
-    folders = {key: type_of_folders(values[key] for values in of_paths) for key in keys & set(names)}
+    folders = {key: type_of_folders(values[key] for values in of_paths) for key in keys}
     carried = CarriedColumns(tuple(names), transforms, folders, os.getcwd())
     with ThreadPoolExecutor(16) as pool:
         for _ in pool.map(carried.schema, files):

@@ -13,7 +13,7 @@ from math import isnan, nan
 from statistics import fmean, median
 from typing import Any
 
-from raytrec.common.formatting import duration, number, percent
+from raytrec.common.formatting import as_dict, duration, number, percent
 from raytrec.common.messages import PHASES, Eval, Final, RankLine, Train, recorded_ranks
 from raytrec.metrics.selection import EVAL, NE
 from raytrec.report.run_timeline import story
@@ -99,6 +99,8 @@ def _model(run: RunFolder) -> list[str]:
 def poor_fit(run: RunFolder) -> list[str]:
     """Return sentences on evaluations that are worse than the label's mean, or much worse than training."""
     found = []
+    stopping = as_dict(as_dict(run.config.get("train")).get("early_stopping"))
+    restores = stopping.get("restore_best")  # then the weights are not those of the last steps of training
     for metric in run.metrics_of_tasks:
         if metric.key.rpartition(".")[2] != NE:
             continue
@@ -108,7 +110,9 @@ def poor_fit(run: RunFolder) -> list[str]:
         if values and values[-1] > 1:
             text = f"{metric.label} is {metric.text(values[-1])}: worse than predicting the label's mean"
             found.append(f"{text} for every row, which has NE 1")
-        elif values and trained and values[-1] > PARTED * (last := fmean(trained[-WINDOWS:])):
+        elif (
+            values and trained and not restores and values[-1] > PARTED * (last := fmean(trained[-WINDOWS:]))
+        ):
             text = f"{metric.label} is {metric.text(values[-1])} in evaluation and {metric.text(last)} in"
             found.append(f"{text} training: the model overfits; see data.holdout and train.early_stopping")
     return found

@@ -256,9 +256,7 @@ def _is_expression(node: ast.expr) -> bool:
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS):
         return False
     if node.func.id != "Symbol":
-        calls = [
-            arg for arg in node.args if isinstance(arg, ast.Call) and ast.unparse(arg.func) not in ATOMS
-        ]
+        calls = [arg for arg in node.args if isinstance(arg, ast.Call) and ast.unparse(arg.func) not in ATOMS]
         if node.func.id == "Mul" and len(calls) > 1:
             return False
         return not node.keywords and all(_is_expression(argument) for argument in node.args)

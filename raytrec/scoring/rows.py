@@ -67,7 +67,11 @@ class RowReader:
         if plan.transforms or not is_known:
             check_types(table.schema, self.form, THE_ROWS)
             self._checked = given
-        rows_read = canonical(table, self.form, Place(THE_ROWS, None, 0))
+        try:
+            rows_read = canonical(table, self.form, Place(THE_ROWS, None, 0))
+        except DataError as error:
+            error.do = "correct the rows"  # its settings are those of a run
+            raise
         columns = [column.combine_chunks() for column in rows_read.columns]
         return Rows.of(pa.RecordBatch.from_arrays(columns, schema=rows_read.schema))
 
@@ -113,9 +117,7 @@ def _column(rows: Sequence[Any], field: pa.Field) -> pa.Array:
         at = next(i for i, row in enumerate(rows) if not isinstance(row, Mapping) or name not in row)
         if not isinstance(rows[at], Mapping):
             raise _odd(f"a row is {some(rows[at])}", at, None, "a mapping of columns to values") from None
-        raise _odd(
-            f"column '{name}' is missing", at, name, f"{_words(field.type)}, or null in the place of a value"
-        ) from None
+        raise _odd(f"column '{name}' is missing", at, name, _words(field.type)) from None
     try:
         return to_array(values, field.type)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):

@@ -23,10 +23,7 @@ ERRORS = {
 def describe(scorer: Scorer) -> dict[str, Any]:
     """The document as plain values."""
     manifest = scorer.manifest
-    row = {
-        "type": "object",
-        "properties": {field.name: _type(field.type) for field in scorer.columns},
-    }
+    row = {"type": "object", "properties": {field.name: _type(field.type) for field in scorer.columns}}
     rows = {"type": "array", "items": row}
     lists = {field.name: {"type": "array", "items": _type(field.type)} for field in scorer.columns}
     body = {

@@ -48,11 +48,7 @@ def require_gradient_division() -> None:
 
 
 def rank_loss(
-    losses_B: torch.Tensor,
-    weights_B: torch.Tensor,
-    rows: int | torch.Tensor,
-    world: int,
-    weight: float = 1.0,
+    losses_B: torch.Tensor, weights_B: torch.Tensor, rows: int | torch.Tensor, world: int, weight: float = 1.0
 ) -> torch.Tensor:
     """The scalar that one rank calls backward on.
 

@@ -12,7 +12,7 @@ import yaml
 from rich.table import Table
 
 from raytrec.common.formatting import number
-from raytrec.common.storage import relative
+from raytrec.common.storage import in_shell, relative
 from raytrec.common.terminal import bold, open_console, plain
 from raytrec.driver.prepare import write_marked
 from raytrec.driver.recorder import write_json
@@ -74,7 +74,7 @@ def print_outcome(search: Search) -> None:
     lines += [f"trial {trial.number} failed: {trial.error}" for trial in search.trials if trial.error]
     lines.append(f"search       {relative(search.folder)}")
     if search.best:
-        lines.append(f"best         raytrec train {relative(search.folder / BEST)}")
+        lines.append(f"best         raytrec train {in_shell(relative(search.folder / BEST))}")
     for line in lines:
         console.print(plain(line), soft_wrap=True)
 

@@ -24,6 +24,7 @@ from raytrec.common.errors import RunError
 from raytrec.common.machine import installed_versions
 from raytrec.common.messages import Command, Restart
 from raytrec.common.redaction import hide_all
+from raytrec.common.storage import in_shell
 from raytrec.config.features import resolve_features
 from raytrec.embeddings.planner.plan import describe
 from raytrec.worker.consensus import Decision, StepConsensus
@@ -213,7 +214,7 @@ class CheckpointManager:
             f"the trained model is not saved: {error.what}",
             where=error.where,
             expected=error.expected,
-            do=f"make room, then train the last steps again, {from_step}: raytrec train --resume {folder}",
+            do=f"make room, then train the rest, {from_step}: raytrec train --resume {in_shell(folder)}",
         )
 
     def _take(self) -> Saved | None:
@@ -258,8 +259,8 @@ class CheckpointManager:
         else:
             folder = folder_of(self._context.task.checkpoint, self._kept)
             do = (
-                "begin a new run with the weights of the last checkpoint, which is finite, and with lower "
-                f"learning rates or train.max_grad_norm: raytrec train --warm-start {folder} {lower}"
+                "begin with the weights of the last checkpoint, which is finite, and lower learning rates "
+                f"or train.max_grad_norm: raytrec train --warm-start {in_shell(folder)} {lower}"
             )
         return NotFinite(error.what, where=error.where, expected=error.expected, do=do)
 

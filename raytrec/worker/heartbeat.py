@@ -104,6 +104,15 @@ class Heartbeat:
         self._over.set()
         self._thread.join(5)
 
+    def send(self, where: str = "", waiting: bool = False, unfinished: tuple[int, str] | None = None) -> Any:
+        """Report this rank's progress and return the reference of the command.
+
+        Called when the rank fails, so that the coordinator knows the step at which it did.
+        """
+        return self._coordinator.beat.remote(
+            self._attempt, self._rank, self._ticks, self._step, self.phase, where, waiting, unfinished
+        )
+
     def _beat(self) -> None:
         import ray
 
@@ -114,9 +123,7 @@ class Heartbeat:
                 (where, waiting), unfinished = _place(self._watched), self._unfinished()
             last = ticks
             try:
-                beat = self._coordinator.beat.remote(
-                    self._attempt, self._rank, ticks, self._step, self.phase, where, waiting, unfinished
-                )
+                beat = self.send(where, waiting, unfinished)
                 command, heard = Command(ray.get(beat, timeout=REPLY_S)), monotonic()
             except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError):
                 if monotonic() - heard > self._lease_s:

@@ -98,6 +98,9 @@ def train_worker(task: WorkerTask) -> None:
         progress.report(context, wait=True)
         context.close()
         raise
+    except Exception:
+        context.heartbeat.send()
+        raise
     finally:
         reading.close()
         observers.close()

@@ -80,3 +80,35 @@ def test_held_out_rows_do_not_count(tmp_path):
 def test_evaluations_while_training_may_be_of_held_out_rows(tmp_path):
     config = settings(tmp_path, [{"label": "y"}])
     assert load_config(config, ["data.holdout=auto", "train.eval_every_steps=5"]).data.holdout == "auto"
+
+
+def test_labels_of_folders_names_alone_count(tmp_path):
+    config = settings(tmp_path, [{"label": "y"}])
+    for label in 0, 1:
+        rows = {name: values for name, values in COLUMNS.items() if name not in ("y", "z", "price")}
+        (tmp_path / f"folders/y={label}").mkdir(parents=True)
+        pq.write_table(pa.table(rows).slice(0, 2 + label), tmp_path / f"folders/y={label}/a.parquet")
+    (tmp_path / "schema.yaml").write_text(SCHEMA.replace("[y, z, price]", "[y]"))
+    config = load_config({"data": {"train": f"{tmp_path}/folders"}, "train": {"initial_bias": "log_odds"}})
+    assert open_data(config)[1]["train"].log_odds == pytest.approx((log(3 / 2),))
+
+
+@pytest.mark.parametrize(
+    "evaluation", [{"slices": ["shown"]}, {"retrieval": {"items": "items", "item": "item", "seen": ["old"]}}]
+)
+def test_held_out_rows_have_what_evaluations_read(tmp_path, evaluation, monkeypatch):
+    monkeypatch.setattr("raytrec.driver.datasets.open_items", lambda *_: {})
+    changes = {
+        "data__holdout": 0.2,
+        "data__test": f"{tmp_path}/train",
+        "data__reserve_columns": ["shown", "item"],
+    }
+    values = settings(tmp_path, [{"label": "y"}]).model_dump(by_alias=True) | {"eval": evaluation}
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        values[section][name] = value
+    pq.write_table(pa.table(COLUMNS | {"z": [0.5] * 8, "old": [[0]] * 8}), tmp_path / "train" / "a.parquet")
+    _, datasets = open_data(load_config(values))
+    plans = {name: datasets[name].form.plan for name in ("train", "valid")}
+    assert datasets["train"].rows + datasets["valid"].rows == 8
+    assert plans["train"].reserved != plans["valid"].reserved, "or nothing is tested here"

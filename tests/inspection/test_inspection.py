@@ -533,3 +533,16 @@ def test_a_column_that_some_files_lack_is_read_from_the_folders_names_in_all(tmp
     write(tmp_path / "k=6/a.parquet", values | {"k": [8] * 60})
     (k,) = [f.stats for f in inspect(str(tmp_path)).findings if f.stats.name == "k"]
     assert (k.lowest, k.highest) == (7, 8), "all files hold it"
+
+
+@pytest.mark.parametrize(
+    ("texts", "positive"),
+    [(["00", "01"], "01"), (["0.0", "1.0"], "1.0"), (["no", "Yes"], "Yes"), (["x", "y z"], "x")],
+)
+def test_which_text_of_a_label_means_1(tmp_path, texts, positive):
+    """The rarer one where no text says so."""
+    for text in texts:
+        write(tmp_path / f"label={text}/a.parquet", {"user_id": [1, 2, 3] * (10 + 9 * (text == "y z"))})
+    (label,) = [f for f in inspect(str(tmp_path)).findings if f.kind == "label"]
+    assert label.transforms == [{"do": "binarize", "columns": ["label"], "positive": [positive]}]
+    assert f"mean 1, now {positive} (" in " ".join(label.notes)

@@ -63,6 +63,16 @@ def test_a_column_of_the_file_stays_as_it_is_and_others_are_made(file):
     assert carried.schema(file).types == [pa.string(), pa.int64(), pa.int64()]
 
 
+def test_columns_of_folders_may_also_be_read_by_transforms(file):
+    made = transforms(
+        {"do": "cast", "columns": ["day"], "to": "string"},
+        {"do": "hash", "columns": ["day"], "rows": 9, "into": ["hashed"]},
+    )
+    found = CarriedColumns(("day", "hashed", "id"), made, {"day": pa.int64()}).read(Part(file, 0, 0, 3))
+    assert found["day"].to_pylist() == [7, 7, 7] and found["id"].to_pylist() == [0, 1, 2]
+    assert len(set(found["hashed"].to_pylist())) == 1
+
+
 def test_a_column_that_is_not_there(file):
     with pytest.raises(DataError, match="no column 'txet' to carry; did you mean 'text'"):
         CarriedColumns(("id", "txet")).schema(file)

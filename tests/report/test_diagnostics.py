@@ -166,6 +166,8 @@ def test_evaluations_much_worse_than_training_are_found(tmp_path):
         write_lines(tmp_path / "metrics.jsonl", [*trained, {"kind": "final", "step": 10, "ne": evaluated}])
         found = [text.partition(":")[0] for text in poor_fit(RunFolder.read(tmp_path))]
         assert found == expected
+    (tmp_path / "config.yaml").write_text("train: {early_stopping: {restore_best: true}}")
+    assert poor_fit(RunFolder.read(tmp_path)) == [], "the weights are not those of the last steps"
 
 
 def test_worse_than_the_base_rate_is_found_in_each_task_and_before_the_result(tmp_path):

@@ -72,11 +72,7 @@ class GlobalBatch:
 
 
 def random_batches(
-    schema: Schema,
-    rows: int,
-    count: int,
-    seed: int,
-    tasks: Sequence[Task] = (),
+    schema: Schema, rows: int, count: int, seed: int, tasks: Sequence[Task] = ()
 ) -> list[GlobalBatch]:
     """`count` batches of `rows` rows: bags of 0 to 4 ids with repetitions, first and last ids of every table
     among them, weights in (0, 2) where the schema has any.

@@ -36,11 +36,7 @@ class IdExchange:
     """
 
     def __init__(
-        self,
-        tables: Mapping[str, tuple[int, ManagedIds]],
-        seed: int,
-        peers: Peers,
-        device: torch.device,
+        self, tables: Mapping[str, tuple[int, ManagedIds]], seed: int, peers: Peers, device: torch.device
     ):
         rows, policies = zip(*tables.values(), strict=True)
         self._all, self._peers, self._device = RowMaps(rows, policies, seed, peers, device), peers, device

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import bytes_text
-from raytrec.common.storage import relative
+from raytrec.common.storage import in_shell, relative
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 from raytrec.embeddings.optimizers import optimizer_of
@@ -232,7 +232,7 @@ def make_room(config: RunConfig) -> str:
     """What to do about a disk without room for these tables; in a run that has begun, with --resume."""
     do, run = "make room, or set plan.mmap_dir to a folder on another disk", Path(config.run.dir or "")
     begun = config.run.dir and (run / "config.yaml").is_file()
-    return f"{do}; then resume the run: raytrec train --resume {relative(run)}" if begun else do
+    return f"{do}; then resume the run: raytrec train --resume {in_shell(relative(run))}" if begun else do
 
 
 def memory_filesystem(folder: Path) -> str | None:

@@ -87,12 +87,7 @@ def _matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]:
 
 
 def _draw(
-    cells: np.ndarray,
-    names: list[str],
-    ranks: list[int],
-    title: str,
-    kind: FuncFormatter,
-    norm: Normalize,
+    cells: np.ndarray, names: list[str], ranks: list[int], title: str, kind: FuncFormatter, norm: Normalize
 ) -> tuple[Figure, Axes]:
     """The map, with the ranks' totals as bars above it; the bars' axes are given back to be named."""
     height = 0.16 * len(names)
