@@ -540,7 +540,7 @@ def test_a_column_that_some_files_lack_is_read_from_the_folders_names_in_all(tmp
     [(["00", "01"], "01"), (["0.0", "1.0"], "1.0"), (["no", "Yes"], "Yes"), (["x", "y z"], "x")],
 )
 def test_which_text_of_a_label_means_1(tmp_path, texts, positive):
-    """The rarer one where no text says so."""
+    """The rarer one, unless a text has this meaning."""
     for text in texts:
         write(tmp_path / f"label={text}/a.parquet", {"user_id": [1, 2, 3] * (10 + 9 * (text == "y z"))})
     (label,) = [f for f in inspect(str(tmp_path)).findings if f.kind == "label"]
