@@ -120,6 +120,8 @@ def _folder_kinds(footers: dict) -> dict[str, pa.DataType]:
     They have several values, which are not times, and some file does not hold them.
     """
     values = {key: {value or "" for value in each} for key, each in folder_values(footers).items()}
+    if not values:
+        return {}
     held = set.intersection(*(set(leaf_names(f.schema.to_arrow_schema())) for f in footers.values()))
     not_columns = held | {key for key, each in values.items() if key in TIMES or all(map(DATE.match, each))}
     kinds = folder_types(footers)

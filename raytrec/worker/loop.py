@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from raytrec.common import messages
 from raytrec.config.run_config import RunConfig
 from raytrec.data.order import Order
@@ -99,7 +101,8 @@ def train_worker(task: WorkerTask) -> None:
         context.close()
         raise
     except Exception:
-        context.heartbeat.send()
+        with suppress(Exception):  # the driver may have gone, which must not hide the error
+            context.heartbeat.send()
         raise
     finally:
         reading.close()
