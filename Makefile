@@ -189,7 +189,7 @@ data/ingest/schema.yaml: | install
 	$(BIN)/raytrec prepare synthetic --out data/ingest --rows 1250000
 
 weight: install
-	@$(BIN)/python benchmarks/weight.py
+	@$(BIN)/python benchmarks/weight.py $(if $(AGAINST),--against $(AGAINST))
 
 map: install
 	$(BIN)/python benchmarks/module_map.py

@@ -1,9 +1,9 @@
-"""The map in ARCHITECTURE.md: every module of raytrec/ with the first sentence of its docstring.
+"""Write the map in docs/map.md: every module of raytrec/ with the first sentence of its docstring.
 
     python benchmarks/module_map.py
 
-Rooms come in the order of imports, as the contract in pyproject.toml has them. tests/test_map.py fails where
-the page has another map than this one.
+Rooms are listed in the order of imports, which the contract in pyproject.toml defines. tests/test_map.py
+fails if the page is out of date.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 
 REPO = Path(__file__).parents[1]
-PAGE = REPO / "ARCHITECTURE.md"
+PAGE = REPO / "docs" / "map.md"
 PLACE = re.compile(r"(?s)(<!-- map -->\n).*?(<!-- end of the map -->)")
 WIDTH = 116
 

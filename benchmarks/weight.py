@@ -4,6 +4,9 @@
 
 Lines of code are those with code on them: docstrings, comments and blank lines do not count. Keys are those
 of the configuration and of a schema's managed ids; the keys of single models and transforms are left out.
+
+With `--against`, the exit code is 1 if raytrec/ has grown by more code lines than CHANGELOG.md allows. A
+change that needs more lines adds its budget to its entry in CHANGELOG.md: "(budget: +120 code lines)".
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import io
 import re
 import subprocess
+import sys
 import tempfile
 import tokenize
 from collections import Counter
@@ -22,6 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 REPO = Path(__file__).parents[1]
+CODE_LINES = "code lines of raytrec/"
+BUDGET = re.compile(r"\(budget: \+([\d,]+) code lines\)")
+GENERATED = re.compile(r"(?s)<!-- map -->.*?<!-- end of the map -->")
+TOP_PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
 LONG_FILE_LINES = 300
 LARGE_ROOM_FILES = 20
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
@@ -69,11 +77,10 @@ def weigh(tree: Path) -> dict[str, int]:
     texts = {path: path.read_text() for path in sorted((tree / "raytrec").rglob("*.py"))}
     code = {path: lines_of_code(text) for path, text in texts.items()}
     rooms = Counter(path.parent for path in texts)
-    pages = [tree / "README.md", tree / "ARCHITECTURE.md", *(tree / "docs").glob("*.md")]
-    map_of_modules = re.compile(r"(?s)<!-- map -->.*?<!-- end of the map -->")
-    architecture = map_of_modules.sub("", (tree / "ARCHITECTURE.md").read_text())
+    pages = [*(tree / name for name in TOP_PAGES), *(tree / "docs").glob("*.md")]
+    architecture = GENERATED.sub("", (tree / "ARCHITECTURE.md").read_text())
     keys = subprocess.run(
-        [REPO / ".venv/bin/python", "-W", "ignore", "-c", KEYS],
+        [sys.executable, "-W", "ignore", "-c", KEYS],
         capture_output=True, text=True, check=True, cwd=tree, env={"PYTHONPATH": str(tree)},
     )  # fmt: skip
     by_room: Counter[str] = Counter()
@@ -81,7 +88,7 @@ def weigh(tree: Path) -> dict[str, int]:
         parts = path.relative_to(tree / "raytrec").parts
         by_room[parts[0] + "/" if len(parts) > 1 else "(top)"] += count
     return {
-        "code lines of raytrec/": sum(code.values()),
+        CODE_LINES: sum(code.values()),
         **{f"  {room}": count for room, count in by_room.most_common()},
         "files of raytrec/": len(texts),
         f"files over {LONG_FILE_LINES} lines": sum(
@@ -89,26 +96,51 @@ def weigh(tree: Path) -> dict[str, int]:
         ),
         f"rooms over {LARGE_ROOM_FILES} files": sum(count > LARGE_ROOM_FILES for count in rooms.values()),
         "configuration keys": int(keys.stdout),
-        "words of README, ARCHITECTURE and docs": sum(len(page.read_text().split()) for page in pages),
-        "  of ARCHITECTURE, without its map": len(architecture.split()),
-        "lines of tests": sum(path.read_text().count("\n") for path in (tree / "tests").rglob("*.py")),
-        "lines of benchmarks and datasets": sum(
-            path.read_text().count("\n")
-            for folder in ("benchmarks", "datasets")
-            for path in (tree / folder).rglob("*.py")
+        "words of documentation, without the map": sum(
+            len(GENERATED.sub("", page.read_text()).split()) for page in pages
         ),
+        "  of ARCHITECTURE": len(architecture.split()),
+        "lines of tests": sum(path.read_text().count("\n") for path in (tree / "tests").rglob("*.py")),
+        **{
+            f"lines of {folder}": sum(path.read_text().count("\n") for path in (tree / folder).rglob("*.py"))
+            for folder in ("benchmarks", "datasets")
+        },
     }
+
+
+def budgets(changelog: str) -> Counter[str]:
+    """Return how often each entry of CHANGELOG.md with a budget occurs.
+
+    Args:
+        changelog: Text of CHANGELOG.md.
+    """
+    entries = (" ".join(entry.split()) for entry in re.split(r"(?m)^[-#] ?", changelog))
+    return Counter(entry for entry in entries if BUDGET.search(entry))
+
+
+def allowed_growth(before: str, after: str) -> int:
+    """Return the sum of the budgets of entries that were added between two texts of CHANGELOG.md.
+
+    Args:
+        before: Text of CHANGELOG.md at the older commit.
+        after: Text of CHANGELOG.md in the working tree.
+    """
+    added = budgets(after) - budgets(before)
+    return sum(int(lines.replace(",", "")) for entry in added.elements() for lines in BUDGET.findall(entry))
 
 
 def main(
     against: Annotated[str, typer.Option(help="A commit to compare with.")] = "",
 ) -> None:
-    columns = {"now": weigh(REPO)}
+    columns, allowed = {"now": weigh(REPO)}, 0
     if against:
         with tempfile.TemporaryDirectory() as folder:
             archive = subprocess.run(["git", "archive", against], cwd=REPO, capture_output=True, check=True)
             subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
-            columns = {against: weigh(Path(folder)), **columns}
+            columns = {against[:12]: weigh(Path(folder)), **columns}
+            allowed = allowed_growth(
+                (Path(folder) / "CHANGELOG.md").read_text(), (REPO / "CHANGELOG.md").read_text()
+            )
     table = Table(title="make weight")
     table.add_column("")
     for name in columns:
@@ -116,6 +148,11 @@ def main(
     for figure in dict.fromkeys(figure for column in columns.values() for figure in column):
         table.add_row(figure, *(f"{column.get(figure, 0):,}" for column in columns.values()))
     Console(width=100).print(table)
+    growth = columns["now"][CODE_LINES] - next(iter(columns.values()))[CODE_LINES]
+    if growth > allowed:
+        raise SystemExit(
+            f"raytrec/ has grown by {growth:,} code lines; the new entries of CHANGELOG.md allow {allowed:,}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+"""`make weight AGAINST=COMMIT` allows as many more code lines as new entries of CHANGELOG.md declare."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+BEFORE = """# Changelog
+
+- An old feature (budget: +300 code lines).
+"""
+AFTER = (
+    BEFORE
+    + """- A feature that needs
+  two lines (budget: +1,200 code lines).
+- A mend (budget: +40 code lines).
+- An entry without a budget.
+"""
+)
+
+
+@pytest.fixture
+def weight(monkeypatch):
+    monkeypatch.syspath_prepend(REPO / "benchmarks")
+    import weight
+
+    return weight
+
+
+def test_new_entries_allow_growth(weight):
+    assert weight.allowed_growth(BEFORE, AFTER) == 1240
+
+
+def test_old_entries_allow_none(weight):
+    assert weight.allowed_growth(AFTER, AFTER) == weight.allowed_growth(AFTER, BEFORE) == 0
+
+
+def test_growth_beyond_the_budget_fails(weight, tmp_path):
+    repo = tmp_path / "repo"
+    (repo / "raytrec").mkdir(parents=True)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(repo)]
+    for folder in ("docs", "tests", "benchmarks", "datasets", "raytrec/config"):
+        (repo / folder).mkdir()
+    for page in weight.TOP_PAGES:
+        (repo / page).write_text(BEFORE)
+    (repo / "raytrec/config/managed.py").write_text("class ManagedIds:\n    model_fields = {}\n")
+    (repo / "raytrec/config/run_config.py").write_text("class RunConfig:\n    model_fields = {}\n")
+    (repo / "benchmarks/weight.py").write_text((REPO / "benchmarks/weight.py").read_text())
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "First"]):
+        subprocess.run([*git, *command], check=True)
+
+    def weigh() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "benchmarks/weight.py", "--against", "HEAD"]
+        return subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=60)
+
+    assert weigh().returncode == 0
+    (repo / "raytrec/more.py").write_text("a = 1\n" * 50)
+    grown = weigh()
+    assert grown.returncode == 1
+    assert "grown by 50 code lines; the new entries of CHANGELOG.md allow 0" in grown.stderr
+    (repo / "CHANGELOG.md").write_text(BEFORE + "- More (budget: +50 code lines).\n")
+    assert weigh().returncode == 0
