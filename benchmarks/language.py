@@ -2,11 +2,12 @@
 
     python benchmarks/language.py [PATH …]
 
-Reads strings, docstrings and comments of Python files, and Markdown but for its code. `make lint` runs it.
+Reads strings, docstrings and comments of Python files, and Markdown except its code. `make lint` runs it.
 """
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import sys
@@ -15,7 +16,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPO = Path(__file__).parents[1]
-PLACES = ("raytrec", "datasets", "jobs", "tests", "docs", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+PLACES = (
+    "raytrec",
+    "datasets",
+    "jobs",
+    "tests",
+    "docs",
+    "README.md",
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+)
 INSTEAD = {
     r"nobody|no one|anybody|somebody|whoever|whosoever": "name who: a user, a rank, the driver, no process",
     r"anew": "again, new",
@@ -30,15 +41,43 @@ CODE = re.compile(r"(?s)```.*?```|`[^`]*`|<!--.*?-->")
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of what a reader reads in a file."""
+    """Yield (first line, text) of each string, block of comments and Markdown page that a person reads.
+
+    Adjacent string literals are one text, as are the constant parts of an f-string.
+    """
+    content = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
-        page = CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), path.read_text(encoding="utf-8"))
-        yield from enumerate(page.splitlines(), 1)
+        yield 1, CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), content)
         return
-    kinds = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
-        if token.type in kinds:
-            yield from enumerate(token.string.splitlines(), token.start[0])
+    tree = ast.parse(content)
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield (
+                node.lineno,
+                "".join(str(getattr(part, "value", "")) for part in map(_constant, node.values)),
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            yield node.lineno, node.value
+    yield from _comments(content)
+
+
+def _constant(part: ast.expr) -> ast.expr:
+    return part if isinstance(part, ast.Constant) else ast.Constant("…")
+
+
+def _comments(content: str) -> Iterator[tuple[int, str]]:
+    """Yield (first line, text) of each run of comments on consecutive lines."""
+    first, lines = 0, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(content).readline):
+        if token.type == tokenize.COMMENT:
+            if lines and token.start[0] != first + len(lines):
+                yield first, "\n".join(lines)
+                lines = []
+            first = first if lines else token.start[0]
+            lines.append(token.string.lstrip("# "))
+    if lines:
+        yield first, "\n".join(lines)
 
 
 def files(places: list[Path]) -> list[Path]:
@@ -50,11 +89,13 @@ def files(places: list[Path]) -> list[Path]:
 def main(arguments: list[str]) -> int:
     count = 0
     for path in files([Path(argument) for argument in arguments] or [REPO / place for place in PLACES]):
-        for number, text in texts(path):
+        for first, text in texts(path):
             for pattern, instead in WORDS.items():
-                for found in pattern.finditer(text):
+                for found in pattern.finditer(text.replace("\n", " ")):
                     count += 1
-                    print(f"{path}:{number}: {found[0]!r}: {instead}\n    {text.strip()[:140]}")
+                    number = first + text.count("\n", 0, found.start())
+                    line = text[: found.end()].rsplit("\n", 1)[-1] + text[found.end() :].split("\n", 1)[0]
+                    print(f"{path}:{number}: {found[0]!r}: {instead}\n    {line.strip()[:140]}")
     print(f"{count} words to replace" if count else "the language is as agreed")
     return int(count > 0)
 

@@ -97,8 +97,8 @@ class Journal:
             return
         self._trouble = why
         self._notify(
-            f"the run folder cannot be written ({why}): {self._folder}; training continues, and what there "
-            "is to record waits in memory until there is room"
+            f"the run folder cannot be written ({why}): {self._folder}; training continues, and "
+            "records are kept in memory until there is room"
         )
         self._put(
             Waiting(EVENTS, json.dumps({"event": "full", "unix_s": time(), "error": why}).encode() + b"\n")

@@ -1,0 +1,43 @@
+"""The lint of words (`benchmarks/language.py`) reads texts as a person does, across literals and lines."""
+
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+OWN = "own"  # set in separately, because the lint reads this file
+
+
+@pytest.fixture
+def language(monkeypatch):
+    monkeypatch.syspath_prepend(REPO / "benchmarks")
+    import language
+
+    return language
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ('a = 1\nb = "a table of "  "its PLACE"\n', 2),
+        ('a = (\n    f"{a} of its"\n    " PLACE"\n)\n', 2),
+        ('"""A table of its\nPLACE."""\n', 1),
+        ("# A table of its\n# PLACE.\n", 1),
+        ("a = 1  # first\n\n# A table of its PLACE.\n", 3),
+    ],
+)
+def test_the_lint_finds_a_phrase(language, tmp_path, capsys, source, line):
+    path = tmp_path / "module.py"
+    path.write_text(source.replace("PLACE", OWN))
+    assert language.main([str(path)]) == 1
+    printed = capsys.readouterr().out
+    assert f"module.py:{line}: " in printed
+    assert "1 words to replace" in printed
+
+
+def test_the_lint_skips_code_and_other_texts(language, tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text(f"Code: `of its {OWN}`.\n\n```\nof its {OWN}\n```\n")
+    module = tmp_path / "module.py"
+    module.write_text('a = "of "\nb = "its own"\nof = its = own = 1\n')
+    assert language.main([str(page), str(module)]) == 0
