@@ -47,8 +47,8 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 from raytrec.data.read_plan import ReadPlan
-from raytrec.embeddings.planner.machines import known_gpu
 from raytrec.models import build_model
+from raytrec.planning.machines import known_gpu
 from raytrec.worker.build import build_step
 from raytrec.worker.process import Numerics
 from raytrec.worker.step import Step

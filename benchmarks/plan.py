@@ -31,9 +31,10 @@ from rich.table import Table
 
 from raytrec.doctor.measure import rates_from
 from raytrec.doctor.probe import CLOCKS
-from raytrec.driver.predict import Predictor
-from raytrec.embeddings.planner.held import PlannedTable
-from raytrec.embeddings.planner.machines import Cluster
+from raytrec.planning.held import PlannedTable
+from raytrec.planning.machines import Cluster
+from raytrec.planning.prediction import Predictor
+from raytrec.worker.build import unsharded
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "plan.json"
@@ -138,7 +139,9 @@ def predict(measured: Measured, clock: str) -> list[Row]:
     rates = rates_from([[sample] for sample in measured.samples], "cpu", clock)
     for name, turns in measured.turns.items():
         case, (schema, way) = CASES[name], name.split()
-        found = Predictor(config_of(case, world), case.schema, rates)(Cluster(1, world, 64, 256, 256))
+        found = Predictor(config_of(case, world), case.schema, unsharded, rates)(
+            Cluster(1, world, 64, 256, 256)
+        )
         sizes = sum(size for (_, part), size in found.memory.parts.items() if part not in NOT_HERE)
         step = found.time.step if clock == CLOCKS[0] else critical(found.time.busy)
         times = 1e3 * took(turns, clock), 1e3 * step

@@ -76,8 +76,8 @@ def peak_mib() -> int:
 
 @part
 def plan(world: int, tables: int, folder: Path) -> dict:
-    from raytrec.embeddings.planner.dry_run import dry_run
-    from raytrec.embeddings.planner.machines import Cluster
+    from raytrec.planning.dry_run import dry_run
+    from raytrec.planning.machines import Cluster
 
     before = peak_mib()
     with Cpu() as took:

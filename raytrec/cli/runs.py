@@ -203,9 +203,8 @@ def plan(
 ):
     """Predict sharding, memory and time on machines that are not here; needs the schema, no data."""
     from raytrec.common.errors import ConfigError
-    from raytrec.driver.plan import draw
     from raytrec.driver.plan import plan as make
-    from raytrec.driver.print_plans import print_plans
+    from raytrec.planning.report import draw, print_plans
 
     if not (config or prices):
         raise ConfigError("no config was given", expected="raytrec plan CONFIG")

@@ -232,7 +232,7 @@ def inspect(
 ):
     """Inspect Parquet and print a ready schema.yaml (and a table of its columns on stderr)."""
     from raytrec.common.errors import ConfigError
-    from raytrec.driver.recorded_lookups import read_run_schema
+    from raytrec.driver.plan import read_run_schema
     from raytrec.inspection.propose import inspect as look
     from raytrec.inspection.result import check_out, write_schema
 

@@ -130,7 +130,7 @@ class Start(RunEvent):
 
     Attributes:
         total: steps of the whole run; `step` of them have been trained before.
-        plan: a description of each table (embeddings.planner.plan.describe); kept in plan.json.
+        plan: a description of each table (embeddings.sharding.describe); kept in plan.json.
         metrics: descriptions of the figures of training and evaluation (metrics.selection.Figure.record).
     """
 

@@ -37,9 +37,10 @@ from raytrec.doctor.probe import (
     lookup_shape,
     tiny_run,
 )
-from raytrec.driver.predict import Predictor
-from raytrec.embeddings.planner.machines import Cluster
-from raytrec.embeddings.planner.rates import COLLECTIVES, LookupRates, Rates
+from raytrec.planning.machines import Cluster
+from raytrec.planning.prediction import Predictor
+from raytrec.planning.rates import COLLECTIVES, LookupRates, Rates
+from raytrec.worker.build import unsharded
 
 ROUNDS = 7
 ALONE_S = 180.0  # that measuring may take, for each rank
@@ -161,7 +162,7 @@ def _with_host(rates: Rates, seen: Mapping[tuple, float | None], clock: str) -> 
     for shape, seconds in seen.items():
         if seconds is not None:
             config, schema = tiny_run(shape[0], shape[1], world, rates.device)
-            time = Predictor(config, schema, rates)(Cluster(1, world, 16, 64, 64)).time
+            time = Predictor(config, schema, unsharded, rates)(Cluster(1, world, 16, 64, 64)).time
             known = time.step if clock == CLOCKS[0] else float(np.mean(time.busy))
             left[shape] = (seconds - known) / share
     few, many, two_ways = (left.get(shape) for shape in TINY_STEPS)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.embeddings.planner.rates import COLLECTIVES
+from raytrec.planning.rates import COLLECTIVES
 
 BAGS, TABLE_BYTES, ID_SETS = 512, 64 << 20, 24
 DENSE_BYTES = 4 * (3 + 2 + 3)  # of a value in Adagrad's dense update, as loads.loads_of counts them
@@ -43,7 +43,7 @@ class Probe:
     """
 
     def __init__(self, device: torch.device):
-        from raytrec.embeddings.planner.dense_work import Counter
+        from raytrec.planning.dense_work import Counter
 
         self._device, self._world = device, dist.get_world_size()
         made = torch.Generator(device="cpu").manual_seed(dist.get_rank())

@@ -12,10 +12,10 @@ from raytrec.compat.ray_core import nodes_without_gpus, starts_nodes
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.driver.session import bundle
-from raytrec.embeddings.planner.footprint import GIB
-from raytrec.embeddings.planner.hosts import host_memory
-from raytrec.embeddings.planner.machines import known_gpu
-from raytrec.embeddings.planner.validation import HOST_RESERVE, memory_for_copies, validate_constraints
+from raytrec.planning.footprint import GIB
+from raytrec.planning.hosts import host_memory
+from raytrec.planning.machines import known_gpu
+from raytrec.planning.validation import HOST_RESERVE, memory_for_copies, validate_constraints
 
 NODE_ANSWER_S = 60.0  # a node that Ray counts may be gone, or may have to start a process first
 

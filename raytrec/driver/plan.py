@@ -1,79 +1,25 @@
-"""`raytrec plan`: sharding, memory and time of a run on machines that are not here."""
+"""`raytrec plan`, and the schema of `raytrec inspect --from-run`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from raytrec.common.errors import ConfigError
+from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.messages import RANKS
 from raytrec.common.reading import NotReadable
 from raytrec.common.storage import read_yaml
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
-from raytrec.driver.predict import Prediction, Predictor, price_of
 from raytrec.driver.preflight import check_fit
-from raytrec.embeddings.planner.footprint import GIB
-from raytrec.embeddings.planner.machines import MACHINES, Cluster, cluster_of, machine_of
-from raytrec.embeddings.planner.rates import Rates
+from raytrec.driver.resume import stored_schema
+from raytrec.planning.machines import MACHINES, Cluster, cluster_of, machine_of
+from raytrec.planning.prediction import Predictor
+from raytrec.planning.rates import Rates
+from raytrec.planning.recorded import recorded_lengths, with_lengths
+from raytrec.planning.report import Plans
+from raytrec.tracking.run_folder import CONFIG, RunFolder, existing_run
 
 ANY = "any"  # --on: of every machine as many as it takes
-
-
-@dataclass(kw_only=True)
-class Plans:
-    """The predictions of one command.
-
-    Attributes:
-        on: those that were asked for; chosen: machine by machine the smallest cluster, the fewest GPUs first.
-        prices: machine → price an hour.
-    """
-
-    config: RunConfig
-    schema: Schema
-    on: list[Prediction]
-    chosen: list[Prediction] = field(default_factory=list)
-    prices: dict[str, float] = field(default_factory=dict)
-
-    def cheapest(self) -> Prediction | None:
-        """Of the chosen ones with a price."""
-        priced = [(price, each) for each in self.chosen if (price := price_of(each, self.prices)) is not None]
-        return min(priced, key=lambda pair: pair[0])[1] if priced else None
-
-    def metrics(self) -> dict[str, Any]:
-        """Everything, as JSON has it: bytes in GiB, one number a rank; seconds."""
-        cheapest = self.cheapest()
-        return {
-            "clusters": [self._of(each) for each in self.on],
-            "chosen": [self._of(each) for each in self.chosen],
-            "smallest": self.chosen[0].cluster.name if self.chosen else None,
-            "cheapest": cheapest.cluster.name if cheapest else None,
-        }
-
-    def _of(self, found: Prediction) -> dict[str, Any]:
-        from raytrec.embeddings.planner.memory_by_part import TIERS
-
-        cluster, parts = found.cluster, found.memory.parts if found.memory else {}
-        memory = {
-            tier: {part: (sizes / GIB).tolist() for (place, part), sizes in parts.items() if place == tier}
-            for tier in TIERS
-        }
-        return {
-            "name": cluster.name,
-            "hosts": cluster.hosts,
-            "gpus": cluster.gpus,
-            "device": "cpu" if self.config.scaling.device == "cpu" and not cluster.machine else "cuda",
-            "memory_gib": cluster.memory_gib,
-            "host_memory_gib": cluster.host_memory_gib,
-            "fits": found.fits,
-            "refusal": str(found.refusal) if found.refusal else None,
-            "lacks": [asdict(lack) for lack in found.lacks],
-            "remedies": found.remedies,
-            "tables": [asdict(table) for table in found.tables],
-            "memory": memory,
-            "time": asdict(found.time) if found.time else None,
-            "price_per_hour": price_of(found, self.prices),
-        }
 
 
 def plan(
@@ -97,12 +43,13 @@ def plan(
         ConfigError, SchemaError: what is wrong with the input.
     """
     from raytrec.driver.prepare import resolve
+    from raytrec.worker.build import unsharded
 
     config = resolve(load_config(source, overrides), source)
     schema = Schema.load(config.data.schema_uri)
     check_fit(config, schema, here=False)
     known = _prices(prices) if prices else {}
-    predict = Predictor(config, schema, Rates.load(rates) if rates else None)
+    predict = Predictor(config, schema, unsharded, Rates.load(rates) if rates else None)
     names = [name.strip() for name in (on or "").split(",") if name.strip()]
     clusters = [cluster_of(name) for name in names if name != ANY]
     if not names and not known:
@@ -141,28 +88,20 @@ def _prices(path: str | Path) -> dict[str, float]:
     return {machine_of(str(name), str(path)).name: float(price) for name, price in values.items()}
 
 
-def draw(plans: Plans, path: str | Path) -> None:
-    """Writes the picture of the first cluster's shards, tables × ranks, as .svg or .png.
+def read_run_schema(place: str | Path) -> Schema:
+    """Read the schema of a run, with the ids per row that its ranks have recorded.
 
     Raises:
-        ConfigError: another kind of file, or no plan.
+        RunError: The folder contains no run, or its ranks have recorded no lookups.
     """
-    from raytrec.embeddings.planner.held import held
-    from raytrec.report import html
-    from raytrec.report.figures import shards, style
-
-    path = Path(path)
-    if path.suffix not in (".svg", ".png"):
-        raise ConfigError(f"{path.name} is not a picture", where="--picture", expected=".svg or .png")
-    found = next((each for each in [*plans.on, *plans.chosen] if each.tables), None)
-    if found is None:
-        raise ConfigError("there is no plan to draw", where="--picture")
-    sizes: list[dict[str, float]] = [{} for _ in range(found.cluster.world)]
-    for (table, rank), its in held(found.tables, plans.config, plans.schema).items():
-        sizes[rank][table] = its.size.total
-    made = shards.memory_map(sizes)
-    with html.writing(path):
-        if path.suffix == ".png":
-            style.save_png(made, path)
-        else:
-            path.write_text(style.alone(style.to_svg(made, "shards")), encoding="utf-8")
+    folder = existing_run(place)
+    config, schema = load_config(str(folder / CONFIG)), stored_schema(folder)
+    lengths = recorded_lengths(RunFolder.read(folder).ranks, config, schema)
+    if not lengths:
+        raise RunError(
+            "the run has recorded no lookups since its workers began",
+            where=str(folder / RANKS),
+            expected="lines of its ranks, one for each tracking.every_steps steps",
+            do="train it for longer, with tracking.every_steps",
+        )
+    return with_lengths(config, schema, lengths)

@@ -16,17 +16,11 @@ from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Sample
 from raytrec.driver.prepare import RunPlan
-from raytrec.embeddings.planner.constraints import resolve_constraints, table_optimizers
-from raytrec.embeddings.planner.footprint import (
-    GIB,
-    MMAP_KERNEL,
-    disk_refusal,
-    footprints,
-    free_disk,
-    map_share,
-)
-from raytrec.embeddings.planner.validation import check_decay
+from raytrec.embeddings.constraints import resolve_constraints, table_optimizers
+from raytrec.embeddings.kernels import MMAP_KERNEL, free_disk
 from raytrec.metrics.selection import Selection
+from raytrec.planning.footprint import GIB, disk_refusal, footprints, map_share
+from raytrec.planning.validation import check_decay
 from raytrec.tasks.columns import check_reserved
 from raytrec.tasks.losses import BatchLoss
 from raytrec.tasks.options import check_model_learns
@@ -147,7 +141,7 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
     """
     if config.scaling.device == "cuda" or (config.scaling.device == "auto" and built_for() != "cpu"):
         return
-    from raytrec.embeddings.planner.hosts import host_memory
+    from raytrec.planning.hosts import host_memory
 
     constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
     sizes = {table: size.device for table, size in footprints(config, schema, constraints, "cpu").items()}

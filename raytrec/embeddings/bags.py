@@ -12,7 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
-from raytrec.embeddings.planner.constraints import TableConstraint
+from raytrec.embeddings.constraints import TableConstraint
 
 BY_ID = "by_id"  # of PooledEmbeddings: part of the names that TorchRec gives these tables' weights
 Collection = EmbeddingBagCollection | EmbeddingCollection

@@ -15,7 +15,7 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec.distributed.types import CommOp, QuantizedCommCodecs, ShardingPlan
 
 from raytrec.config.run_config import RunConfig
-from raytrec.embeddings.planner.qcomms import gradient_factor
+from raytrec.embeddings.qcomms import gradient_factor
 
 TYPES = {"fp32": SparseType.FP32, "fp16": SparseType.FP16, "bf16": SparseType.BF16, "int8": SparseType.INT8}
 Codecs = dict[str, QuantizedCommCodecs]

@@ -14,7 +14,7 @@ from raytrec.compat.torchrec_ import is_pipelined
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.embeddings.bags import Collection, embedding_bags, embeddings_by_id
-from raytrec.embeddings.planner.constraints import TableConstraint
+from raytrec.embeddings.constraints import TableConstraint
 
 
 class PooledEmbeddings(FixedDtype):

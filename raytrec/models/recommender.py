@@ -17,7 +17,7 @@ from raytrec.config.models import PythonSection
 from raytrec.config.models.base import ModelSection
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.embeddings.planner.constraints import resolve_constraints
+from raytrec.embeddings.constraints import resolve_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models import build_model
 from raytrec.models.inputs import Examples, Sequences

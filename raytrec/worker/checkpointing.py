@@ -26,7 +26,7 @@ from raytrec.common.messages import Command, Restart
 from raytrec.common.redaction import hide_all
 from raytrec.common.storage import in_shell
 from raytrec.config.features import resolve_features
-from raytrec.embeddings.planner.plan import describe
+from raytrec.embeddings.sharding import describe
 from raytrec.worker.consensus import Decision, StepConsensus
 from raytrec.worker.context import WorkerContext
 from raytrec.worker.nonfinite import NAN_FOLDER, Losses, RecentBatches, dump

@@ -17,7 +17,7 @@ def train_worker(task: WorkerTask) -> None:
     """Trains, evaluates and saves as one rank of a Ray Train worker group; resumes where an earlier group of
     the same run was interrupted."""
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.embeddings.planner.plan import describe
+    from raytrec.embeddings.sharding import describe
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
     from raytrec.worker.build import build_step
@@ -139,7 +139,7 @@ def evaluate_worker(task: WorkerTask) -> None:
 def check_worker(task: WorkerTask) -> None:
     """Compares the configuration, with the plan of its real tables on shrunk ones, to a single process."""
     from raytrec.checks.parity.compare import compare, shrink
-    from raytrec.embeddings.planner.plan import describe
+    from raytrec.embeddings.sharding import describe
     from raytrec.worker.build import build_step, plan_of
 
     context = WorkerContext.enter(task)

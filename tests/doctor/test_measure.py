@@ -5,7 +5,7 @@ import pytest
 
 from raytrec.doctor.measure import fit_lookups, measure_rates, rates_from
 from raytrec.doctor.probe import LOOKUPS, TINY_STEPS, lookup_shape
-from raytrec.embeddings.planner.rates import COLLECTIVES, LookupRates
+from raytrec.planning.rates import COLLECTIVES, LookupRates
 
 
 def test_what_a_byte_an_id_and_a_table_take_is_told_apart():

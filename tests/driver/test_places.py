@@ -20,8 +20,8 @@ from raytrec.config.run_config import RunConfig
 from raytrec.driver import launch, nodes, session
 from raytrec.driver import run as driver
 from raytrec.driver.nodes import GpuNode
-from raytrec.embeddings.planner.constraints import resolve_constraints
-from raytrec.embeddings.planner.validation import memory_for_copies
+from raytrec.embeddings.constraints import resolve_constraints
+from raytrec.planning.validation import memory_for_copies
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def test_tables_in_files_must_fit_the_disk(tmp_path, monkeypatch):
         plan = {"tables": {"user": {"compute_kernel": "fused_mmap"}}} | plan
         check({"plan": plan}, {"tables": SCHEMA["tables"] | {"user": {"rows": rows, "dim": 8}}})
 
-    monkeypatch.setattr("raytrec.embeddings.planner.hosts.host_memory", lambda: 1 << 20)
+    monkeypatch.setattr("raytrec.planning.hosts.host_memory", lambda: 1 << 20)
     fits(100_000, mmap_dir=str(tmp_path))  # 3.4 MiB, of which memory has 1
     with pytest.raises(ConfigError, match="compute_kernel=fused_mmap"):
         fits(100_000, tables={})
@@ -115,10 +115,10 @@ def test_names_are_shown_as_they_are(name):
     from raytrec.driver import console
     from raytrec.driver.console import Result, print_summary
     from raytrec.driver.plan import Plans
-    from raytrec.driver.predict import Prediction
-    from raytrec.driver.print_plans import print_plans
-    from raytrec.embeddings.planner.held import PlannedTable
-    from raytrec.embeddings.planner.machines import Cluster
+    from raytrec.planning.held import PlannedTable
+    from raytrec.planning.machines import Cluster
+    from raytrec.planning.prediction import Prediction
+    from raytrec.planning.report import print_plans
 
     config = RunConfig.model_validate({"data": {"train": "d/train"}})
     schema = a_schema(sparse={"a": {"table": name}}, tables={name: {"rows": 1, "dim": 4}})

@@ -9,7 +9,7 @@ from small import SCHEMA, batches, build, config, train
 
 from raytrec.config.tables import QCommsSection
 from raytrec.embeddings.codecs import Codec, make_codecs
-from raytrec.embeddings.planner.qcomms import SMALLEST, UNIT, backward_rounding, forward_rounding
+from raytrec.embeddings.qcomms import SMALLEST, UNIT, backward_rounding, forward_rounding
 from raytrec.embeddings.tables import tables
 
 GROUP = 16

@@ -11,9 +11,9 @@ from raytrec.common.errors import ConfigError
 from raytrec.compat.fbgemm import fbgemm_of
 from raytrec.compat.torchrec_ import sharded_kernels, tables_of
 from raytrec.config.run_config import load_config
+from raytrec.embeddings.constraints import resolve_constraints, table_optimizers
 from raytrec.embeddings.optimizers import OPTIMIZERS
-from raytrec.embeddings.planner.constraints import resolve_constraints, table_optimizers
-from raytrec.embeddings.planner.validation import check_decay
+from raytrec.planning.validation import check_decay
 from raytrec.worker.build import build_step
 
 PLANS = {

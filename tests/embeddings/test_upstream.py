@@ -19,8 +19,8 @@ from raytrec.checks.parity.compare import compare
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.config.run_config import load_config
 from raytrec.embeddings import bags, initial, optim, pooling
-from raytrec.embeddings.planner.validation import validate_constraints
 from raytrec.embeddings.tables import tables
+from raytrec.planning.validation import validate_constraints
 from raytrec.tasks import objective
 from raytrec.worker import build as building
 

@@ -1,10 +1,10 @@
 """Dry runs of plans, and where the bytes of their tables are."""
 
-from raytrec.embeddings.planner.dry_run import dry_run
-from raytrec.embeddings.planner.footprint import GIB
-from raytrec.embeddings.planner.held import held
-from raytrec.embeddings.planner.machines import Cluster
-from raytrec.embeddings.planner.memory_by_part import TIERS
+from raytrec.planning.dry_run import dry_run
+from raytrec.planning.footprint import GIB
+from raytrec.planning.held import held
+from raytrec.planning.machines import Cluster
+from raytrec.planning.memory_by_part import TIERS
 
 
 class Held:

@@ -6,7 +6,7 @@ Not with torch.profiler (2.13.0): a rank has crashed in its stop() with a segmen
 from collections import Counter
 
 from raytrec.compat.torch_ import EveryOperator, described
-from raytrec.embeddings.planner.dense_work import NOTHING
+from raytrec.planning.dense_work import NOTHING
 
 
 def is_launched(func):

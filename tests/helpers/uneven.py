@@ -8,8 +8,8 @@ from raytrec.common.messages import PHASES, RankLine, Start
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.prepare import write_config
-from raytrec.embeddings.planner.dry_run import dry_run
-from raytrec.embeddings.planner.machines import Cluster
+from raytrec.planning.dry_run import dry_run
+from raytrec.planning.machines import Cluster
 
 IDS = {"t0": 20.0, "t1": 1.0, "t2": 20.0, "t3": 1.0, "t4": 1.0, "t5": 1.0}  # of a row, as they were looked up
 BATCH = 8192

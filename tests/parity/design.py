@@ -7,7 +7,7 @@ from random import Random
 
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.embeddings.planner.constraints import BY_ID_TYPES
+from raytrec.embeddings.constraints import BY_ID_TYPES
 
 ROWS = 24  # of a global batch
 FACTORS = {
@@ -100,7 +100,7 @@ class Case:
 
 
 def is_possible(sharding, optimizer, kernel):
-    """What raytrec refuses is tested in tests/embeddings/planner."""
+    """What raytrec refuses is tested in tests/planning."""
     columns = sharding in ("column_wise", "table_column_wise", "grid_shard")
     if columns and optimizer == "rowwise_adagrad":
         return False

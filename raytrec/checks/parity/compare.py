@@ -20,8 +20,8 @@ from raytrec.config.managed import ManagedIds
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tables import QCommsSection, Schedule, TablePlan
-from raytrec.embeddings.planner.constraints import resolve_constraints, table_optimizers
-from raytrec.embeddings.planner.plan import describe
+from raytrec.embeddings.constraints import resolve_constraints, table_optimizers
+from raytrec.embeddings.sharding import describe
 from raytrec.models.inputs import Sequence
 from raytrec.tasks.task import resolve_tasks
 

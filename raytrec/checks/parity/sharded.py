@@ -19,8 +19,8 @@ from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
+from raytrec.embeddings.constraints import resolve_constraints
 from raytrec.embeddings.initial import initial_values
-from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.tables import tables
 from raytrec.models import build_model
 from raytrec.tasks.objective import Objective

@@ -104,7 +104,7 @@ def _bf16_is_refused(here: Here) -> None:
     """FBGEMM has no kernels for bf16 tables, on no device; raytrec refuses them before it builds any."""
     from raytrec.common.errors import ConfigError
     from raytrec.config.run_config import load_config
-    from raytrec.embeddings.planner.validation import validate_constraints
+    from raytrec.planning.validation import validate_constraints
 
     case = cases(here.kind)[0]
     values = case.config().model_dump(by_alias=True)

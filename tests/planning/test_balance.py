@@ -6,9 +6,10 @@ from torchrec.distributed.planner import ParameterConstraints
 
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
-from raytrec.driver.predict import Predictor
-from raytrec.embeddings.planner.find import finer_cuts
-from raytrec.embeddings.planner.machines import Cluster, cluster_of
+from raytrec.planning.find import finer_cuts
+from raytrec.planning.machines import Cluster, cluster_of
+from raytrec.planning.prediction import Predictor
+from raytrec.worker.build import unsharded
 
 FEW = {f"t{i}": {"rows": 40_000_000 if i < 4 else 2000, "dim": 128} for i in range(12)}
 LENGTHS = {f"t{i}": 100.0 if i in (0, 5) else 3.0 for i in range(12)}
@@ -38,7 +39,7 @@ def predicted(cluster, balance, **plan):
         "plan": {"balance": balance} | plan,
         "checkpoint": {"async_save": False},
     }
-    found = Predictor(load_config(values), uneven())(cluster)
+    found = Predictor(load_config(values), uneven(), unsharded)(cluster)
     assert found.refusal is None, found.refusal
     return found
 

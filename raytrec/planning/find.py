@@ -18,21 +18,16 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
+from raytrec.embeddings.constraints import TableConstraint, column_parts, table_optimizers
+from raytrec.embeddings.kernels import MMAP_KERNEL, UVM_KERNELS, kernels_to_choose
 from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.embeddings.planner.balance import Balancer
-from raytrec.embeddings.planner.constraints import TableConstraint, column_parts, table_optimizers
-from raytrec.embeddings.planner.dense_work import DenseWork
-from raytrec.embeddings.planner.footprint import (
-    GIB,
-    MMAP_KERNEL,
-    UVM_KERNELS,
-    kernels_to_choose,
-    move_to_files,
-)
-from raytrec.embeddings.planner.loads import LoadCounter, lengths_of_tables
-from raytrec.embeddings.planner.partitioner import ConstrainedPartitioner
-from raytrec.embeddings.planner.rates import Rates
-from raytrec.embeddings.planner.search import Enumerator, GreedyProposer, narrow
+from raytrec.planning.balance import Balancer
+from raytrec.planning.dense_work import DenseWork
+from raytrec.planning.footprint import GIB, move_to_files
+from raytrec.planning.loads import LoadCounter, lengths_of_tables
+from raytrec.planning.partitioner import ConstrainedPartitioner
+from raytrec.planning.rates import Rates
+from raytrec.planning.search import Enumerator, GreedyProposer, narrow
 
 RESERVED_SHARE = 0.15  # of each GPU, for dense layers, activations and the rest
 COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")

@@ -15,17 +15,17 @@ from raytrec.compat.fbgemm import in_memory_of
 from raytrec.compat.torchrec_ import sharded_kernels
 from raytrec.config.managed import ManagedIds
 from raytrec.config.run_config import load_config
-from raytrec.embeddings.planner import hosts
-from raytrec.embeddings.planner.constraints import resolve_constraints
-from raytrec.embeddings.planner.dry_run import dry_run
-from raytrec.embeddings.planner.footprint import GIB
-from raytrec.embeddings.planner.held import held, hot_bytes, hot_shares
-from raytrec.embeddings.planner.hosts import Place, host_memory, hosts_of
-from raytrec.embeddings.planner.machines import GPUS, MACHINES, Cluster, cluster_of, machine_of, network_of
-from raytrec.embeddings.planner.plan import describe, name_devices, plan_for, validated
-from raytrec.embeddings.planner.sharders import sharders
-from raytrec.embeddings.planner.validation import without_training
+from raytrec.embeddings.constraints import resolve_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings
+from raytrec.embeddings.sharding import describe, sharders
+from raytrec.planning import hosts
+from raytrec.planning.dry_run import dry_run
+from raytrec.planning.footprint import GIB
+from raytrec.planning.held import held, hot_bytes, hot_shares
+from raytrec.planning.hosts import Place, host_memory, hosts_of
+from raytrec.planning.machines import GPUS, MACHINES, Cluster, cluster_of, machine_of, network_of
+from raytrec.planning.plan import name_devices, plan_for, validated
+from raytrec.planning.validation import without_training
 from raytrec.worker.build import build_step, plan_of
 
 

@@ -14,18 +14,18 @@ import yaml
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
-from raytrec.driver.dense_layers import count_dense_layers
-from raytrec.embeddings.planner.constraints import resolve_constraints
-from raytrec.embeddings.planner.footprint import GIB, footprints
-from raytrec.embeddings.planner.machines import Cluster, Machine
-from raytrec.embeddings.planner.rates import Rates
+from raytrec.embeddings.constraints import resolve_constraints
+from raytrec.planning.dense_layers import BuildModel, count_dense_layers
+from raytrec.planning.footprint import GIB, footprints
+from raytrec.planning.machines import Cluster, Machine
+from raytrec.planning.rates import Rates
 
 if TYPE_CHECKING:
-    from raytrec.embeddings.planner.dense_work import DenseWork
-    from raytrec.embeddings.planner.held import PlannedTable
-    from raytrec.embeddings.planner.loads import Loads
-    from raytrec.embeddings.planner.memory_by_part import Memory
-    from raytrec.embeddings.planner.step_time import StepTime
+    from raytrec.planning.dense_work import DenseWork
+    from raytrec.planning.held import PlannedTable
+    from raytrec.planning.loads import Loads
+    from raytrec.planning.memory_by_part import Memory
+    from raytrec.planning.step_time import StepTime
 
 TABLES_SHARE = 0.85  # of a GPU's memory, which TorchRec's planner gives to tables
 MOST_HOSTS = 256
@@ -79,11 +79,12 @@ class Predictor:
 
     Args:
         schema: of its data.
+        build: builds a rank's model (worker.build.unsharded).
         rates: of all clusters; None: by the data sheets of named machines.
     """
 
-    def __init__(self, config: RunConfig, schema: Schema, rates: Rates | None = None):
-        self._config, self._schema, self._rates = config, schema, rates
+    def __init__(self, config: RunConfig, schema: Schema, build: BuildModel, rates: Rates | None = None):
+        self._config, self._schema, self._build, self._rates = config, schema, build, rates
         self._dense: dict[tuple, DenseWork] = {}
         self._parameters: list[Any] = []
 
@@ -100,10 +101,10 @@ class Predictor:
         return found
 
     def _predict(self, config: RunConfig, cluster: Cluster) -> Prediction:
-        from raytrec.embeddings.planner.dry_run import dry_run
-        from raytrec.embeddings.planner.loads import loads_of
-        from raytrec.embeddings.planner.memory_by_part import memory_of
-        from raytrec.embeddings.planner.step_time import step_time
+        from raytrec.planning.dry_run import dry_run
+        from raytrec.planning.loads import loads_of
+        from raytrec.planning.memory_by_part import memory_of
+        from raytrec.planning.step_time import step_time
 
         try:
             with catch_warnings():  # of what TorchRec will change
@@ -125,16 +126,14 @@ class Predictor:
         if not self._parameters:
             import torch
 
-            from raytrec.worker.build import unsharded
-
-            self._parameters = list(unsharded(config, self._schema, torch.device("cpu")).head.parameters())
+            self._parameters = list(self._build(config, self._schema, torch.device("cpu")).head.parameters())
         return self._parameters
 
     def _dense_work(self, config: RunConfig, cluster: Cluster) -> DenseWork:
         train, rows = config.train, -(-config.data.global_batch_size // cluster.world)
         key = rows, train.matmul, train.activation_checkpointing
         if key not in self._dense:
-            self._dense[key] = count_dense_layers(config, self._schema, rows)
+            self._dense[key] = count_dense_layers(self._build, config, self._schema, rows)
         return self._dense[key]
 
     def _remedies(self, config: RunConfig, cluster: Cluster) -> Iterator[str]:

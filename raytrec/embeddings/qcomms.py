@@ -13,7 +13,7 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tables import Precision
-from raytrec.embeddings.planner.constraints import SUMMED_TYPES, TableConstraint, column_parts
+from raytrec.embeddings.constraints import SUMMED_TYPES, TableConstraint, column_parts
 
 # What one rounding changes of a value at most, as a share of it; with int8, as a share of the largest in its
 # group, whose values are 255 equal steps apart from its smallest to its largest (the limit is half a step and

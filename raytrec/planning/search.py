@@ -19,9 +19,9 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import Proposer, Shard, ShardingOption, Storage
 
 from raytrec.config.schema import Schema
+from raytrec.embeddings.constraints import TableConstraint
+from raytrec.embeddings.kernels import UVM_KERNELS
 from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.embeddings.planner.constraints import TableConstraint
-from raytrec.embeddings.planner.footprint import UVM_KERNELS
 
 MOST_SHARDS = 32_768  # that ways of sharding over all ranks add to the search
 MOST_PLACED = 200_000  # shards in all proposals of one greedy search

@@ -14,13 +14,13 @@ from raytrec.common.errors import ConfigError
 from raytrec.compat.torch_ import rank_place
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.embeddings.planner.constraints import TableConstraint
-from raytrec.embeddings.planner.dense_work import guess_dense_work
-from raytrec.embeddings.planner.find import Finder
-from raytrec.embeddings.planner.footprint import disk_refusal, map_share
-from raytrec.embeddings.planner.hosts import Hosts, agree_on_hosts, capacity, rates_of
-from raytrec.embeddings.planner.machines import linked
-from raytrec.embeddings.planner.validation import host_room, validate_constraints
+from raytrec.embeddings.constraints import TableConstraint
+from raytrec.planning.dense_work import guess_dense_work
+from raytrec.planning.find import Finder
+from raytrec.planning.footprint import disk_refusal, map_share
+from raytrec.planning.hosts import Hosts, agree_on_hosts, capacity, rates_of
+from raytrec.planning.machines import linked
+from raytrec.planning.validation import host_room, validate_constraints
 
 
 def make_plan(
@@ -111,17 +111,3 @@ def plan_for(
     shape = linked(topology.world_size // topology.local_world_size, topology.local_world_size, hosts.gpus)
     work = guess_dense_work(dense, -(-config.data.global_batch_size // topology.world_size))
     return Finder(topology, schema, config, model, sharders, work, rates, shape).find(constraints)
-
-
-def describe(plan: ShardingPlan) -> list[dict]:
-    """One entry for each table: {table, sharding_type, compute_kernel, ranks}."""
-    return [
-        {
-            "table": table,
-            "sharding_type": spec.sharding_type,
-            "compute_kernel": spec.compute_kernel,
-            "ranks": spec.ranks,
-        }
-        for module in plan.plan.values()
-        for table, spec in sorted(module.items())
-    ]

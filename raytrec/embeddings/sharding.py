@@ -7,13 +7,13 @@ from typing import Any, get_args
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_sharding import USE_ONE_TBE_PER_TABLE
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tables import Sharding
 from raytrec.embeddings.codecs import Codecs, make_codecs
-from raytrec.embeddings.planner.constraints import BY_ID_TYPES
+from raytrec.embeddings.constraints import BY_ID_TYPES
 
 
 class BagSharder(EmbeddingBagCollectionSharder):
@@ -73,3 +73,17 @@ def sharders(
 def sharders_for_planning(config: RunConfig, schema: Schema, world: int) -> list[ModuleSharder]:
     """The same for the planner, which counts what is sent."""
     return sharders(codecs=make_codecs(config, [table.dim for table in schema.tables.values()], world))
+
+
+def describe(plan: ShardingPlan) -> list[dict]:
+    """One entry for each table: {table, sharding_type, compute_kernel, ranks}."""
+    return [
+        {
+            "table": table,
+            "sharding_type": spec.sharding_type,
+            "compute_kernel": spec.compute_kernel,
+            "ranks": spec.ranks,
+        }
+        for module in plan.plan.values()
+        for table, spec in sorted(module.items())
+    ]

@@ -13,15 +13,15 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
+from raytrec.embeddings.constraints import table_optimizers
 from raytrec.embeddings.optim import fuse
-from raytrec.embeddings.planner.constraints import table_optimizers
-from raytrec.embeddings.planner.footprint import GIB
-from raytrec.embeddings.planner.held import PlannedTable, planned
-from raytrec.embeddings.planner.hosts import Hosts
-from raytrec.embeddings.planner.machines import Cluster
-from raytrec.embeddings.planner.plan import plan_for, validated
-from raytrec.embeddings.planner.sharders import sharders_for_planning
 from raytrec.embeddings.pooling import PooledEmbeddings
+from raytrec.embeddings.sharding import sharders_for_planning
+from raytrec.planning.footprint import GIB
+from raytrec.planning.held import PlannedTable, planned
+from raytrec.planning.hosts import Hosts
+from raytrec.planning.machines import Cluster
+from raytrec.planning.plan import plan_for, validated
 
 
 def dry_run(

@@ -8,7 +8,7 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption
 
-from raytrec.embeddings.planner.constraints import TableConstraint
+from raytrec.embeddings.constraints import TableConstraint
 
 
 class ConstrainedPartitioner(GreedyPerfPartitioner):

@@ -9,15 +9,9 @@ from torchrec.distributed.planner.proposers import GreedyProposer as Torchrecs
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from raytrec.embeddings.planner.constraints import TableConstraint
-from raytrec.embeddings.planner.search import (
-    MOST_PLACED,
-    MOST_SHARDS,
-    GreedyProposer,
-    estimate_once_per_size,
-    narrow,
-)
-from raytrec.embeddings.planner.sharders import BagSharder
+from raytrec.embeddings.constraints import TableConstraint
+from raytrec.embeddings.sharding import BagSharder
+from raytrec.planning.search import MOST_PLACED, MOST_SHARDS, GreedyProposer, estimate_once_per_size, narrow
 
 ALL = ["table_wise", "row_wise", "data_parallel", "column_wise", "table_row_wise", "table_column_wise"]
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from raytrec.common.errors import ConfigError, os_errors
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.registry import modules_of
-from raytrec.embeddings.planner.machines import GPUS, Machine
+from raytrec.planning.machines import GPUS, Machine
 
 # Kinds of collectives, by what takes them: ids and whole tables' sums; sums of tables that are cut by rows,
 # and their gradients; dense layers.

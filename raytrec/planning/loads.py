@@ -11,10 +11,11 @@ import numpy as np
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Statistics
+from raytrec.embeddings.constraints import SUMMED_TYPES, table_optimizers
+from raytrec.embeddings.kernels import CACHING_KERNEL, MMAP_KERNEL, UVM_KERNELS
 from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.embeddings.planner.constraints import SUMMED_TYPES, table_optimizers
-from raytrec.embeddings.planner.footprint import CACHED, CACHING_KERNEL, DTYPE_BYTES, MMAP_KERNEL, UVM_KERNELS
-from raytrec.embeddings.planner.held import PlannedTable
+from raytrec.planning.footprint import CACHED, DTYPE_BYTES
+from raytrec.planning.held import PlannedTable
 
 ID_BYTES, LENGTH_BYTES, VALUE_BYTES = 8, 4, 4
 WIRE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.125}  # int8: with scales of 64 values

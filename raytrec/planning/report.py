@@ -1,16 +1,76 @@
-"""What `raytrec plan` prints."""
+"""Predictions of `raytrec plan` side by side: printed, drawn, and as JSON."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import ranges
-from raytrec.driver.plan import Plans
-from raytrec.driver.predict import Prediction, price_of
-from raytrec.embeddings.planner.footprint import GIB
-from raytrec.embeddings.planner.machines import ENOUGH_GIB
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.planning.footprint import GIB
+from raytrec.planning.machines import ENOUGH_GIB
+from raytrec.planning.prediction import Prediction, price_of
 
 TIER_NAMES = {"device": "GPU", "host": "host", "disk": "disk"}
+
+
+@dataclass(kw_only=True)
+class Plans:
+    """The predictions of one command.
+
+    Attributes:
+        on: those that were asked for; chosen: machine by machine the smallest cluster, the fewest GPUs first.
+        prices: machine → price an hour.
+    """
+
+    config: RunConfig
+    schema: Schema
+    on: list[Prediction]
+    chosen: list[Prediction] = field(default_factory=list)
+    prices: dict[str, float] = field(default_factory=dict)
+
+    def cheapest(self) -> Prediction | None:
+        """Of the chosen ones with a price."""
+        priced = [(price, each) for each in self.chosen if (price := price_of(each, self.prices)) is not None]
+        return min(priced, key=lambda pair: pair[0])[1] if priced else None
+
+    def metrics(self) -> dict[str, Any]:
+        """Everything, as JSON has it: bytes in GiB, one number a rank; seconds."""
+        cheapest = self.cheapest()
+        return {
+            "clusters": [self._of(each) for each in self.on],
+            "chosen": [self._of(each) for each in self.chosen],
+            "smallest": self.chosen[0].cluster.name if self.chosen else None,
+            "cheapest": cheapest.cluster.name if cheapest else None,
+        }
+
+    def _of(self, found: Prediction) -> dict[str, Any]:
+        from raytrec.planning.memory_by_part import TIERS
+
+        cluster, parts = found.cluster, found.memory.parts if found.memory else {}
+        memory = {
+            tier: {part: (sizes / GIB).tolist() for (place, part), sizes in parts.items() if place == tier}
+            for tier in TIERS
+        }
+        return {
+            "name": cluster.name,
+            "hosts": cluster.hosts,
+            "gpus": cluster.gpus,
+            "device": "cpu" if self.config.scaling.device == "cpu" and not cluster.machine else "cuda",
+            "memory_gib": cluster.memory_gib,
+            "host_memory_gib": cluster.host_memory_gib,
+            "fits": found.fits,
+            "refusal": str(found.refusal) if found.refusal else None,
+            "lacks": [asdict(lack) for lack in found.lacks],
+            "remedies": found.remedies,
+            "tables": [asdict(table) for table in found.tables],
+            "memory": memory,
+            "time": asdict(found.time) if found.time else None,
+            "price_per_hour": price_of(found, self.prices),
+        }
 
 
 def print_plans(plans: Plans) -> None:
@@ -40,7 +100,7 @@ def _tables(plans: Plans, found: Prediction) -> Any:
     from rich.table import Table
 
     from raytrec.common.terminal import plain
-    from raytrec.embeddings.planner.held import held
+    from raytrec.planning.held import held
 
     gib: dict[str, float] = {}
     for (name, _), its in held(found.tables, plans.config, plans.schema).items():
@@ -99,7 +159,7 @@ def _has(shown: list[Prediction], tier: str) -> str:
 
 
 def _time(plans: Plans, shown: list[Prediction]) -> Any:
-    from raytrec.embeddings.planner.step_time import PARTS
+    from raytrec.planning.step_time import PARTS
 
     lines = _side_by_side("ms of a step", [each.name for each in shown])
     times = [each.time for each in shown]
@@ -139,3 +199,30 @@ def _troubles(found: Prediction) -> list[str]:
         helps = "; or ".join(found.remedies) or "none of the changes that were tried"
         lines.append(f"  it would fit with: {helps}")
     return lines
+
+
+def draw(plans: Plans, path: str | Path) -> None:
+    """Writes the picture of the first cluster's shards, tables × ranks, as .svg or .png.
+
+    Raises:
+        ConfigError: another kind of file, or no plan.
+    """
+    from raytrec.planning.held import held
+    from raytrec.report import html
+    from raytrec.report.figures import shards, style
+
+    path = Path(path)
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"{path.name} is not a picture", where="--picture", expected=".svg or .png")
+    found = next((each for each in [*plans.on, *plans.chosen] if each.tables), None)
+    if found is None:
+        raise ConfigError("there is no plan to draw", where="--picture")
+    sizes: list[dict[str, float]] = [{} for _ in range(found.cluster.world)]
+    for (table, rank), its in held(found.tables, plans.config, plans.schema).items():
+        sizes[rank][table] = its.size.total
+    made = shards.memory_map(sizes)
+    with html.writing(path):
+        if path.suffix == ".png":
+            style.save_png(made, path)
+        else:
+            path.write_text(style.alone(style.to_svg(made, "shards")), encoding="utf-8")

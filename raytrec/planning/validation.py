@@ -6,22 +6,17 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 from raytrec.config.tables import EmbeddingOptim
-from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.embeddings.planner.constraints import (
+from raytrec.embeddings.constraints import (
     TableConstraint,
     column_parts,
     refused,
     resolve_constraints,
     table_optimizers,
 )
-from raytrec.embeddings.planner.footprint import (
-    CACHING_KERNEL,
-    GIB,
-    MMAP_KERNEL,
-    footprints,
-    kernels_to_choose,
-)
-from raytrec.embeddings.planner.qcomms import check_qcomms
+from raytrec.embeddings.kernels import CACHING_KERNEL, MMAP_KERNEL, kernels_to_choose
+from raytrec.embeddings.optimizers import optimizer_of
+from raytrec.embeddings.qcomms import check_qcomms
+from raytrec.planning.footprint import GIB, footprints
 
 COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 DEVICE_NAMES = {"cpu": "CPU", "cuda": "GPUs"}

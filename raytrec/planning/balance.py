@@ -16,12 +16,12 @@ from torchrec.distributed.planner.types import ShardingOption
 
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.embeddings.planner.constraints import TableConstraint
-from raytrec.embeddings.planner.dense_work import DenseWork
-from raytrec.embeddings.planner.held import PlannedTable
-from raytrec.embeddings.planner.loads import LoadCounter, Loads
-from raytrec.embeddings.planner.rates import Rates
-from raytrec.embeddings.planner.step_time import StepTime, step_time
+from raytrec.embeddings.constraints import TableConstraint
+from raytrec.planning.dense_work import DenseWork
+from raytrec.planning.held import PlannedTable
+from raytrec.planning.loads import LoadCounter, Loads
+from raytrec.planning.rates import Rates
+from raytrec.planning.step_time import StepTime, step_time
 
 WORTH = 0.01  # of a step: another plan than TorchRec's is to be shorter by as much
 TIE = 0.1  # weight of all parts together: of two steps that wait for the host, the one with less to do

@@ -1,38 +1,15 @@
-"""`raytrec inspect --from-run`: the schema of a run, with statistics of the ids that it has looked up."""
+"""Statistics of the ids that a run has looked up, for its schema."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
-from raytrec.common.errors import RunError
-from raytrec.common.messages import RANKS, RankLine
+from raytrec.common.messages import RankLine
 from raytrec.config.features import resolve_features
-from raytrec.config.run_config import RunConfig, load_config
+from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Statistics
-from raytrec.driver.resume import stored_schema
-from raytrec.tracking.run_folder import CONFIG, RunFolder, existing_run
 
 UNKNOWN = Statistics(mean_length=0, p99_length=0, max_length=0, distinct=0)
-
-
-def read_run_schema(place: str | Path) -> Schema:
-    """Read the schema of a run, with the ids per row that its ranks have recorded.
-
-    Raises:
-        RunError: The folder contains no run, or its ranks have recorded no lookups.
-    """
-    folder = existing_run(place)
-    config, schema = load_config(str(folder / CONFIG)), stored_schema(folder)
-    lengths = recorded_lengths(RunFolder.read(folder).ranks, config, schema)
-    if not lengths:
-        raise RunError(
-            "the run has recorded no lookups since its workers began",
-            where=str(folder / RANKS),
-            expected="lines of its ranks, one for each tracking.every_steps steps",
-            do="train it for longer, with tracking.every_steps",
-        )
-    return with_lengths(config, schema, lengths)
 
 
 def recorded_lengths(lines: Iterable[RankLine], config: RunConfig, schema: Schema) -> dict[str, float]:
@@ -61,7 +38,7 @@ def with_lengths(config: RunConfig, schema: Schema, lengths: Mapping[str, float]
     Args:
         lengths: table → ids per row (recorded_lengths). Features of a table share them as they did before.
     """
-    from raytrec.embeddings.planner.loads import ids_of_features
+    from raytrec.planning.loads import ids_of_features
 
     expected, statistics = ids_of_features(schema, resolve_features(schema, config.model)), {}
     for name, spec in schema.sparse.items():

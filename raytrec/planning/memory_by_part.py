@@ -16,10 +16,10 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tables import DenseOptim
 from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.embeddings.planner.dense_work import DenseWork
-from raytrec.embeddings.planner.footprint import CACHE, GIB, map_share
-from raytrec.embeddings.planner.held import PlannedTable, held, hot_bytes, hot_shares
-from raytrec.embeddings.planner.loads import ID_BYTES, LENGTH_BYTES, VALUE_BYTES, Loads
+from raytrec.planning.dense_work import DenseWork
+from raytrec.planning.footprint import CACHE, GIB, map_share
+from raytrec.planning.held import PlannedTable, held, hot_bytes, hot_shares
+from raytrec.planning.loads import ID_BYTES, LENGTH_BYTES, VALUE_BYTES, Loads
 
 DEVICE, HOST, DISK = TIERS = ("device", "host", "disk")
 IN_FLIGHT = 3  # batches in TorchRec's pipeline: the one that is trained and two that come

@@ -8,10 +8,10 @@ import numpy as np
 
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.embeddings.planner.dense_work import DenseWork
-from raytrec.embeddings.planner.loads import Loads
-from raytrec.embeddings.planner.memory_by_part import batch_bytes, states_of
-from raytrec.embeddings.planner.rates import Rates
+from raytrec.planning.dense_work import DenseWork
+from raytrec.planning.loads import Loads
+from raytrec.planning.memory_by_part import batch_bytes, states_of
+from raytrec.planning.rates import Rates
 
 BUCKET = 25 << 20  # bytes of gradients in one all-reduce (DistributedDataParallel)
 COMPILED_BYTES, COMPILED_LAUNCHES = 0.5, 1 / 3  # of eager layers' (docs/gpu.md)

@@ -7,7 +7,8 @@ from raytrec import cli
 from raytrec.common.errors import RunError
 from raytrec.common.messages import recorded_ranks
 from raytrec.config.schema import Schema
-from raytrec.driver.recorded_lookups import read_run_schema, recorded_lengths, with_lengths
+from raytrec.driver.plan import read_run_schema
+from raytrec.planning.recorded import recorded_lengths, with_lengths
 
 
 @pytest.fixture(scope="module")

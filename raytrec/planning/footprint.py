@@ -6,33 +6,33 @@ memory against its host's, has no files. No torch here, for the driver.
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import bytes_text
-from raytrec.common.storage import in_shell, relative
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
+from raytrec.embeddings.constraints import TableConstraint, table_optimizers
+from raytrec.embeddings.kernels import (
+    CACHING_KERNEL,
+    MMAP_KERNEL,
+    UVM_KERNELS,
+    kernel_on,
+    make_room,
+    memory_filesystem,
+    mmap_folder,
+)
 from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.embeddings.planner.constraints import TableConstraint, table_optimizers
 
 GIB = 1024**3
 DTYPE_BYTES = {"fp32": 4, "fp16": 2}
-UVM_KERNELS = ("fused_uvm", "fused_uvm_caching")
-CACHING_KERNEL = UVM_KERNELS[1]
-MMAP_KERNEL = "fused_mmap"
 # Bytes in a map of managed ids (embeddings/managed/key_map.py), six in ten slots of which are used: of a row
 # (key, sightings, last step, row), and of an id that waits for one.
 ID_BYTES, WAITING_BYTES = 41, 35
 CACHED = 0.2  # of a table's rows, in the GPU's cache of fused_uvm_caching: FBGEMM's default (1.8.0)
 WEIGHTS, STATE, CACHE = "weights", "optimizer state", "cache"
-IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 Constraints = dict[str, TableConstraint]
 
 
@@ -46,17 +46,6 @@ class Footprint(NamedTuple):
     @property
     def total(self) -> int:
         return self.device + self.host + self.disk
-
-
-def kernel_on(device: str, kernel: str | None) -> str | None:
-    """A table's kernel as this device has it; None: the one that keeps all on the device, which on CPU, where
-    there is no other memory, UVM kernels are, too.
-
-    Args:
-        device: cpu or cuda.
-    """
-    places = (*UVM_KERNELS, MMAP_KERNEL) if device == "cuda" else (MMAP_KERNEL,)
-    return kernel if kernel in places else None
 
 
 def parts_of(table: Table, dtype: str, optimizer: str, kernel: str | None = None) -> dict[str, Footprint]:
@@ -127,20 +116,6 @@ def map_share(schema: Schema, world: int) -> int:
         if table.ids
     )
     return -(-sum(of_tables) // world)
-
-
-def kernels_to_choose(config: RunConfig, device: str, managed: bool) -> list[str]:
-    """TorchRec's compute kernels that the planner may choose from on a device, where a table's is not set.
-
-    Args:
-        device: cpu or cuda.
-        managed: of a table with managed ids, which has no cache: initial values of new ids are written to its
-            rows, and a cached row would keep those of the id before.
-    """
-    if device == "cpu":
-        return ["fused"]
-    not_offered = {MMAP_KERNEL, CACHING_KERNEL} if managed else {MMAP_KERNEL}
-    return [kernel for kernel in config.plan.compute_kernels if kernel not in not_offered]
 
 
 def move_to_files(
@@ -214,36 +189,3 @@ def _movable(constraints: Constraints, schema: Schema, config: RunConfig) -> lis
 def _in_file(constraint: TableConstraint) -> TableConstraint:
     kinds = tuple(kind for kind in constraint.sharding if kind != "data_parallel")
     return replace(constraint, kernel=MMAP_KERNEL, sharding=kinds)
-
-
-def mmap_folder(config: RunConfig) -> Path:
-    """Where this machine has these tables' files, which have no names: plan.mmap_dir, else the run folder.
-    Where there is none of that name, the nearest folder above it, which is on the same disk."""
-    folder = Path(config.plan.mmap_dir or config.run.dir or tempfile.gettempdir()).absolute()
-    return next(place for place in (folder, *folder.parents) if place.is_dir())
-
-
-def free_disk(config: RunConfig) -> int:
-    """Bytes that are free there."""
-    return shutil.disk_usage(mmap_folder(config)).free
-
-
-def make_room(config: RunConfig) -> str:
-    """What to do about a disk without room for these tables; in a run that has begun, with --resume."""
-    do, run = "make room, or set plan.mmap_dir to a folder on another disk", Path(config.run.dir or "")
-    begun = config.run.dir and (run / "config.yaml").is_file()
-    return f"{do}; then resume the run: raytrec train --resume {in_shell(relative(run))}" if begun else do
-
-
-def memory_filesystem(folder: Path) -> str | None:
-    """The type of the file system that a folder is on, if that keeps its files in memory; Linux only."""
-    device = os.stat(folder).st_dev
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    of_device = f"{os.major(device)}:{os.minor(device)}"
-    for line in lines:  # ID PARENT MAJOR:MINOR ROOT PLACE OPTIONS … - TYPE SOURCE OPTIONS
-        if line.split()[2] == of_device and (kind := line.partition(" - ")[2].split()[0]) in IN_MEMORY:
-            return kind
-    return None

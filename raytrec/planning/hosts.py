@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from raytrec.compat.ray_core import system_memory
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tables import PlanSection
-from raytrec.embeddings.planner.footprint import GIB, free_disk
-from raytrec.embeddings.planner.machines import bandwidths, known_gpu, network_of
-from raytrec.embeddings.planner.rates import Rates
+from raytrec.embeddings.kernels import free_disk
+from raytrec.planning.footprint import GIB
+from raytrec.planning.machines import bandwidths, known_gpu, network_of
+from raytrec.planning.rates import Rates
 
 if TYPE_CHECKING:  # the driver reads host_memory without torch
     import torch

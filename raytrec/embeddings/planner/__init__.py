@@ -1,1 +1,0 @@
-"""The sharding plan: constraints, costs and the search."""
