@@ -20,13 +20,12 @@ from raytrec.common.memory import give_back, keep_memory
 from raytrec.config.schema import Sparse, Table
 from raytrec.data.columns import Place, Tally, bags, scaled, side_features, single
 from raytrec.data.decode import Faults, decode
+from raytrec.data.examples import CandidatePlace, candidates_of, label_of, task_weights
 from raytrec.data.form import Form, shuffled
 from raytrec.data.fragments import Dataset
 from raytrec.data.hashing import group_keys
 from raytrec.data.order import Item, Part
 from raytrec.data.partitions import folder_column, reserved_array
-from raytrec.data.requests import CandidatePlace, candidates_of
-from raytrec.data.row_weights import label_of, task_weights
 from raytrec.data.transform import Draw, apply_transforms
 
 AHEAD = 2  # items that are decoded before they are asked for, each in a thread

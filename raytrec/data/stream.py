@@ -21,8 +21,7 @@ from raytrec.compat.ray_core import nodes_without_gpus
 from raytrec.compat.ray_data import ask_for_no_nodes, keep_no_statistics, pace_executors, prefer_node
 from raytrec.config.features import Features
 from raytrec.data.assemble import Rows
-from raytrec.data.batch import Batch
-from raytrec.data.collate import Collator
+from raytrec.data.batch import Batch, Collator
 from raytrec.data.decode import Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Item

@@ -5,7 +5,7 @@ from pydantic import TypeAdapter
 
 from raytrec.config.transforms import Transform
 from raytrec.data.assemble import Rows
-from raytrec.data.collate import Collator
+from raytrec.data.batch import Collator
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
 from raytrec.data.rows import read_item

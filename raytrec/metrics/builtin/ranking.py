@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from raytrec.metrics.kinds import ONE_CLASS
-from raytrec.metrics.registry import GroupMetric, metric
+from raytrec.metrics.registry import ONE_CLASS, GroupMetric, metric
 
 if TYPE_CHECKING:
     import torch

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from raytrec.common.collectives import Peers
-from raytrec.metrics.kinds import GroupMetric, Metric, RankedMetric
 from raytrec.metrics.over_ranks.groups import GroupRows, rank_of
 from raytrec.metrics.over_ranks.ranked import Scores
 from raytrec.metrics.over_ranks.slices import Slices, summarize
-from raytrec.metrics.registry import BOUND
+from raytrec.metrics.registry import BOUND, GroupMetric, Metric, RankedMetric
 from raytrec.metrics.selection import Selection
 
 AUC_BYTES = 160  # a row, at most: float64, sorted, with cumulative sums
