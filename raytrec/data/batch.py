@@ -119,7 +119,7 @@ class Collator(Assembler):
     """Puts pieces of rows together as one rank's Batch."""
 
     def __call__(self, pieces: list[Rows], padded_rows: int, global_rows: int, step: int = 0) -> Batch:
-        """Return a Batch of `padded_rows` rows: those of the pieces, then padding; skipped rows are padding, too."""
+        """Return a Batch of `padded_rows` rows: the pieces' rows, then padding. Skipped rows are padding."""
         values = dict(vars(self.assemble(pieces, padded_rows)))
         bags = values.pop("bags")
         sparse = KeyedJaggedTensor(
