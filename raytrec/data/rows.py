@@ -88,14 +88,15 @@ def decode_item(item: Item, form: Form) -> list[pa.Table | DataError]:
     for (path, group), parts in _groups(item):
         try:
             first, last = _span(parts)
-            decoded.append(decode_columns(path, group, first, last - first, form))
+            place = path, group, first, last - first
+            decoded.append(decode_columns(*place, form.columns, form.folders))
         except DataError as error:
             decoded.append(error)
     return decoded
 
 
 def decode_columns(
-    path: str, group: int, first: int, rows: int, form: Form, columns: list[str] | None = None
+    path: str, group: int, first: int, rows: int, names: list[str], folders: Mapping[str, pa.DataType | None]
 ) -> pa.Table:
     """Return columns of rows of a row group: those of the file, and those of its folders' names.
 
@@ -104,24 +105,11 @@ def decode_columns(
         group: Number of the row group.
         first: First row.
         rows: Number of rows.
-        form: How rows are read.
-        columns: Names; None: all that the form reads.
+        names: Columns.
+        folders: Columns that are read from the folders' names, and their types (Form.folders).
 
     Raises:
         DataError: As `decode`.
-    """
-    names = form.columns if columns is None else columns
-    types = {name: form.types.get(name) for name in form.from_folders}
-    return decode_with_folders(path, group, first, rows, names, types)
-
-
-def decode_with_folders(
-    path: str, group: int, first: int, rows: int, names: list[str], folders: Mapping[str, pa.DataType | None]
-) -> pa.Table:
-    """Return columns as `decode_columns`.
-
-    Args:
-        folders: Columns that are read from the folders' names, and their types.
     """
     held = [name for name in names if name not in folders]
     table = decode(path, group, first, rows, held) if held else pa.table([pa.nulls(rows)], [""])

@@ -12,8 +12,9 @@ from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
 from raytrec.data.batch import Batch
 from raytrec.data.stream import Stream
-from raytrec.metrics.over_ranks.evaluation import Counted, TaskRows, place_for
+from raytrec.metrics.over_ranks.evaluation import TaskRows, place_for
 from raytrec.metrics.over_ranks.full_ranking import ranking_of
+from raytrec.metrics.over_ranks.ranked import Counted
 from raytrec.metrics.over_ranks.slices import Names
 from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import ROWS, Sums

@@ -32,4 +32,4 @@ class DirectStream(Stream):
     """A Stream whose read tasks run in this process."""
 
     def _tables(self, items):
-        return (read_item(item, self.dataset.form, self._faults) for item in items)
+        return (read_item(item, self.dataset.form, self.faults) for item in items)

@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from raytrec.common.collectives import Peers
 from raytrec.metrics.over_ranks.groups import GroupRows, rank_of
-from raytrec.metrics.over_ranks.ranked import Scores
+from raytrec.metrics.over_ranks.ranked import Counted, Scores
 from raytrec.metrics.over_ranks.slices import Slices, summarize
 from raytrec.metrics.registry import BOUND, GroupMetric, Metric, RankedMetric
 from raytrec.metrics.selection import Selection
 
 AUC_BYTES = 160  # a row, at most: float64, sorted, with cumulative sums
-
-
-@dataclass(frozen=True)
-class Counted:
-    """Rows of a task that count in it, in host memory.
-
-    Attributes:
-        logits, labels, weights: float32 [n]; weights are above 0; logits [n, C] for C classes.
-        keys: column → int64 [n].
-    """
-
-    logits: torch.Tensor
-    labels: torch.Tensor
-    weights: torch.Tensor
-    keys: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
 
 class TaskRows:
@@ -49,29 +30,24 @@ class TaskRows:
         self._selection, self._task, self._metrics = selection, task, metrics
         self._scores = self._groups = None
         self._slices: dict[str, Slices] = {}
-        grouped = _of_kind(metrics, GroupMetric)
-        item = about.item if any(metric.needs_item for metric in grouped) else None
-        self.columns = list(dict.fromkeys([about.group] * bool(grouped) + [item] * bool(item)))
+        columns: list[str] = []
         if about.outputs == 1:
+            how = about.loss.predict, settings.max_exact_rows
             # Metrics, or their curves, that need rows in the order of their predictions.
             if any(issubclass(m, RankedMetric) or m.ranked_curve is not Metric.ranked_curve for m in metrics):
-                self._scores = Scores(about.loss.predict, settings.max_exact_rows)
-            if grouped:
-                self._groups = GroupRows(about.loss.predict, settings.max_exact_rows, about.group, item)
-            self._slices = {
-                name: Slices(about.loss.predict, settings.max_exact_rows) for name in settings.slices
-            }
-            self.columns = list(dict.fromkeys([*self.columns, *settings.slices]))
-        self.needed = bool(self._scores or self._groups or self._slices)
+                self._scores = Scores(*how)
+            if grouped := _of_kind(metrics, GroupMetric):
+                columns = [about.group, *[about.item] * any(metric.needs_item for metric in grouped)]
+                self._groups = GroupRows(*how, columns)
+            self._slices = {name: Slices(*how, [name]) for name in settings.slices}
+        self.columns = list(dict.fromkeys([*columns, *self._slices]))
+        self._kept = [kept for kept in (self._scores, self._groups, *self._slices.values()) if kept]
+        self.needed = bool(self._kept)
 
     def add(self, rows: Counted) -> None:
-        """Adds rows."""
-        if self._scores:
-            self._scores.add(rows.logits, rows.labels, rows.weights)
-        if self._groups:
-            self._groups.add(rows.logits, rows.labels, rows.weights, rows.keys)
-        for column, slices in self._slices.items():
-            slices.add(rows.logits, rows.labels, rows.weights, rows.keys[column])
+        """Add rows."""
+        for kept in self._kept:
+            kept.add(rows)
 
     def figures(self, peers: Peers, place: torch.device) -> tuple[dict[str, float | None], dict]:
         """Figures by their keys, and curves (evaluate.Curves), the same on all ranks; a collective."""

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from raytrec.common.collectives import Peers
+from raytrec.common.formatting import null_nonfinite
 from raytrec.metrics.over_ranks.groups import auc_of_groups, rank_of
-from raytrec.metrics.over_ranks.ranked import BoundedRows, bins_of, midpoints
+from raytrec.metrics.over_ranks.ranked import BoundedRows, bins_of, midpoints, put_together
 
 if TYPE_CHECKING:
     from raytrec.data.batch import Batch
@@ -63,13 +64,7 @@ def _put_together(keys: torch.Tensor, predictions: torch.Tensor, *sums: torch.Te
     keys and predictions: of positive weights, negative weights, weighted predictions, and rows."""
     order = predictions.argsort(descending=True)
     order = order[keys[order].argsort(stable=True)]
-    keys, predictions = keys[order], predictions[order]
-    new = torch.ones_like(keys, dtype=torch.bool)
-    new[1:] = (keys[1:] != keys[:-1]) | (predictions[1:] != predictions[:-1])
-    places = new.cumsum(0) - 1
-    first = new.nonzero().squeeze(1)
-    added = (torch.zeros_like(first, dtype=x.dtype).index_add_(0, places, x[order]) for x in sums)
-    return [keys[first], predictions[first], *added]
+    return put_together(order, [keys, predictions], sums)
 
 
 @dataclass(frozen=True)
@@ -117,14 +112,10 @@ class SliceFigures:
         columns = torch.stack([values, self.rows, *self.figures.values()], 1)
         found = zip(*(x.tolist() for x in peers.gather([columns[order], self.keys[order]])), strict=True)
         return [
-            {"key": key, "rows": int(rows), **self._named(figures)}
+            {"key": key, "rows": int(rows)} | null_nonfinite(dict(zip(self.figures, figures, strict=True)))
             for (value, rows, *figures), key in sorted(found, key=lambda row: (row[0][0], row[1]))
             if isfinite(value)
         ][:SHOWN_SLICES]
-
-    def _named(self, figures: list[float]) -> dict[str, float | None]:
-        known = zip(self.figures, figures, strict=True)
-        return {name: value if isfinite(value) else None for name, value in known}
 
 
 def summarize(found: SliceFigures, peers: Peers, names: Mapping[int, str]) -> dict[str, Any]:
