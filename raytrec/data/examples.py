@@ -8,12 +8,19 @@ from functools import cache
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import scalar
 from raytrec.data.arrow import is_list, one_array, unnest
-from raytrec.data.columns import Place, first_unlike, numbers, numbers_or_none, rows_of
+from raytrec.data.columns import (
+    Place,
+    first_null,
+    first_true,
+    first_unlike,
+    numbers,
+    numbers_or_none,
+    rows_of,
+)
 from raytrec.data.form import Form
 
 # A label's values float32 [n], and in which rows there is one, bool [n]; None: in all.
@@ -38,8 +45,7 @@ def label_of(column: pa.ChunkedArray, name: str, form: Form, place: Place) -> La
     wrong, kind = (values < low) | (values > high), "number"
     if name in form.plan.whole_labels:
         wrong, kind = wrong | (values != np.floor(values)), "whole number"
-    if wrong.any():
-        row = int(wrong.argmax())
+    if (row := first_true(wrong)) is not None:
         raise DataError(
             f"label '{name}' is {values[row]:g}",
             where=place.of(name, row),
@@ -83,8 +89,7 @@ def task_weights(table: pa.Table, labels: dict[str, Label], form: Form, place: P
 
 def _factors(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
     values = numbers(column, name, place)
-    if (values < 0).any():
-        row = int((values < 0).argmax())
+    if (row := first_true(values < 0)) is not None:
         raise DataError(
             f"sample weight '{name}' is {values[row]:g}",
             where=place.of(name, row),
@@ -98,9 +103,7 @@ def _factors(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
 def _mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
     """Where a column is 1; a null is not."""
     values, _ = numbers_or_none(column, name, place)
-    wrong = (values != 0) & (values != 1)
-    if wrong.any():
-        row = int(wrong.argmax())
+    if (row := first_true((values != 0) & (values != 1))) is not None:
         raise DataError(
             f"mask '{name}' is {values[row]:g}",
             where=place.of(name, row),
@@ -144,8 +147,7 @@ def candidates_of(table: pa.Table, form: Form, place: Place) -> tuple[pa.Table, 
     lists |= {name: None for name in of_tasks if is_list(table[name].type)}
     for name in lists:
         array = one_array(table[name])
-        if array.null_count:
-            row = pc.index(array.is_null(), True).as_py()
+        if (row := first_null(array)) is not None:
             raise DataError(
                 f"column '{name}' has a null in place of a list",
                 where=place.of(name, row),

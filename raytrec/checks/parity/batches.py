@@ -151,14 +151,17 @@ def local_batch(
     """
     longest = max(b - a for a, b in pairwise(bounds))
     part = batch[bounds[rank] : bounds[rank + 1]]
-    padding = longest - len(part)
+
+    def padded(rows: torch.Tensor | None) -> torch.Tensor | None:
+        return None if rows is None else pad(rows, (0, 0, 0, longest - len(part)))
+
     features = features or resolve_features(schema)
     orders = {f: _recent_first(part.bags[f][1], features.sequences.get(f)) for f in schema.sparse}
     bags = [tuple(values[orders[f]] for values in part.bags[f]) for f in schema.sparse]
     lengths = [torch.bincount(bag, minlength=longest) for _, bag, _ in bags]
     weights = torch.cat([weights for _, _, weights in bags]) if schema.has_weights else None
     return Batch(
-        pad(part.dense, (0, 0, 0, padding)),
+        padded(part.dense),
         KeyedJaggedTensor(
             features.keys,
             torch.cat([ids for ids, _, _ in bags]),
@@ -166,11 +169,11 @@ def local_batch(
             lengths=torch.cat(lengths).int(),
             length_per_key=[len(ids) for ids, _, _ in bags],
         ),
-        pad(part.labels, (0, 0, 0, padding)),
-        torch.cat([torch.ones(len(part)), torch.zeros(padding)]),
+        padded(part.labels),
+        (torch.arange(longest) < len(part)).float(),
         len(batch),
-        task_weights=None if part.weights is None else pad(part.weights, (0, 0, 0, padding)),
-        keys=None if part.keys is None else pad(part.keys, (0, 0, 0, padding)),
+        task_weights=padded(part.weights),
+        keys=padded(part.keys),
         side_features={f: part.side_features[f][orders[f]] for f in features.side_features} or None,
     )
 

@@ -41,7 +41,8 @@ class TaskRows:
                 self._groups = GroupRows(*how, columns)
             self._slices = {name: Slices(*how, [name]) for name in settings.slices}
         self.columns = list(dict.fromkeys([*columns, *self._slices]))
-        self._kept = [kept for kept in (self._scores, self._groups, *self._slices.values()) if kept]
+        kept: list[Any] = [self._scores, self._groups, *self._slices.values()]
+        self._kept = [each for each in kept if each]
         self.needed = bool(self._kept)
 
     def add(self, rows: Counted) -> None:
