@@ -37,8 +37,8 @@ from raytrec.tasks.losses import Kind
 if TYPE_CHECKING:
     import torch
 
-    from raytrec.metrics.over_ranks.groups import Groups
-    from raytrec.metrics.over_ranks.ranked import Ranked
+    from raytrec.metrics.groups import Groups
+    from raytrec.metrics.ranked import Ranked
     from raytrec.tasks.outputs import TaskOutputs
 
 Direction = Literal["higher", "lower", "closer to 1"]
@@ -175,7 +175,7 @@ class GroupMetric(Metric):
     @classmethod
     def weights(cls, groups: Groups) -> torch.Tensor:
         """How much each group counts, float64 [G]: the mean weight of its rows, 1 without sample weights."""
-        return groups.mean_weights
+        return groups.add(groups.weights) / groups.sizes
 
     @classmethod
     def sums(cls, groups: Groups) -> dict[str, torch.Tensor]:

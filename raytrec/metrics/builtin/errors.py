@@ -12,7 +12,7 @@ from raytrec.tasks.losses import Kind
 if TYPE_CHECKING:
     import torch
 
-    from raytrec.metrics.over_ranks.ranked import Ranked
+    from raytrec.metrics.ranked import Ranked
     from raytrec.tasks.outputs import TaskOutputs
 
 ETA = 1e-12  # TorchRec's bound on probabilities inside logarithms

@@ -10,7 +10,7 @@ from raytrec.metrics.registry import ONE_CLASS, GroupMetric, metric
 if TYPE_CHECKING:
     import torch
 
-    from raytrec.metrics.over_ranks.groups import Groups
+    from raytrec.metrics.groups import Groups
 
 
 @metric("recall", title="recall at {k}", label="recall@{k}", better="higher", at_k=True)

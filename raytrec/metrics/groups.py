@@ -14,7 +14,7 @@ import torch
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import os_errors
 from raytrec.embeddings.hashing import hash_bits
-from raytrec.metrics.over_ranks.ranked import Counted, starts_of_runs
+from raytrec.metrics.ranked import Counted, starts_of_runs
 
 RELEVANT = 0.5  # a label above it is positive
 DISK_PARTS = 64  # into which rows on disk are divided by their keys
@@ -72,11 +72,6 @@ class Groups:
         return self.add(torch.ones_like(self.weights))
 
     @cached_property
-    def mean_weights(self) -> torch.Tensor:
-        """The mean weight of each group's rows, float64 [G]."""
-        return self.add(self.weights) / self.sizes
-
-    @cached_property
     def ranks(self) -> torch.Tensor:
         """Each row's place in its group, int64 [N], from 1."""
         starts = self.sizes.cumsum(0) - self.sizes
@@ -98,8 +93,7 @@ class Groups:
         return values_N[order[self.of[order].argsort(stable=True)]]
 
     def auc(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the AUC of each group, ties counted half and rows by their weights, float64 [G]; which groups have
-        positive and negative rows, bool [G])."""
+        """Return `auc_of_groups` of these, rows by their weights."""
         positive, negative = self.weights * self.relevant, self.weights * ~self.relevant
         return auc_of_groups(self.of, self.count, self.predictions, positive, negative)
 
