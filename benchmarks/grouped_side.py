@@ -89,7 +89,7 @@ def build(rank: int, world: int, case: str, grouped: bool) -> tuple[Any, Iterato
     from raytrec.config.run_config import RunConfig
     from raytrec.config.schema import Schema
     from raytrec.data.assemble import Rows
-    from raytrec.data.collate import Collator
+    from raytrec.data.batch import Collator
     from raytrec.data.columns import Place
     from raytrec.data.form import Form
     from raytrec.data.read_plan import ReadPlan

@@ -39,8 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raytrec.data.assemble import Rows
-from raytrec.data.batch import Batch
-from raytrec.data.collate import Collator
+from raytrec.data.batch import Batch, Collator
 from raytrec.data.form import Form
 from raytrec.data.read_plan import ReadPlan
 from raytrec.metrics.selection import Selection

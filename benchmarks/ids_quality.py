@@ -140,7 +140,7 @@ def auc_of(ratings: Ratings, kind: str, share: float, seed: int) -> float:
 
 def _batches(form: Any, codes: list[np.ndarray], pairs: np.ndarray, labels: np.ndarray) -> Iterator[Any]:
     from raytrec.data.assemble import Rows
-    from raytrec.data.collate import Collator
+    from raytrec.data.batch import Collator
 
     collate = Collator(form)
     for number, first in enumerate(range(0, len(labels), BATCH)):

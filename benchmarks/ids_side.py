@@ -51,7 +51,7 @@ class Side:
     def __init__(self, rank: int, world: int, ids: str, new_share: float):
         from raytrec.config.run_config import RunConfig
         from raytrec.config.schema import Schema
-        from raytrec.data.collate import Collator
+        from raytrec.data.batch import Collator
         from raytrec.data.form import Form
         from raytrec.data.read_plan import ReadPlan
         from raytrec.worker.build import build_step
@@ -163,7 +163,7 @@ def resume(rank: int, world: int, root: str, first: int, saves: list[int]) -> tu
 def _distinct(form: Any, rank: int, world: int, first: int) -> Iterator[Any]:
     """This rank's batches from step `first` on, of ids that are functions of the step alone."""
     from raytrec.data.assemble import Rows
-    from raytrec.data.collate import Collator
+    from raytrec.data.batch import Collator
 
     collate, size = Collator(form), RESUME_ROWS // world
     places = np.arange(rank * size, (rank + 1) * size)

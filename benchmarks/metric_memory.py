@@ -41,7 +41,8 @@ def evaluate(rank: int, store: str, rows: int, exact_rows: int | None, metrics: 
 
     from raytrec.common.collectives import Peers
     from raytrec.config.evaluation import EvalSection
-    from raytrec.metrics.over_ranks.evaluation import Counted, TaskRows
+    from raytrec.metrics.evaluation import TaskRows
+    from raytrec.metrics.ranked import Counted
     from raytrec.metrics.selection import Selection
     from raytrec.tasks.losses.bce import BinaryCrossEntropy
     from raytrec.tasks.task import Task

@@ -44,7 +44,7 @@ def raytrec_of(shape: dict[str, Any], rank: int, world: int) -> tuple[Any, Itera
     from raytrec.config.run_config import RunConfig
     from raytrec.config.schema import Schema
     from raytrec.data.assemble import Rows
-    from raytrec.data.collate import Collator
+    from raytrec.data.batch import Collator
     from raytrec.data.form import Form
     from raytrec.data.read_plan import ReadPlan
     from raytrec.worker.build import build_step

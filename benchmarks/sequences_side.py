@@ -46,7 +46,7 @@ def build(rank: int, world: int, length: int | None, ids: int) -> tuple[Any, Ite
     from raytrec.config.run_config import RunConfig
     from raytrec.config.schema import Schema
     from raytrec.data.assemble import Rows
-    from raytrec.data.collate import Collator
+    from raytrec.data.batch import Collator
     from raytrec.data.form import Form
     from raytrec.data.read_plan import ReadPlan
     from raytrec.worker.build import build_step

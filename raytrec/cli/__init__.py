@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: Default: those of the command line; the process then ends here.
     """
     from raytrec.common.processes import ends_at_once, take_hangup_as_sigterm
-    from raytrec.common.streams import lasting_streams
+    from raytrec.common.terminal import lasting_streams
 
     if arguments is None:
         take_hangup_as_sigterm()

@@ -1,19 +1,21 @@
-"""Consoles whose text is not markup.
+"""Consoles whose text is not markup, on streams that outlast their terminal, reader or disk.
 
 Names of runs, tables and folders may have [brackets] and :words:.
 """
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
-from typing import TextIO, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
 
 from raytrec.common.redaction import hide
-from raytrec.common.streams import LastingStream
 
 # Escapes move the cursor, set titles and more; rich itself takes away bells and carriage returns.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -33,3 +35,63 @@ def plain(text: object) -> str:
 def bold(text: object) -> Text:
     """Text in bold."""
     return Text(plain(text), style="bold")
+
+
+class LastingStream:
+    """A text stream whose terminal, reader or disk may go away: further text is dropped, and no error raised.
+
+    Characters that the stream's encoding lacks are replaced.
+
+    Args:
+        current: Returns the stream of the moment; None: there is no stream.
+
+    Attributes:
+        error: The last error of the stream; None if all text was written.
+    """
+
+    def __init__(self, current: Callable[[], TextIO | None]):
+        self._current = current
+        self.error: Exception | None = None
+
+    def write(self, text: str) -> int:
+        """Write text, or drop it if that is not possible."""
+        stream = self._current()
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        with self._dropped():
+            if stream is not None:
+                stream.write(text.encode(encoding, "replace").decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write text that is still in memory."""
+        with self._dropped():
+            if (stream := self._current()) is not None:
+                stream.flush()
+
+    @contextmanager
+    def _dropped(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
+            self.error = error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._current(), name)
+
+
+@contextmanager
+def lasting_streams() -> Iterator[None]:
+    """Let no output raise an error in this block; exit with 1 after it if stdout did not take a result."""
+    before = out, err = sys.stdout, sys.stderr
+    lasting = LastingStream(lambda: out)
+    sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", (lasting, LastingStream(lambda: err)))
+    try:
+        yield
+    finally:
+        lasting.flush()
+        is_lost = lasting.error and getattr(lasting.error, "errno", None) != errno.EPIPE
+        if is_lost:  # not if the reader has ended, as `head` does
+            print(f"error: the output is incomplete: {lasting.error}", file=sys.stderr)
+        sys.stdout, sys.stderr = before
+        if is_lost:
+            sys.exit(1)

@@ -1,1 +1,1 @@
-"""From Parquet to batches. No torch up to collate.py."""
+"""From Parquet to batches. Torch from assemble.py on."""

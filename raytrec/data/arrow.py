@@ -81,14 +81,7 @@ def _leaves(name: str, kind: pa.DataType) -> list[str]:
 
 def type_at(schema: pa.Schema, path: Path) -> pa.DataType:
     """The type that `column_at` gives."""
-    return _type(schema.field(path[0]).type, path[1:])
-
-
-def _type(kind: pa.DataType, steps: Path) -> pa.DataType:
-    if not steps:
-        return kind
-    inner = _type(_fields(kind)[steps[0]].type, steps[1:])
-    return inner if types.is_struct(kind) else pa.list_(inner)
+    return _at(pa.nulls(0, schema.field(path[0]).type), path[1:]).type
 
 
 def select_schema(schema: pa.Schema, names: list[str]) -> pa.Schema:

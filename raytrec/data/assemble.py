@@ -112,10 +112,6 @@ class Rows:
         """Its rows of a matrix."""
         return self.chunk.matrices[name][self.first : self.last]
 
-    def present(self) -> np.ndarray | None:
-        """Which of its rows there are; None: all."""
-        return None if self.chunk.present is None else self.chunk.present[self.first : self.last]
-
     def reserved(self) -> pa.RecordBatch:
         """Its rows of the reserved columns."""
         return self.chunk.reserved.slice(self.first, self.last - self.first)
@@ -147,12 +143,11 @@ class Assembler:
         pin_memory: bool = False,
         part: tuple[int, int] | None = None,
     ):
-        self._part = part
         features = features or resolve_features(form.schema)
-        schema, self._pin_memory = features.schema, pin_memory
+        schema, self._pin_memory, self._part = features.schema, pin_memory, part
         self._form, self._weighted, self._sequences = form, schema.has_weights, features.sequences
         self._side_features = features.side_features
-        self._features, self._keys = list(schema.sparse), features.keys
+        self._keys = features.keys
         self._column = {name: i for i, name in enumerate(form.singles)}
         self._all_single = form.singles == self._keys
         self._counted_by = next(iter(form.schema.of_candidates(form.schema.sparse)), None)
@@ -168,26 +163,23 @@ class Assembler:
 
     def assemble(self, pieces: list[Rows], padded_rows: int) -> Assembled:
         """`padded_rows` rows; those after the pieces' rows, and skipped rows, are padding."""
-        rows = sum(len(piece) for piece in pieces)
-        matrices = {name: self._matrix(name, pieces, rows, padded_rows) for name in self._matrices}
+        whole = _Joined(pieces)
+        matrices = {name: self._matrix(name, whole, padded_rows) for name in self._matrices}
         weights, values = self._memory(padded_rows, torch.float32)
-        values[:rows], values[rows:] = 1, 0
-        present = None
-        if rows and pieces[0].present() is not None:
-            present = np.concatenate([piece.present() for piece in pieces])
-            values[:rows] = present
-        lists = _Lists(pieces)
+        present = whole.present()
+        values[: whole.rows] = 1 if present is None else present
+        values[whole.rows :] = 0
         if self._counted_by:
-            matrices |= self._candidates(lists, rows)
+            matrices |= self._candidates(whole)
         side_features = {
             name: self._joined([], torch.float64, width) for name, width in self._side_features.items()
         }
         return Assembled(
             matrices["dense"],
-            self._with_every_id(self._bags(pieces, lists, rows, padded_rows, side_features)),
+            self._with_every_id(self._bags(whole, padded_rows, side_features)),
             matrices["labels"],
             weights,
-            self._changed(lists),
+            self._changed(whole),
             matrices["task_weights"],
             matrices["keys"],
             self._reserved(pieces, present) if self._form.plan.reserved.columns else None,
@@ -196,11 +188,12 @@ class Assembler:
             matrices.get("dense_of_candidates"),
         )
 
-    def _candidates(self, lists: _Lists, rows: int) -> dict[str, torch.Tensor | None]:
+    def _candidates(self, whole: _Joined) -> dict[str, torch.Tensor | None]:
         """What each candidate of the rows has, and its row."""
-        counts = lists.lengths(f"ids.{self._counted_by}") if rows else np.zeros(0, np.int32)
-        widths, count = self._form.of_candidates, int(counts.sum())
-        flat = np.concatenate(lists.values("candidates")) if rows and sum(widths) else np.zeros(0, np.float32)
+        rows, widths = whole.rows, self._form.of_candidates
+        counts = whole.lengths(f"ids.{self._counted_by}") if rows else np.zeros(0, np.int32)
+        count = int(counts.sum())
+        flat = np.concatenate(whole.values("candidates")) if rows and sum(widths) else np.zeros(0, np.float32)
         columns = np.split(flat.reshape(count, sum(widths)), np.cumsum(widths)[:2], axis=1)
         requests, values = self._memory(count, torch.int64)
         values[:] = np.repeat(np.arange(rows), counts)
@@ -212,20 +205,20 @@ class Assembler:
             found[name] = tensor if width or name != "task_weights" else None
         return found
 
-    def _matrix(self, name: str, pieces: list[Rows], rows: int, padded_rows: int) -> torch.Tensor | None:
+    def _matrix(self, name: str, whole: _Joined, padded_rows: int) -> torch.Tensor | None:
         """The rows of a matrix one after the other, then 0; all 0 where the rows have none."""
         if self._matrices[name] is None:
             return None
         width, dtype = self._matrices[name]
         tensor, values = self._memory((padded_rows, width), dtype)
-        filled = rows if rows and width and name in pieces[0].chunk.matrices else 0
+        filled = whole.rows if width and whole.has(name) else 0
         if filled and name == "dense" and self._dense_places is not None:
             values[:] = 0
-            values[:filled, self._dense_places] = np.concatenate([piece.matrix(name) for piece in pieces])
+            values[:filled, self._dense_places] = whole.matrix(name)
             return tensor
         values[filled:] = 0
         if filled:
-            np.concatenate([piece.matrix(name) for piece in pieces], out=values[:filled])
+            whole.matrix(name, out=values[:filled])
         return tensor
 
     def _reserved(self, pieces: list[Rows], present: np.ndarray | None) -> pa.Table:
@@ -246,35 +239,28 @@ class Assembler:
         tensor = torch.empty(shape, dtype=dtype, pin_memory=self._pin_memory)
         return tensor, tensor.numpy()
 
-    def _changed(self, lists: _Lists) -> torch.Tensor | None:
+    def _changed(self, whole: _Joined) -> torch.Tensor | None:
         """Σ of the counts that rows of the batch carry: int64 [2, sparse features that are read]."""
         if not self._form.counts_changes:
             return None
         read = len(self._form.schema.sparse)
         if not read:
             return torch.zeros(2, 0, dtype=torch.int64)
-        counts = [np.zeros(2 * read, np.int64), *lists.values("changed")]
-        flat = np.concatenate(counts, dtype=np.int64)
+        flat = np.concatenate([np.zeros(2 * read, np.int64), *whole.values("changed")], dtype=np.int64)
         return torch.from_numpy(flat.reshape(-1, 2, read).sum(0))
 
-    def _bags(
-        self,
-        pieces: list[Rows],
-        lists: _Lists,
-        rows: int,
-        padded_rows: int,
-        side_features: dict[str, torch.Tensor],
-    ) -> Bags:
+    def _bags(self, whole: _Joined, padded_rows: int, side_features: dict[str, torch.Tensor]) -> Bags:
         """The ids of rows.
 
         Args:
             side_features: those of sequences are put here.
         """
+        rows = whole.rows
         flat, lengths = self._memory(len(self._keys) * padded_rows, torch.int32)
         lengths = lengths.reshape(len(self._keys), padded_rows)
         lengths[:, rows:] = 0
         ids, weights = [], []
-        singles = np.concatenate([p.matrix("ids") for p in pieces]) if rows and self._column else None
+        singles = whole.matrix("ids") if rows and self._column else None
         no_id = self._form.no_id
         some_missing = singles is not None and singles.min() <= no_id
         if rows and self._all_single:
@@ -300,23 +286,19 @@ class Assembler:
                     column = column[column > no_id]
                 ids.append(column)
             else:
-                out[:] = lists.lengths(f"ids.{name}")
-                ids += lists.values(f"ids.{name}")
+                out[:] = whole.lengths(f"ids.{name}")
+                ids += whole.values(f"ids.{name}")
             if self._weighted and self._form.schema.sparse[name].weights:
-                weights += lists.values(f"weights.{name}")
+                weights += whole.values(f"weights.{name}")
             elif self._weighted:
                 weights.append(np.ones(out.sum(), np.float32))
             if name in self._sequences:
                 order, out[:] = recent_first(out, self._sequences[name])
                 for parts, first in (ids, first_ids), (weights, first_weights):
                     parts[first:] = [np.concatenate(part)[order] for part in [parts[first:]] if part]
-                if name in side_features:
-                    beside = np.concatenate(lists.values(f"side_features.{name}")).reshape(
-                        -1, self._side_features[name]
-                    )
-                    side_features[name] = self._joined(
-                        [beside[order]], torch.float64, self._side_features[name]
-                    )
+                if width := self._side_features.get(name):
+                    beside = np.concatenate(whole.values(f"side_features.{name}")).reshape(-1, width)
+                    side_features[name] = self._joined([beside[order]], torch.float64, width)
         return Bags(
             self._keys,
             self._joined(ids, torch.int64),
@@ -330,12 +312,8 @@ class Assembler:
         """Bags of features that have every id once in a global batch, in place of none."""
         if self._part is None or not self._form.every_id:
             return bags
-        (rank, world), rows = self._part, bags.rows
-        ids, lengths, counts = (
-            list(bags.ids.split(bags.counts)),
-            bags.lengths.view(-1, rows),
-            list(bags.counts),
-        )
+        (rank, world), rows, counts = self._part, bags.rows, list(bags.counts)
+        ids, lengths = list(bags.ids.split(counts)), bags.lengths.view(-1, rows)
         for name, count in self._form.every_id.items():
             bounds = np.arange(rank * rows, (rank + 1) * rows + 1) * count // (world * rows)
             key, of_rows = self._keys.index(name), np.diff(bounds)
@@ -343,10 +321,10 @@ class Assembler:
             lengths[key] = torch.from_numpy(of_rows)
         whole, values = self._memory(sum(counts), torch.int64)
         np.concatenate([part.numpy() for part in ids], out=values)
-        weights = None if bags.weights is None else self._memory(sum(counts), torch.float32)[0].fill_(1)
-        if weights is not None:
-            of_keys = zip(bags.weights.split(bags.counts), weights.split(counts), strict=True)
-            for before, after in of_keys:
+        weights = None
+        if bags.weights is not None:
+            weights = self._memory(sum(counts), torch.float32)[0].fill_(1)
+            for before, after in zip(bags.weights.split(bags.counts), weights.split(counts), strict=True):
                 after[: len(before)] = before
         return replace(bags, ids=whole, weights=weights, counts=counts)
 
@@ -359,13 +337,32 @@ class Assembler:
         return joined
 
 
-class _Lists:
-    """The list columns of pieces of rows."""
+class _Joined:
+    """Pieces of rows, one after the other.
+
+    Attributes:
+        rows: of all.
+    """
 
     def __init__(self, pieces: list[Rows]):
+        self._pieces, self.rows = pieces, sum(map(len, pieces))
         self._places = pieces[0].chunk.lists if pieces else {}
         self._values = [piece.values() for piece in pieces]
-        self._lengths = np.concatenate([p.matrix("lengths") for p in pieces]) if pieces else None
+        self._lengths = self.matrix("lengths") if pieces else None
+
+    def has(self, name: str) -> bool:
+        """Return True if there are rows, and they have this matrix."""
+        return self.rows > 0 and name in self._pieces[0].chunk.matrices
+
+    def matrix(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
+        """Return a matrix, [rows, columns]."""
+        return np.concatenate([piece.matrix(name) for piece in self._pieces], out=out)
+
+    def present(self) -> np.ndarray | None:
+        """Return which rows there are, bool [rows]; None: all."""
+        if not self.rows or self._pieces[0].chunk.present is None:
+            return None
+        return np.concatenate([p.chunk.present[p.first : p.last] for p in self._pieces])
 
     def values(self, name: str) -> list[np.ndarray]:
         """A column's values, for each piece."""

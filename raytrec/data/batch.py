@@ -1,4 +1,4 @@
-"""Batch: what one rank's step reads."""
+"""Batch: the tensors that one rank's step reads, and how rows become one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from raytrec.config.evaluation import TowerName
+from raytrec.data.assemble import Assembler, Rows
 
 
 class NewRows(NamedTuple):
@@ -46,7 +47,7 @@ class Batch(Pipelineable):
             ids, of row groups that were read on the way; None where no table takes ids out of range.
         task_weights: float32 [B, T], each row's factor in each task, in the order of the configuration: its
             sample weight, and 0 for padding, without a label of the task, and where the task's mask excludes
-            it (raytrec/data/row_weights.py). None: `weights` is that of every task.
+            it (raytrec/data/examples.py). None: `weights` is that of every task.
         keys: int64 [B, K], of each column in Reserved.keys: integers as they are, other values by a hash
             (raytrec/data/hashing.py); 0 for padding.
         reserved: the columns in Reserved.columns, of the rows whose `weights` are 1, in their order;
@@ -112,3 +113,22 @@ class Batch(Pipelineable):
         """A copy of which everything that a device reads went through a function."""
         sides = self.side_features and {name: move(s) for name, s in self.side_features.items()}
         return replace(self, side_features=sides, **{name: move(p) for name, p in self._moved().items()})
+
+
+class Collator(Assembler):
+    """Puts pieces of rows together as one rank's Batch."""
+
+    def __call__(self, pieces: list[Rows], padded_rows: int, global_rows: int, step: int = 0) -> Batch:
+        """Return a Batch of `padded_rows` rows: the pieces' rows, then padding. Skipped rows are padding."""
+        values = dict(vars(self.assemble(pieces, padded_rows)))
+        bags = values.pop("bags")
+        sparse = KeyedJaggedTensor(
+            bags.keys,
+            bags.ids,
+            bags.weights,
+            lengths=bags.lengths,
+            stride=bags.rows,
+            # Else TorchRec adds up the lengths on the device and waits for it, at every step.
+            length_per_key=bags.counts,
+        )
+        return Batch(sparse=sparse, global_rows=global_rows, step=step, **values)

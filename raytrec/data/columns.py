@@ -45,8 +45,7 @@ def numbers(
         also: what else can be done about a null.
     """
     array = one_array(column)
-    if array.null_count:
-        row = pc.index(array.is_null(), True).as_py()
+    if (row := first_null(array)) is not None:
         raise DataError(
             f"column '{name}' has a null",
             where=place.of(name, row),
@@ -106,10 +105,18 @@ def _as_floats(array: pa.Array, dtype: type) -> np.ndarray:
     return array.cast(pa.from_numpy_dtype(dtype), safe=False).to_numpy(zero_copy_only=False)
 
 
+def first_null(array: pa.Array) -> int | None:
+    """Return the place of the first null, or None."""
+    return pc.index(array.is_null(), True).as_py() if array.null_count else None
+
+
+def first_true(wrong: np.ndarray) -> int | None:
+    """Return the place of the first True, or None."""
+    return int(wrong.argmax()) if wrong.any() else None
+
+
 def _finite(values: np.ndarray, name: str, place: Place, rows: Callable[[int], int] = int) -> None:
-    finite = np.isfinite(values)
-    if not finite.all():
-        at = int(finite.argmin())
+    if (at := first_true(~np.isfinite(values))) is not None:
         raise DataError(
             f"column '{name}' has {values[at]:g}".replace("nan", "NaN"),
             where=place.of(name, rows(at)),
@@ -166,8 +173,7 @@ def bags(
     """
     offsets, flat = unnest(_whole_floats(one_array(column), name, spec, place))
     rows = rows_of(offsets)
-    if flat.null_count:
-        at = pc.index(flat.is_null(), True).as_py()
+    if (at := first_null(flat)) is not None:
         raise DataError(
             f"feature '{name}' has a null inside a list",
             where=place.of(name, rows(at)),
@@ -196,8 +202,7 @@ def _one_for_each(
             where=place.of(name, row),
             expected="one value for each id",
         )
-    if flat.null_count:
-        at = pc.index(flat.is_null(), True).as_py()
+    if (at := first_null(flat)) is not None:
         raise DataError(
             f"column '{name}' has a null inside a list",
             where=place.of(name, rows_of(offsets)(at)),
@@ -242,8 +247,7 @@ def _whole_floats(array: pa.Array, name: str, spec: Sparse, place: Place) -> pa.
     values = _as_floats(array, np.float64)
     missing = np.isnan(values)
     exact = missing | ((np.abs(values) < EXACT) & (values == np.floor(values)))
-    if not exact.all():
-        row = int(exact.argmin())
+    if (row := first_true(~exact)) is not None:
         column = scalar(spec.column or name)
         raise DataError(
             f"feature '{name}' has {values[row]:.17g}",

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -36,7 +36,7 @@ VERSIONS = ("ETag", "crc32c", "generation")  # of an object's metadata in a stor
 
 @dataclass(frozen=True)
 class Content:
-    """What one file holds.
+    """What one file holds; equal ones hold the same, wherever and whenever they were written.
 
     Attributes:
         name: without its folder, but with the columns in folders' names; of a vocabulary, its key.
@@ -54,13 +54,9 @@ class Content:
     size: int
     footer: str
     data: str
-    whole: bool
-    modified_ns: int | None = None
-    version: str | None = None
-
-    def same_as(self, other: Content) -> bool:
-        """Whether both hold the same, wherever and whenever they were written."""
-        return self._counted() == other._counted()
+    whole: bool = field(compare=False)
+    modified_ns: int | None = field(default=None, compare=False)
+    version: str | None = field(default=None, compare=False)
 
     def written_again(self, other: Content) -> bool:
         """Whether this is the same content only by samples."""
@@ -79,9 +75,6 @@ class Content:
             return "another footer: its columns' sizes or statistics have changed"
         return "as many rows and bytes as before, but other values"
 
-    def _counted(self) -> tuple:
-        return self.name, self.groups, self.size, self.footer, self.data
-
 
 def look(dataset: Dataset) -> list[Content]:
     """What the files of a dataset hold, in their order, and then its transforms' vocabularies.
@@ -92,20 +85,16 @@ def look(dataset: Dataset) -> list[Content]:
     files: dict[str, list[list[int]]] = {}
     for group in dataset.groups:
         files.setdefault(group.path, []).append([group.index, group.rows])
-    share = len(files)
-
-    def one(numbered: tuple[int, tuple[str, list[list[int]]]]) -> Content:
-        number, (path, groups) = numbered
-        return _look(path, groups, dataset.form, share, number)
-
-    remote = any("://" in path for path in files)
-    with ThreadPoolExecutor(64 if remote else min(16, 4 + (os.cpu_count() or 1))) as pool:
-        found = list(pool.map(one, enumerate(files.items())))
-    return found + [
-        _look_at_vocabulary(number, transform.vocabulary)
+    vocabularies = {
+        f"data.transforms[{number}].vocabulary": transform.vocabulary
         for number, transform in enumerate(dataset.form.plan.transforms)
         if isinstance(transform, WITH_VOCABULARY) and transform.vocabulary
-    ]
+    }
+    remote = any("://" in path for path in files)
+    with ThreadPoolExecutor(64 if remote else min(16, 4 + (os.cpu_count() or 1))) as pool:
+        look_at = partial(_look, dataset.form, len(files))
+        found = pool.map(look_at, files, files.values(), range(len(files)))
+        return [*found, *(_look_at_vocabulary(name, path) for name, path in vocabularies.items())]
 
 
 def look_at_all(datasets: dict[str, Dataset]) -> dict[str, list[Content]]:
@@ -114,12 +103,12 @@ def look_at_all(datasets: dict[str, Dataset]) -> dict[str, list[Content]]:
 
 
 def fingerprint(contents: Iterable[Content] | None) -> str:
-    """One text for all that `Content.same_as` compares."""
+    """One text for all that equal contents share."""
     if contents is None:
         return ""
     digest = hashlib.sha256()
-    for content in contents:
-        digest.update(f"{content._counted()}\n".encode())
+    for c in contents:
+        digest.update(f"{(c.name, c.groups, c.size, c.footer, c.data)}\n".encode())
     return f"2-{digest.hexdigest()}"  # as checkpoints have it
 
 
@@ -128,7 +117,7 @@ def differences(before: list[Content], after: list[Content]) -> list[str]:
     was, now = (_by_name(contents) for contents in (before, after))
     lines = [f"{was[key].name}: gone" for key in was if key not in now]
     lines += [f"{now[key].name}: new" for key in now if key not in was]
-    changed = [(was[key], now[key]) for key in was if key in now and not was[key].same_as(now[key])]
+    changed = [(was[key], now[key]) for key in was if key in now and was[key] != now[key]]
     lines += [f"{old.name}: {old.difference(new)}" for old, new in changed]
     if not lines and [c.name for c in before] != [c.name for c in after]:
         lines = ["the order of the files"]
@@ -151,50 +140,45 @@ def _by_name(contents: list[Content]) -> dict[tuple, Content]:
     return named
 
 
-def _look(path: str, groups: list[list[int]], form: Form, share: int, number: int) -> Content:
-    """
+def _look(form: Form, share: int, path: str, groups: list[list[int]], number: int) -> Content:
+    """Return the content of a file.
+
     Args:
         share: files of the dataset.
         number: of this one among them.
     """
 
-    def read() -> Content:
+    def read(file: pa.NativeFile, modified_ns: int | None) -> Content:
+        size = file.size()
+        footer = _footer(file, size)
+        whole = size <= WHOLE_BYTES // share
+        pieces = _all(size) if whole else _samples(footer, size, form, max(2, SAMPLES // share), number)
+        folders = "".join(f"{k}={v}/" for k, v in in_folders(path).items() if k in form.from_folders)
+        digest = hashlib.sha256(footer).hexdigest()
+        name, version = folders + path.rpartition("/")[2], _version(file)
+        return Content(name, groups, size, digest, _digest(file, pieces), whole, modified_ns, version)
+
+    return _with_file(path, read)
+
+
+def _look_at_vocabulary(name: str, path: str) -> Content:
+    def read(file: pa.NativeFile, _: int | None) -> Content:
+        return Content(name, [], file.size(), "", _digest(file, _all(file.size())), True)
+
+    return _with_file(path, read)
+
+
+def _with_file(path: str, read: Callable[[pa.NativeFile, int | None], Content]) -> Content:
+    """Call a function with a file and the time when it was written."""
+
+    def attempt() -> Content:
         filesystem, inner = open_filesystem(path)
         info = filesystem.get_file_info(inner)
         with filesystem.open_input_file(inner) as file:
-            size = file.size()
-            footer = _footer(file, size)
-            whole = size <= WHOLE_BYTES // share
-            pieces = _all(size) if whole else _samples(footer, size, form, max(2, SAMPLES // share), number)
-            return Content(
-                name="".join(f"{k}={v}/" for k, v in in_folders(path).items() if k in form.from_folders)
-                + path.rpartition("/")[2],
-                groups=groups,
-                size=size,
-                footer=hashlib.sha256(footer).hexdigest(),
-                data=_digest(file, pieces),
-                whole=whole,
-                modified_ns=info.mtime_ns,
-                version=_version(file),
-            )
+            return read(file, info.mtime_ns)
 
-    return _reading(path, read)
-
-
-def _look_at_vocabulary(number: int, path: str) -> Content:
-    def read() -> Content:
-        filesystem, inner = open_filesystem(path)
-        with filesystem.open_input_file(inner) as file:
-            size = file.size()
-            name = f"data.transforms[{number}].vocabulary"
-            return Content(name, [], size, "", _digest(file, _all(size)), True)
-
-    return _reading(path, read)
-
-
-def _reading(path: str, read: Any) -> Content:
     try:
-        return retry_read(path, read)
+        return retry_read(path, attempt)
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"cannot be read: {first_line(error)}",
@@ -228,8 +212,8 @@ def _samples(footer: bytes, size: int, form: Form, most: int, number: int) -> li
     labels = columns_before(form.plan.transforms, form.schema.labels)
     others = [name for name in form.trained_columns if name not in labels]
     of_labels, rest = (_chunks(metadata, names) for names in (labels, others))
-    half = _spread(of_labels, max(1, most // 2), number)
-    found = half + _spread(rest, most - len(half), number)
+    found = _spread(of_labels, max(1, most // 2), number)
+    found = found + _spread(rest, most - len(found), number)
     left = most - len(found)
     return found + [(at, min(SAMPLE_BYTES, size - at)) for at in (size * i // left for i in range(left))]
 

@@ -6,6 +6,7 @@ a run starts (rows.check_accused), so that its error names the row. No torch her
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from functools import partial
@@ -112,10 +113,7 @@ class Footer:
     def __init__(self, metadata: pq.FileMetaData, form: Form):
         self._metadata, self._form = metadata, form
         self._made = {name for transform in form.plan.transforms for name in transform.writes}
-        self._leaves: dict[str, list[int]] = {}
-        self._paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-        for i, path in enumerate(self._paths):
-            self._leaves.setdefault(path.partition(".")[0], []).append(i)
+        self._places = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
 
     def accused(self) -> list[int]:
         """Row groups that hold what is not allowed, as far as statistics show."""
@@ -161,18 +159,16 @@ class Footer:
             chunk = group.column(place)
             if not group.num_rows or _is_all_null(chunk):
                 continue
-            found = chunk.statistics if chunk.is_stats_set else None
-            if not (found and found.has_min_max and _number(found.min) and found.min == found.max):
+            least, greatest = _bounds(chunk) or (0, 1)
+            if least != greatest or known not in (None, float(least)):
                 return None
-            if known not in (None, value := float(found.min)):
-                return None
-            known = value
+            known = float(least)
         return known
 
     def _columns(self, name: str) -> list[int]:
         """The places of a column's values, which may be those of a list."""
         paths = (name, f"{name}.list.element", f"{name}.list.item")
-        return [i for i in self._leaves.get(name.partition(".")[0], []) if self._paths[i] in paths]
+        return [self._places[path] for path in paths if path in self._places]
 
 
 def why_empty(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[str, str]:
@@ -230,10 +226,8 @@ def _stays_below(chunk: pq.ColumnChunkMetaData, bound: float, reaches: bool) -> 
     """Whether there is no value above a bound, or, if it `reaches`, none at it either."""
     if _is_all_null(chunk):
         return True
-    found = chunk.statistics if chunk.is_stats_set else None
-    if not (found and found.has_min_max and _number(found.max)):
-        return False
-    return found.max < bound if reaches else found.max <= bound
+    _, greatest = _bounds(chunk) or (None, math.inf)
+    return greatest < bound if reaches else greatest <= bound
 
 
 def _is_wrong(chunk: pq.ColumnChunkMetaData, allowed: tuple[float, float] | None, null: bool) -> bool:
@@ -243,12 +237,12 @@ def _is_wrong(chunk: pq.ColumnChunkMetaData, allowed: tuple[float, float] | None
 
 def _outside(chunk: pq.ColumnChunkMetaData, low: float, high: float) -> bool:
     """Whether there are numbers outside of [low, high]."""
-    found = chunk.statistics
-    if not found.has_min_max:
-        return False
-    least, greatest = found.min, found.max
-    return _number(least) and _number(greatest) and (least < low or greatest > high)
+    least, greatest = _bounds(chunk) or (low, high)
+    return least < low or greatest > high
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float | Decimal)
+def _bounds(chunk: pq.ColumnChunkMetaData) -> tuple[Any, Any] | None:
+    """Return the least and the greatest number of a chunk; None where statistics do not have them."""
+    found = chunk.statistics if chunk.is_stats_set else None
+    known = found and found.has_min_max and isinstance(found.min, int | float | Decimal)
+    return (found.min, found.max) if known else None

@@ -59,6 +59,11 @@ class Form:
         """The plan's."""
         return self.plan.schema
 
+    @property
+    def folders(self) -> dict[str, pa.DataType | None]:
+        """Columns that are read from the folders' names, and their types; None: text."""
+        return {name: self.types.get(name) for name in self.from_folders}
+
     @cached_property
     def wanted(self) -> list[str]:
         """The columns that there are to be after the transforms, each once."""

@@ -161,12 +161,11 @@ def scan(
 
     with ThreadPoolExecutor(16) as pool:
         seen = [found for found in pool.map(look, listing.files) if found is not None]
-    reserved = [found.reserved for found in seen]
-    types, from_folders, odd = agree(reserved, form.plan.reserved.names, looking.types)
+    types, from_folders, odd = agree(seen, form.plan.reserved.names, looking.types)
     if odd and not skip:
         raise next(iter(odd.values()))
     left_out += odd.values()
-    seen = [found for found in seen if found.reserved.uri not in odd]
+    seen = [found for found in seen if found.uri not in odd]
     form = replace(form, types=types, from_folders=from_folders)
     found_groups = tuple(group for found in seen for group in found.groups)
     if not found_groups:
@@ -187,14 +186,13 @@ def scan(
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Seen(ReservedInFile):
     """What a file's footer has.
 
     Attributes:
         groups: with rows.
         lists: sparse features that are lists in it, after the transforms.
-        accused: indexes of row groups. excluded, constant (labels): see statistics.Footer.
-        reserved: its key columns and reserved ones.
+        accused: indexes of row groups. excluded, constant (labels): see footers.Footer.
     """
 
     groups: list[RowGroup]
@@ -202,7 +200,6 @@ class _Seen:
     accused: list[int]
     excluded: dict[str, list[set[str]]]
     constant: dict[str, float]
-    reserved: ReservedInFile
 
 
 def _look(uri: str, form: Form) -> _Seen:
@@ -222,6 +219,5 @@ def _look(uri: str, form: Form) -> _Seen:
     groups = [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows]
     types = {name: plain(arrow.field(name).type) for name in form.plan.reserved.names}
     footer = Footer(metadata, form)
-    reserved = ReservedInFile(uri, types, form.from_folders)
-    constant = footer.constant_labels()
-    return _Seen(groups, lists, footer.accused(), footer.excluded(), constant, reserved)
+    facts = groups, lists, footer.accused(), footer.excluded(), footer.constant_labels()
+    return _Seen(uri, types, form.from_folders, *facts)

@@ -30,24 +30,17 @@ def hash_bits(values: np.ndarray) -> np.ndarray:
 
 def hash_text(flat: pa.Array, rows: int) -> np.ndarray:
     """Text or bytes [n], no nulls → int64 [n] in [0, rows)."""
-    unique, places = _distinct(flat)
-    return (unique % np.uint64(rows)).astype(np.int64)[places]
+    return (hash_text_bits(flat) % np.uint64(rows)).astype(np.int64)
 
 
 def hash_text_bits(flat: pa.Array) -> np.ndarray:
-    """Text or bytes [n], no nulls → uint64 [n]."""
-    unique, places = _distinct(flat)
-    return unique[places]
-
-
-def _distinct(flat: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """(SipHash of each distinct value uint64, place of each value [n] among them)."""
+    """SipHash of text or bytes [n], no nulls → uint64 [n]; each distinct value is hashed once."""
     from pandas.util import hash_array
 
     encoded = flat.dictionary_encode()
-    unique = np.array(encoded.dictionary.to_pylist(), dtype=object)
-    hashes = hash_array(unique) if len(unique) else np.empty(0, np.uint64)
-    return hashes, encoded.indices.to_numpy(zero_copy_only=False)
+    distinct = np.array(encoded.dictionary.to_pylist(), dtype=object)
+    hashes = hash_array(distinct) if len(distinct) else np.empty(0, np.uint64)
+    return hashes[encoded.indices.to_numpy(zero_copy_only=False)]
 
 
 def group_keys(array: pa.Array) -> np.ndarray:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,14 +64,14 @@ def list_files(places: str | list[str], key: str, between: Between = ALL) -> Lis
     Raises:
         DataError: No such folder, no Parquet in it, a table format owns it, or a file is named twice.
     """
-    whole = Listing()
+    files, left_out = [], defaultdict[str, list[str]](list)
     for place in folders(places):
         one = _list_folder(place, key, between)
+        files += one.files
         for why, paths in one.left_out.items():
-            _add(whole.left_out, why, paths)
-        whole = Listing(whole.files + one.files, whole.left_out)
+            left_out[why] += paths
     if len(folders(places)) > 1:
-        counts = Counter(file if "://" in file else os.path.realpath(file) for file in whole.files)
+        counts = Counter(file if "://" in file else os.path.realpath(file) for file in files)
         if twice := [file for file, count in counts.items() if count > 1]:
             raise DataError(
                 f"{len(twice)} files are named twice, the first is {twice[0]}",
@@ -80,7 +79,7 @@ def list_files(places: str | list[str], key: str, between: Between = ALL) -> Lis
                 expected="folders that do not hold each other",
                 do="name each folder once: every row is trained once an epoch",
             )
-    return whole
+    return Listing(tuple(files), dict(left_out))
 
 
 def name_of(places: str | list[str]) -> str:
@@ -108,9 +107,10 @@ def _list_folder(uri: str, key: str, between: Between) -> Listing:
         if kind == fs.FileType.Unknown:
             raise DataError("this is not a file, but a pipe or a device", where=where, expected="Parquet")
         local, linked = filesystem.type_name == "local", set[str]()
-        entries, left_out = [], {}
+        left_out = defaultdict[str, list[str]](list)
+        entries: list[Entry] = []
         if kind == fs.FileType.Directory:
-            entries, left_out = _walk(path, linked) if local else _list_store(filesystem, path)
+            entries = _walk(path, linked, left_out) if local else _list_store(filesystem, path)
     except OSError as error:
         raise DataError(f"cannot list the folder: {error}", where=where) from None
     top = os.path.realpath(path) if local else path
@@ -125,23 +125,23 @@ def _list_folder(uri: str, key: str, between: Between) -> Listing:
             "the folder holds no Parquet files",
             where=where,
             expected="files named *.parquet, or others that begin and end as Parquet does",
-            do=f"it has: {Listing((), left_out)}" if left_out else None,
+            do=f"it has: {Listing((), dict(left_out))}" if left_out else None,
         )
     if any(between):
         chosen = within(files, path, between, uri)
-        _add(left_out, OUTSIDE, [file for file in files if file not in set(chosen)])
+        left_out[OUTSIDE] += set(files) - set(chosen)
         files = chosen
     return Listing(
         tuple(prefix + file for file in files),
-        {why: [prefix + file for file in sorted(paths)] for why, paths in left_out.items()},
+        {why: [prefix + file for file in sorted(paths)] for why, paths in left_out.items() if paths},
     )
 
 
 Entry = tuple[str, int | None]  # path, bytes; None: a pipe, a device or a link to nothing
 
 
-def _walk(root: str, linked: set[str]) -> tuple[list[Entry], dict[str, list[str]]]:
-    """Return the entries of a local folder, and what is reached twice by links.
+def _walk(root: str, linked: set[str], left_out: dict[str, list[str]]) -> list[Entry]:
+    """Return the entries of a local folder.
 
     Symbolic links are followed after all that is reached without them. Hidden folders are not entered. Hard
     links to one file in several partitions are several files, because their rows differ by their partition.
@@ -149,9 +149,9 @@ def _walk(root: str, linked: set[str]) -> tuple[list[Entry], dict[str, list[str]
     Args:
         root: Folder.
         linked: Receives the folders that contain the targets of symbolic links.
+        left_out: Receives what is reached twice by links.
     """
     entries: list[Entry] = []
-    twice: list[str] = []
     seen: dict[tuple[int, int], str] = {}
     inside, links = deque[str](), deque[str]()
 
@@ -164,7 +164,7 @@ def _walk(root: str, linked: set[str]) -> tuple[list[Entry], dict[str, list[str]
         is_folder = S_ISDIR(stat.st_mode)
         first = seen.setdefault((stat.st_dev, stat.st_ino or hash(path)), path)
         if first != path and (is_link or is_folder or in_folders(first) == in_folders(path)):
-            twice.append(path)
+            left_out[TWICE].append(as_utf8(path))
         elif is_folder:
             inside.append(path)
         else:
@@ -185,8 +185,7 @@ def _walk(root: str, linked: set[str]) -> tuple[list[Entry], dict[str, list[str]
             else:
                 visit(entry.path, False)
     as_text = [(as_utf8(path), path, size) for path, size in entries]
-    readable = [(text, size if text == path else None) for text, path, size in as_text]
-    return readable, {TWICE: [as_utf8(path) for path in twice]} if twice else {}
+    return [(text, size if text == path else None) for text, path, size in as_text]
 
 
 def as_utf8(path: str) -> str:
@@ -194,7 +193,7 @@ def as_utf8(path: str) -> str:
     return path.encode(errors="backslashreplace").decode()
 
 
-def _list_store(filesystem: fs.FileSystem, root: str) -> tuple[list[Entry], dict[str, list[str]]]:
+def _list_store(filesystem: fs.FileSystem, root: str) -> list[Entry]:
     """Return the objects below a folder, and hidden folders as one entry each."""
     entries: dict[str, int | None] = {}
     for info in filesystem.get_file_info(fs.FileSelector(root, recursive=True)):
@@ -204,7 +203,7 @@ def _list_store(filesystem: fs.FileSystem, root: str) -> tuple[list[Entry], dict
             entries[root + "/".join(parts[: hidden + 1])] = 0
         elif info.type != fs.FileType.Directory:
             entries[info.path] = info.size if info.type == fs.FileType.File else None
-    return list(entries.items()), {}
+    return list(entries.items())
 
 
 def _is_hidden(name: str) -> bool:
@@ -224,15 +223,15 @@ def _choose(
     for path, size in entries:
         name = _name(path).lower()
         if _is_hidden(name):
-            _add(left_out, HIDDEN_NAME, [path])
+            left_out[HIDDEN_NAME].append(path)
         elif size is None:
             odd.append(path)
         elif name.endswith(".parquet"):
             files.append(path)
         elif not size:
-            _add(left_out, "empty", [path])
+            left_out["empty"].append(path)
         elif name.endswith(PARTIAL):
-            _add(left_out, "temporary or a backup", [path])
+            left_out["temporary or a backup"].append(path)
         else:
             unknown.append(path)
     if named := sorted(path for path in odd if path.lower().endswith(".parquet")):
@@ -242,20 +241,13 @@ def _choose(
             expected="files",
             do="remove them, or name them with _ at the beginning",
         )
-    _add(left_out, NO_FILE, odd)
+    if odd:
+        left_out[NO_FILE] += odd
     with ThreadPoolExecutor(16) as pool:
         reasons = pool.map(partial(_why_not, filesystem), unknown)
         for path, why in zip(unknown, reasons, strict=True):
-            if why is None:
-                files.append(path)
-            else:
-                _add(left_out, why, [path])
+            (files if why is None else left_out[why]).append(path)
     return sorted(files, key=lambda path: (in_order(path), path))
-
-
-def _add(left_out: dict[str, list[str]], why: str, paths: Sequence[str]) -> None:
-    if paths:
-        left_out.setdefault(why, []).extend(paths)
 
 
 def _why_not(filesystem: fs.FileSystem, path: str) -> str | None:

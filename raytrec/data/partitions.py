@@ -141,15 +141,11 @@ def type_of_folders(values: Iterable[str | None]) -> pa.DataType:
     return pa.int64() if whole else pa.string()
 
 
-def value_in_folders(text: str | None, kind: pa.DataType | None) -> pa.Scalar:
-    """The value in a folder's name, in the type of the column; None: text."""
-    kind = kind or pa.string()
-    return pa.scalar(int(text) if text is not None and pa.types.is_integer(kind) else text, kind)
-
-
 def folder_column(path: str, name: str, kind: pa.DataType | None, rows: int) -> pa.Array:
-    """Return a column of a file's rows from the names of its folders."""
-    return pa.repeat(value_in_folders(in_folders(path)[name], kind), rows)
+    """Return a column of a file's rows from the names of its folders, of a type; None: text."""
+    text, kind = in_folders(path)[name], kind or pa.string()
+    value = int(text) if text is not None and pa.types.is_integer(kind) else text
+    return pa.repeat(pa.scalar(value, kind), rows)
 
 
 def folder_types(paths: Iterable[str], text: Container[str] = ()) -> dict[str, pa.DataType]:
@@ -219,29 +215,21 @@ def agree(
     for file in files:
         in_path = in_folders(file.uri)
         merged = {n: common_type(types.get(n), file.types[n]) for n in names if n not in from_folders}
-        if missing := next((n for n in from_folders if n not in in_path), None):
-            odd[file.uri] = _not_in_folder(missing, file.uri)
-        elif other := next((n for n, kind in merged.items() if kind is None), None):
-            odd[file.uri] = _other_type(other, file, types[other])
+        if name := next((n for n in from_folders if n not in in_path), None):
+            odd[file.uri] = DataError(
+                f"column '{name}' is missing: other files are in folders {name}=…",
+                where=file.uri,
+                expected="all files in such folders",
+                do=f"move the file into a folder {name}=VALUE, or name another column",
+            )
+        elif name := next((n for n, kind in merged.items() if kind is None), None):
+            odd[file.uri] = DataError(
+                f"reserved column '{name}' is {file.types[name]} here, and {types[name]} in the files before",
+                where=f"{file.uri}, column {name}",
+                expected="one type in all files, or integers, or texts, of several widths",
+                do="write the files with one type, or use data.transforms: {do: cast, …}",
+            )
         else:
             types = merged
     types |= {name: kinds[name] for name in from_folders}
     return types, from_folders, odd
-
-
-def _not_in_folder(name: str, uri: str) -> DataError:
-    return DataError(
-        f"column '{name}' is missing: other files are in folders {name}=…",
-        where=uri,
-        expected="all files in such folders",
-        do=f"move the file into a folder {name}=VALUE, or name another column",
-    )
-
-
-def _other_type(name: str, file: ReservedInFile, known: pa.DataType) -> DataError:
-    return DataError(
-        f"reserved column '{name}' is {file.types[name]} here, and {known} in the files before",
-        where=f"{file.uri}, column {name}",
-        expected="one type in all files, or integers, or texts, of several widths",
-        do="write the files with one type, or use data.transforms: {do: cast, …}",
-    )

@@ -20,13 +20,12 @@ from raytrec.common.memory import give_back, keep_memory
 from raytrec.config.schema import Sparse, Table
 from raytrec.data.columns import Place, Tally, bags, scaled, side_features, single
 from raytrec.data.decode import Faults, decode
+from raytrec.data.examples import CandidatePlace, candidates_of, label_of, task_weights
 from raytrec.data.form import Form, shuffled
 from raytrec.data.fragments import Dataset
 from raytrec.data.hashing import group_keys
 from raytrec.data.order import Item, Part
 from raytrec.data.partitions import folder_column, reserved_array
-from raytrec.data.requests import CandidatePlace, candidates_of
-from raytrec.data.row_weights import label_of, task_weights
 from raytrec.data.transform import Draw, apply_transforms
 
 AHEAD = 2  # items that are decoded before they are asked for, each in a thread
@@ -89,14 +88,15 @@ def decode_item(item: Item, form: Form) -> list[pa.Table | DataError]:
     for (path, group), parts in _groups(item):
         try:
             first, last = _span(parts)
-            decoded.append(decode_columns(path, group, first, last - first, form))
+            place = path, group, first, last - first
+            decoded.append(decode_columns(*place, form.columns, form.folders))
         except DataError as error:
             decoded.append(error)
     return decoded
 
 
 def decode_columns(
-    path: str, group: int, first: int, rows: int, form: Form, columns: list[str] | None = None
+    path: str, group: int, first: int, rows: int, names: list[str], folders: Mapping[str, pa.DataType | None]
 ) -> pa.Table:
     """Return columns of rows of a row group: those of the file, and those of its folders' names.
 
@@ -105,24 +105,11 @@ def decode_columns(
         group: Number of the row group.
         first: First row.
         rows: Number of rows.
-        form: How rows are read.
-        columns: Names; None: all that the form reads.
+        names: Columns.
+        folders: Columns that are read from the folders' names, and their types (Form.folders).
 
     Raises:
         DataError: As `decode`.
-    """
-    names = form.columns if columns is None else columns
-    types = {name: form.types.get(name) for name in form.from_folders}
-    return decode_with_folders(path, group, first, rows, names, types)
-
-
-def decode_with_folders(
-    path: str, group: int, first: int, rows: int, names: list[str], folders: Mapping[str, pa.DataType | None]
-) -> pa.Table:
-    """Return columns as `decode_columns`.
-
-    Args:
-        folders: Columns that are read from the folders' names, and their types.
     """
     held = [name for name in names if name not in folders]
     table = decode(path, group, first, rows, held) if held else pa.table([pa.nulls(rows)], [""])

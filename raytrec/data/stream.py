@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache, partial
 from queue import Full, Queue
 from threading import Event, Thread
@@ -21,8 +22,7 @@ from raytrec.compat.ray_core import nodes_without_gpus
 from raytrec.compat.ray_data import ask_for_no_nodes, keep_no_statistics, pace_executors, prefer_node
 from raytrec.config.features import Features
 from raytrec.data.assemble import Rows
-from raytrec.data.batch import Batch
-from raytrec.data.collate import Collator
+from raytrec.data.batch import Batch, Collator
 from raytrec.data.decode import Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Item
@@ -33,6 +33,7 @@ LEAST_TASK_ROWS = 65_536  # starting a task costs as much as decoding some 40,00
 BLOCK_BYTES = 16 << 20  # of what a task hands over at a time
 
 
+@dataclass(eq=False)
 class Stream:
     """The batches that one rank reads of a dataset, in an order that only the Order decides.
 
@@ -40,6 +41,8 @@ class Stream:
     concatenates in a thread, `prefetch` batches ahead of the step.
 
     Args:
+        dataset: what is read.
+        order: an Order, or another with its methods.
         rank, world: this rank and their number.
         readers: read tasks at the same time. read_on: see `place`.
         prefetch: batches made ready ahead.
@@ -50,32 +53,24 @@ class Stream:
         train: whether batches are trained, which is where features have every id (Form.every_id).
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        order: Any,
-        *,
-        rank: int,
-        world: int,
-        readers: int = 1,
-        read_on: str = "auto",
-        prefetch: int = 4,
-        faults: Faults | None = None,
-        buffer_bytes: int = 1 << 29,
-        pin_memory: bool = False,
-        features: Features | None = None,
-        train: bool = False,
-    ):
-        self._part = (rank, world) if train else None
-        self.dataset, self.order, self._features = dataset, order, features
-        self._rank, self._world = rank, world
-        self._readers, self._read_on, self._prefetch = readers, read_on, prefetch
-        self._faults, self._buffer_bytes, self._pin_memory = faults, buffer_bytes, pin_memory
+    dataset: Dataset
+    order: Any
+    _: KW_ONLY
+    rank: int
+    world: int
+    readers: int = 1
+    read_on: str = "auto"
+    prefetch: int = 4
+    faults: Faults | None = None
+    buffer_bytes: int = 1 << 29
+    pin_memory: bool = False
+    features: Features | None = None
+    train: bool = False
 
     @property
     def may_skip(self) -> bool:
         """Whether rows that cannot be read are skipped."""
-        return bool(self._faults and self._faults.skip)
+        return bool(self.faults and self.faults.skip)
 
     def batches(self, epoch: int = 0, start_step: int = 0) -> Reading:
         """The rest of an epoch: one Batch for each step from start_step on, the same number on every rank.
@@ -85,8 +80,8 @@ class Stream:
         Raises:
             DataError: what a read task found wrong.
         """
-        device = torch.cuda.current_device() if self._pin_memory else None
-        return Reading(lambda reading: self._assemble(reading, epoch, start_step), self._prefetch, device)
+        device = torch.cuda.current_device() if self.pin_memory else None
+        return Reading(lambda reading: self._assemble(reading, epoch, start_step), self.prefetch, device)
 
     def epochs(self, count: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of epochs 0 to count - 1, one after the other; reading begins now.
@@ -115,20 +110,21 @@ class Stream:
 
     def _assemble(self, reading: Reading, epoch: int, start_step: int) -> Iterator[Batch]:
         rows = self.dataset.rows
-        items = self.order.items(self.dataset, epoch, self._rank, self._world, start_step)
+        items = self.order.items(self.dataset, epoch, self.rank, self.world, start_step)
         supply = Supply(items, self._tables(items))
-        collate = Collator(self.dataset.form, self._features, self._pin_memory, self._part)
-        fill = self._part is not None and bool(self.dataset.form.every_id)
+        part = (self.rank, self.world) if self.train else None
+        collate = Collator(self.dataset.form, self.features, self.pin_memory, part)
+        fill = self.train and bool(self.dataset.form.every_id)
         for step in range(start_step, self.order.steps(rows)):
             pieces = [
                 piece
-                for lane, count in self.order.shares(rows, step, self._rank, self._world)
+                for lane, count in self.order.shares(rows, step, self.rank, self.world)
                 for piece in supply.take(lane, count)
             ]
             if not supply.due:
                 reading.all_read.set()
             # The last batch has few rows: every id is shared out among as many as before.
-            padded = self.order.padded_rows(rows, 0 if fill else step, self._world)
+            padded = self.order.padded_rows(rows, 0 if fill else step, self.world)
             whole = self.order.global_rows(rows, step)
             yield collate(pieces, padded, whole, epoch * self.order.steps(rows) + step)
 
@@ -141,13 +137,13 @@ class Stream:
         ask_for_no_nodes()
         keep_no_statistics()
         pace_executors()
-        read = partial(read_items, ray.put(items), self.dataset.form, self._faults)
+        read = partial(read_items, ray.put(items), self.dataset.form, self.faults)
         rows = sum(item.rows for item in items)
         # Tasks in turn: what the others bring must find room until the first has ended.
         task_rows = max(
-            LEAST_TASK_ROWS, self._buffer_bytes // (2 * self._readers * self.dataset.form.row_bytes)
+            LEAST_TASK_ROWS, self.buffer_bytes // (2 * self.readers * self.dataset.form.row_bytes)
         )
-        blocks = min(len(items), max(-(-rows // task_rows), 4 * self._readers))
+        blocks = min(len(items), max(-(-rows // task_rows), 4 * self.readers))
         # Not ray.data.range or from_arrow, whose own tasks would ask for a CPU where there may be none left.
         parts = np.array_split(np.arange(len(items)), blocks)
         dataset = ray.data.from_blocks([pa.table({"id": part}) for part in parts]).map_batches(
@@ -157,8 +153,8 @@ class Stream:
             # Their CPUs are set aside with the worker's (driver/launch.py). Tasks of a paused stream keep
             # what they had asked for, and those of another would wait for it for ever.
             num_cpus=0,
-            compute=ray.data.TaskPoolStrategy(size=self._readers),
-            ray_remote_args_fn=partial(place, self._readers * self._world, self._read_on),
+            compute=ray.data.TaskPoolStrategy(size=self.readers),
+            ray_remote_args_fn=partial(place, self.readers * self.world, self.read_on),
         )
         context, limits = dataset.context, ray.data.ExecutionResources.for_limits
         context.execution_options.preserve_order = True
@@ -174,7 +170,7 @@ class Stream:
         import ray
 
         store = ray.cluster_resources().get("object_store_memory", 0)
-        return min(self._buffer_bytes, int(store) // (2 * self._world) or self._buffer_bytes)
+        return min(self.buffer_bytes, int(store) // (2 * self.world) or self.buffer_bytes)
 
 
 class Reading:

@@ -27,7 +27,7 @@ def read_columns(dataset: Dataset, group: RowGroup, columns: list[str], rows: in
     """Read columns of the first rows of a row group, after the transforms that make them."""
     transforms = needed_transforms(dataset.form.plan.transforms, columns)
     before, rows = columns_before(transforms, columns), min(rows, group.rows)
-    table = decode_columns(group.path, group.index, 0, rows, dataset.form, before)
+    table = decode_columns(group.path, group.index, 0, rows, before, dataset.form.folders)
     where = f"{group.path}, row group {group.index}"
     return apply_transforms(table, transforms, where, dataset.form.plan.folder)
 

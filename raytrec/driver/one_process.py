@@ -19,8 +19,7 @@ from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.assemble import Rows
-from raytrec.data.batch import Batch
-from raytrec.data.collate import Collator
+from raytrec.data.batch import Batch, Collator
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Item, Part
 from raytrec.data.rows import read_item

@@ -76,7 +76,7 @@ class LocalStream(Stream):
 
     def _tables(self, items: list[Item]) -> Iterator[pa.Table]:
         for item in items:
-            yield read_item(item, self.dataset.form, self._faults)
+            yield read_item(item, self.dataset.form, self.faults)
 
 
 class _Model:

@@ -27,7 +27,7 @@ def golden_rows_of(dataset: Dataset, count: int) -> tuple[pa.Table, list[Part]]:
         rows = min(count - sum(part.rows for part in parts), group.rows)
         if rows > 0:
             parts.append(Part(group.path, group.index, 0, rows))
-    tables = [decode_columns(p.path, p.group, p.first, p.rows, dataset.form) for p in parts]
+    tables = [decode_columns(p.path, p.group, p.first, p.rows, columns, dataset.form.folders) for p in parts]
     footers = {group.path: read_footer(group.path) for group in dataset.groups}
     form = dataset.form
     held = [name for name in columns if name not in form.from_folders]

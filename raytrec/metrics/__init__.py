@@ -1,1 +1,1 @@
-"""Metrics: one file each."""
+"""Metrics of training and evaluations: what they are (builtin/), and how rows of all ranks become figures."""

@@ -11,27 +11,28 @@ from raytrec.common.formatting import as_dict, as_list, number
 from raytrec.metrics.registry import BOUND, COUNTED_ROWS, GROUPS, NO_POSITIVE, ONE_CLASS
 from raytrec.metrics.selection import EVAL, RANKING_COUNTS, Figure, figures_of
 
-OF_RANKING = [EVAL + key for key in RANKING_COUNTS]
-AFTER = {  # the metrics, in this order
-    OF_RANKING[0]: ("rows whose item was ranked", "{:,}"),
-    OF_RANKING[1]: ("among so many items", "{:,}"),
-    OF_RANKING[2]: ("of an item that is not among them (never found)", "{:,}"),
-    OF_RANKING[3]: ("seen items that are not among them (not left out)", "{:,}"),
-    "eval.rows": ("rows evaluated", "{:,}"),
-    "eval.skipped_rows": ("rows skipped in it", "{:,}"),
-    "train.rows": ("rows trained", "{:,}"),
-    "train.skipped_rows": ("rows skipped in training", "{:,}"),
-    "skipped_files": ("files skipped", "{:,}"),
-    "train.nan_steps": ("steps skipped for their loss", "{:,}"),
-    "train.steps": ("steps", "{:,}"),
-    "train.ended": ("training ended", "{}"),
-    "train.samples_per_s": ("rows/s in training", "{:,.0f}"),
-    "train.checks_passed": ("checks passed", "{:,}"),
-    "train.checks_failed": ("checks failed", "{:,}"),
-    "world_size": ("workers", "{}"),
-    "seconds": ("seconds in all", "{:.1f}"),
-    "bound.by": ("bound by", "{}"),
-    "bound.share": ("share of the time", "{:.0%}"),
+BRIEF, WHEN_ANY = "brief", "when any"  # one of the few that matter most; 0 is not worth a line
+RANKED_ROWS, RANKED_ITEMS, UNKNOWN_ITEMS, UNKNOWN_SEEN = (EVAL + key for key in RANKING_COUNTS)
+AFTER = {  # the metrics, in this order: title, format, BRIEF or WHEN_ANY
+    RANKED_ROWS: ("rows whose item was ranked", "{:,}", ""),
+    RANKED_ITEMS: ("among so many items", "{:,}", ""),
+    UNKNOWN_ITEMS: ("of an item that is not among them (never found)", "{:,}", WHEN_ANY),
+    UNKNOWN_SEEN: ("seen items that are not among them (not left out)", "{:,}", WHEN_ANY),
+    "eval.rows": ("rows evaluated", "{:,}", ""),
+    "eval.skipped_rows": ("rows skipped in it", "{:,}", WHEN_ANY),
+    "train.rows": ("rows trained", "{:,}", ""),
+    "train.skipped_rows": ("rows skipped in training", "{:,}", WHEN_ANY),
+    "skipped_files": ("files skipped", "{:,}", WHEN_ANY),
+    "train.nan_steps": ("steps skipped for their loss", "{:,}", WHEN_ANY),
+    "train.steps": ("steps", "{:,}", ""),
+    "train.ended": ("training ended", "{}", ""),
+    "train.samples_per_s": ("rows/s in training", "{:,.0f}", BRIEF),
+    "train.checks_passed": ("checks passed", "{:,}", WHEN_ANY),
+    "train.checks_failed": ("checks failed", "{:,}", WHEN_ANY),
+    "world_size": ("workers", "{}", ""),
+    "seconds": ("seconds in all", "{:.1f}", BRIEF),
+    "bound.by": ("bound by", "{}", ""),
+    "bound.share": ("share of the time", "{:.0%}", ""),
 }
 COUNTS = {  # with a task's metrics
     COUNTED_ROWS: "rows that count",
@@ -39,18 +40,6 @@ COUNTS = {  # with a task's metrics
     NO_POSITIVE: "groups without a positive row (left out)",
     ONE_CLASS: "groups of one class (left out)",
 }
-WHEN_ANY = (  # 0 is not worth a line
-    *OF_RANKING[2:],
-    "eval.skipped_rows",
-    "train.skipped_rows",
-    "skipped_files",
-    "train.nan_steps",
-    "train.checks_passed",
-    "train.checks_failed",
-)
-BRIEF = ("train.samples_per_s", "seconds")  # with the metrics that have a direction: what matters most
-
-
 SLICES = "eval.slices"  # task → column → slices, largest, worst
 COLUMNS = {  # of a record
     "slice": ("value", "{}"),
@@ -82,27 +71,26 @@ class Row(NamedTuple):
 
 
 def format_result(result: Mapping[str, Any]) -> dict[str, Row]:
-    """The figures worth a line, by their key."""
-    rows = {}
+    """Return the figures worth a line, by their key."""
+    rows: dict[str, tuple[str, str, str]] = {}
     for figure in figures_of(result):
-        rows[EVAL + figure.key] = figure.title, figure.format, figure.directed
+        rows[EVAL + figure.key] = figure.title, figure.format, BRIEF if figure.directed else ""
         rows |= _beside(figure)
-    rows |= {key: (title, form, key in BRIEF) for key, (title, form) in AFTER.items()}
     return {
-        key: Row(title, as_text(result[key], form), form, brief)
-        for key, (title, form, brief) in rows.items()
-        if key in result and (result[key] or key not in WHEN_ANY)
+        key: Row(title, as_text(result[key], form), form, when == BRIEF)
+        for key, (title, form, when) in (rows | AFTER).items()
+        if key in result and (result[key] or when != WHEN_ANY)
     }
 
 
-def _beside(figure: Figure) -> dict[str, tuple[str, str, bool]]:
-    """What may be counted with a figure: key → title, format, whether it is brief."""
+def _beside(figure: Figure) -> dict[str, tuple[str, str, str]]:
+    """Return the counts that may come with a figure: key → title, format, ""."""
     place, of_task = EVAL + figure.key, figure.title.rpartition(": ")[0]
-    found = {place + BOUND: (f"{figure.title}: off by at most", "{:.1e}", False)}
+    found = {place + BOUND: (f"{figure.title}: off by at most", "{:.1e}", "")}
     task = figure.key.rpartition(".")[0]
     for name, title in COUNTS.items():
         key = f"{EVAL}{task}.{name}" if task else EVAL + name
-        found[key] = (f"{of_task}: {title}" if task and of_task else title), "{:,}", False
+        found[key] = (f"{of_task}: {title}" if task and of_task else title), "{:,}", ""
     return found
 
 
@@ -132,11 +120,14 @@ def slice_tables(result: Mapping[str, Any]) -> list[SliceTable]:
     """The largest and the worst slices of a result, task by task; what is not a record is passed over."""
     tasks = as_dict(result.get(SLICES))
     return [
-        SliceTable(f"{task}: {name} of {_count(found)} values of {column}", *_table(records))
+        SliceTable(
+            f"{task}: {name} of {number(slices.get('slices')):,.0f} values of {column}", *_table(records)
+        )
         for task, columns in tasks.items()
         for column, found in as_dict(columns).items()
+        for slices in [as_dict(found)]
         for name in ("largest", "worst")
-        if (records := [each for each in as_list(as_dict(found).get(name)) if isinstance(each, dict)])
+        if (records := [each for each in as_list(slices.get(name)) if isinstance(each, dict)])
     ]
 
 
@@ -151,7 +142,3 @@ def _cell(value: Any, form: str) -> tuple[str, float]:
     if isinstance(value, str) and form == "{}":
         return value, as_number
     return ("–" if as_number != as_number else form.format(as_number)), as_number
-
-
-def _count(found: Any) -> str:
-    return COLUMNS["rows"][1].format(number(as_dict(found).get("slices")))

@@ -13,7 +13,7 @@ from raytrec.config.transforms import Transform
 from raytrec.data.arrow import empty_table, find_column, leaf_names, select_schema, type_at
 from raytrec.data.fragments import read_footer
 from raytrec.data.order import Part
-from raytrec.data.rows import decode_with_folders
+from raytrec.data.rows import decode_columns
 from raytrec.data.transform import Draw, apply_transforms
 
 SCHEMAS_KEPT = 8  # schemas of files
@@ -72,7 +72,7 @@ class CarriedColumns:
         transforms = needed_transforms(self.transforms, made)
         before = columns_before(transforms, made)
         names = list(dict.fromkeys([*raw, *before]))
-        table = decode_with_folders(part.path, part.group, part.first, part.rows, names, folders)
+        table = decode_columns(part.path, part.group, part.first, part.rows, names, folders)
         columns = {name: table[name] for name in raw}
         if made:
             where = f"{part.path}, row group {part.group}"

@@ -84,7 +84,7 @@ def _tables(
                 arrow = read_footer(group.path).schema.to_arrow_schema()
                 types = {field.name: field.type for field in reader.columns}
                 form = replace(form, types=types, from_folders=find_in_folders(arrow, form, group.path))
-            table = decode_columns(group.path, group.index, first, count, form, columns)
+            table = decode_columns(group.path, group.index, first, count, columns, form.folders)
             yield from ((group.path, table.slice(at, SCORED_ROWS)) for at in range(0, count, SCORED_ROWS))
         left -= count
 

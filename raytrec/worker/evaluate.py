@@ -12,9 +12,9 @@ from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
 from raytrec.data.batch import Batch
 from raytrec.data.stream import Stream
-from raytrec.metrics.over_ranks.evaluation import Counted, TaskRows, place_for
-from raytrec.metrics.over_ranks.full_ranking import ranking_of
-from raytrec.metrics.over_ranks.slices import Names
+from raytrec.metrics.evaluation import Names, TaskRows, place_for
+from raytrec.metrics.full_ranking import ranking_of
+from raytrec.metrics.ranked import Counted
 from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import ROWS, Sums
 from raytrec.tasks.outputs import Outputs
@@ -39,7 +39,7 @@ def evaluate(
     """Metrics and curves over all rows of the stream's dataset; a collective.
 
     Rows of tasks whose metrics need more than sums are kept in host memory, up to eval.max_exact_rows,
-    and sorted or grouped by all ranks together (metrics/over_ranks).
+    and sorted or grouped by all ranks together (metrics/evaluation.py).
 
     Args:
         items: those of eval.retrieval, among which every row's item is ranked; None: it is not.
@@ -47,7 +47,7 @@ def evaluate(
     Returns:
         rows, skipped_rows (data.on_error), each metric with its counts, by their keys, None where it is not
         defined; the same on every rank. With `items` also retrieval.METRIC and its counts; with eval.slices
-        slices: task → column → slices.summarize. And on rank 0 the curves of metrics that have one: key of
+        slices: task → column → `summarize`. And on rank 0 the curves of metrics that have one: key of
         the curve → its points and the key of its metric; None without a curve.
 
     Raises:

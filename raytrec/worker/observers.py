@@ -11,8 +11,7 @@ from time import time
 from typing import Any
 
 from raytrec.checkpoint.state import LogicalState
-from raytrec.checks.live.registry import choose
-from raytrec.checks.live.runner import CheckedRun, LiveChecks, Outcome, Position, verdict
+from raytrec.checks.live.registry import CheckedRun, LiveChecks, Outcome, Position, choose, verdict
 from raytrec.checks.live.same_environment import NETWORK
 from raytrec.common import messages
 from raytrec.common.machine import code_hash, installed_versions

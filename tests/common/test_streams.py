@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from raytrec.common.streams import LastingStream, lasting_streams
-from raytrec.common.terminal import open_console
+from raytrec.common.terminal import LastingStream, lasting_streams, open_console
 
 CONFIG = [sys.executable, "-m", "raytrec", "config"]
 HANGUP = """

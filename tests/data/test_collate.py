@@ -18,7 +18,7 @@ from standin import cuda
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.data.assemble import Rows
-from raytrec.data.collate import Collator
+from raytrec.data.batch import Collator
 from raytrec.data.form import Form
 from raytrec.data.fragments import scan
 from raytrec.data.hashing import group_keys

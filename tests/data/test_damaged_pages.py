@@ -16,7 +16,7 @@ from raytrec.data import pages
 from raytrec.data.decode import Faults, decode
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
-from raytrec.data.pages.thrift import read_struct
+from raytrec.data.pages.chunks import read_struct
 from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import read_item
 

@@ -14,7 +14,7 @@ from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.data.assemble import Rows
-from raytrec.data.collate import Collator
+from raytrec.data.batch import Collator
 from raytrec.data.columns import as_float64
 from raytrec.data.read_plan import ReadPlan
 from raytrec.embeddings.pooling import PooledEmbeddings

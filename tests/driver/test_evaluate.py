@@ -76,7 +76,7 @@ def test_a_gpu_gives_the_figures_of_a_cpu_and_does_not_run_dry(memory):
 def test_the_auc_of_many_rows_leaves_the_tables_their_memory(rows, place):
     from standin import cuda
 
-    from raytrec.metrics.over_ranks.evaluation import place_for
+    from raytrec.metrics.evaluation import place_for
 
     with cuda():
         assert place_for(rows, torch.device("cuda", 0)).type == place

@@ -58,7 +58,7 @@ def loop(
 
     from raytrec.checkpoint.state import LogicalState
     from raytrec.checks.live.outcome import CheckedRun, Position
-    from raytrec.checks.live.runner import LiveChecks
+    from raytrec.checks.live.registry import LiveChecks
     from raytrec.config.features import resolve_features
     from raytrec.config.tables import QCommsSection
     from raytrec.config.tasks import TaskSection

@@ -2,7 +2,7 @@
 
 from raytrec.common.collectives import Peers
 from raytrec.metrics.builtin.areas import AUC
-from raytrec.metrics.over_ranks.ranked import Ranked, Ties, is_binary
+from raytrec.metrics.ranked import Ranked, Ties, is_binary
 
 
 def ranked(predictions_N, labels_N):

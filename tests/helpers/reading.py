@@ -5,7 +5,7 @@ from pydantic import TypeAdapter
 
 from raytrec.config.transforms import Transform
 from raytrec.data.assemble import Rows
-from raytrec.data.collate import Collator
+from raytrec.data.batch import Collator
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
 from raytrec.data.rows import read_item
@@ -32,4 +32,4 @@ class DirectStream(Stream):
     """A Stream whose read tasks run in this process."""
 
     def _tables(self, items):
-        return (read_item(item, self.dataset.form, self._faults) for item in items)
+        return (read_item(item, self.dataset.form, self.faults) for item in items)

@@ -69,7 +69,7 @@ def repeated(requests):
 def batch_of(requests, schema, features=None, padding=0, plan=None, global_rows=None):
     """A Batch of a table, as a run reads it."""
     from raytrec.data.assemble import Rows
-    from raytrec.data.collate import Collator
+    from raytrec.data.batch import Collator
     from raytrec.data.columns import Place
     from raytrec.data.form import Form
     from raytrec.data.read_plan import ReadPlan

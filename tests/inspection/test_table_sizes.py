@@ -9,7 +9,7 @@ import pytest
 from any_parquet import accepted, write
 from reading import batch_of, read
 
-from raytrec.data.collate import Collator
+from raytrec.data.batch import Collator
 from raytrec.data.read_plan import ReadPlan
 from raytrec.inspection.propose import inspect
 from raytrec.scoring.rows import RowReader

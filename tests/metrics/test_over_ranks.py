@@ -189,7 +189,7 @@ def test_beyond_exact_rows_there_are_bins_with_their_bound_and_files(world):
 
 
 def test_bins_rise_with_predictions():
-    from raytrec.metrics.over_ranks.ranked import BIN_COUNT, bins_of, midpoints
+    from raytrec.metrics.ranked import BIN_COUNT, bins_of, midpoints
 
     edges = torch.tensor([-torch.inf, -1e30, -1.5, -1.0, -1e-30, 0.0, 1e-30, 0.5, 0.9, 1.0, 1e30, torch.inf])
     bins = bins_of(edges.double())
@@ -212,7 +212,7 @@ def test_what_a_gpu_holds_is_exchanged_over_it():
 def parts(rank, world):
     """How many predictions this rank has of all ranks', and of as many that are all the same."""
     from raytrec.common.collectives import Peers
-    from raytrec.metrics.over_ranks.ranked import Ranked, Ties
+    from raytrec.metrics.ranked import Ranked, Ties
 
     rows = (8000, 0, 1000)[rank]
     found = []

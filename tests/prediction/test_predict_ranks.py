@@ -133,7 +133,7 @@ def expected_scores(rank, world, folder):
 
     from raytrec.config.schema import Schema
     from raytrec.data.assemble import Rows
-    from raytrec.data.collate import Collator
+    from raytrec.data.batch import Collator
     from raytrec.data.fragments import scan
     from raytrec.data.order import Order
     from raytrec.data.read_plan import ReadPlan

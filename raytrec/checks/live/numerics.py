@@ -64,7 +64,9 @@ class Numerics(Check):
             mine: of this rank.
         """
         values, squares = self._over_ranks(mine)
-        norm, most = _norm(squares)
+        # The norm of dense layers, which all ranks have, and of all tables together, of which each has parts.
+        # Parts alone may grow a thousandfold where training leaves a plateau.
+        norm, most = sqrt(sum(squares.values())), max(squares, key=squares.get, default="")
         growth = self._growth("the gradient", norm, 0.0)
         growths = {name: self._growth(name, size, FLOOR) for name, size in values.items()}
         exploded = [name for name, grown in growths.items() if grown > GROWTH]
@@ -142,17 +144,6 @@ class Numerics(Check):
             for (name, _), (value,) in zip(found, read([v for _, v in found]), strict=True):
                 out[name] += value
         return dict(out)
-
-
-def _norm(squares: dict[str, float]) -> tuple[float, str]:
-    """The norm of the gradient of dense layers (which all ranks have) and of all tables together (of which
-    each has parts), and what most of it is of. 0 where no step was probed.
-
-    Parts alone may grow a thousandfold where training leaves a plateau.
-    """
-    if not squares:
-        return 0.0, ""
-    return sqrt(sum(squares.values())), max(squares, key=squares.get)
 
 
 def _drift(ratios: dict[str, tuple[float | None, float | None]]) -> Iterator[str]:

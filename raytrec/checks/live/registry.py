@@ -1,4 +1,6 @@
-"""The registry of live checks. A new one is a file in this folder and its setting in config/training.py.
+"""Live checks: their registry, and what a run calls at the start, after probed steps, before checkpoints.
+
+A new check is a file in this folder and its setting in config/training.py:
 
     @check("replicas")
     class Replicas(Check):
@@ -7,20 +9,34 @@
         def evaluate(self, position, probed):
             ...
 
-Your own needs no more than its file: `checks.custom: {module:Class: stop}`.
+Your own needs no more than its file: `checks.custom: {module:Class: stop}`. A run evaluates them so:
+
+    checks = LiveChecks(CheckedRun(config, schema, state.tables, state.dense, taps, device))
+    outcomes = checks.at_start({"config": …, "versions": …})
+    taps.probing = checks.probes
+    checks.prepare(next_batch)
+    …                                         # the step
+    outcomes = checks.after_step(Position(step, batch_step, expected_rows, figures))
+    if error := verdict(outcomes, config): raise error
+
+Every rank calls the same at the same place and gets the same outcomes: they agree by sums and maxima, and
+exchange objects only where something is wrong, to name ranks (outcome.Check.evaluate).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from raytrec.checks.live.outcome import Check
-from raytrec.common.errors import ConfigError
+import torch
+
+from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, Check, CheckedRun, Outcome, Position
+from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.registry import Registry
 from raytrec.config.run_config import RunConfig
 from raytrec.config.training import ChecksSection
+from raytrec.data.batch import Batch
 
 CHECKS: Registry[type[Check]] = Registry("check", __package__)
 WHERE = "checks.custom"
@@ -85,3 +101,71 @@ def choose(config: RunConfig) -> dict[str, Chosen]:
             )
         chosen[found.name] = Chosen(found, reaction, f"{WHERE}: {{{path}: warn}}")
     return {name: one for name, one in chosen.items() if one.reaction != "off"}
+
+
+class LiveChecks:
+    """The checks of a run that are not off and have something to check; every method is a collective.
+
+    Attributes:
+        probes: whether a check needs the step before `after_step` to be probed.
+    """
+
+    def __init__(self, run: CheckedRun):
+        self._peers = run.peers
+        self._checks = [c.check(run) for c in choose(run.config).values() if c.check.applies(run)]
+        self.probes = any(check.probes for check in self._checks)
+
+    def __len__(self) -> int:
+        return len(self._checks)
+
+    def at_start(self, about: Mapping[str, Any], step: int = 0) -> list[Outcome]:
+        """Before the first step.
+
+        Args:
+            about: what must be the same on all ranks, name → plain value.
+            step: steps trained before, of a run that is resumed.
+        """
+        return self._pass(START, Position(step, about=about))
+
+    def prepare(self, batch: Batch) -> None:
+        """Before a probed step.
+
+        Args:
+            batch: this rank's part of that step's batch, in CPU memory.
+        """
+        for check in self._checks:
+            check.prepare(batch)
+
+    def after_step(self, position: Position) -> list[Outcome]:
+        """After a step that `prepare` came before."""
+        return self._pass(STEP, position)
+
+    def at_checkpoint(self, position: Position) -> list[Outcome]:
+        """Before a checkpoint is written, so that a broken state does not take the place of a whole one."""
+        return self._pass(CHECKPOINT, position)
+
+    def _pass(self, moment: str, position: Position) -> list[Outcome]:
+        checks = [check for check in self._checks if moment in check.moments]
+        if not checks:
+            return []
+        first = int(self._peers.stack(torch.tensor(position.step))[0])
+        return [replace(check.evaluate(position, moment == STEP), step=first) for check in checks]
+
+
+def verdict(outcomes: list[Outcome], config: RunConfig) -> RunError | None:
+    """The error that ends the run where a failed check is set to stop it; None to continue."""
+    bad = [outcome for outcome in outcomes if not outcome.passed]
+    chosen = choose(config) if bad else {}
+    bad = [outcome for outcome in bad if chosen[outcome.check].reaction == "stop"]
+    if not bad:
+        return None
+    names = list(dict.fromkeys(o.check for o in bad))
+    first = chosen[names[0]]
+    do = first.check.do.replace("RUN", config.run.dir or "RUN")
+    do = do.replace("LOWER", f"{config.optim.embeddings.lr / 10:g}")
+    return RunError(
+        f"a check failed: {'. '.join(o.text for o in bad)}",
+        where=f"step {bad[0].step}, {' and '.join(names)}",
+        expected="all ranks together compute what one process would",
+        do=f"{do}. {first.lenient} continues regardless",
+    )

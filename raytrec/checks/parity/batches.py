@@ -86,6 +86,7 @@ def random_batches(
     bounds_L = [ranges[label] or (0.0, 1.0) for label in schema.labels]
     low_L, high_L = torch.tensor(bounds_L).T.nan_to_num(posinf=HIGHEST, neginf=-HIGHEST)
     weighs, columns = any(task.is_weighted for task in task_rows(tasks)), len(key_columns(tasks))
+    widths = {name: len(spec.side_features) for name, spec in schema.sparse.items() if spec.side_features}
     g = torch.Generator().manual_seed(seed)
     out = []
     for _ in range(count):
@@ -97,34 +98,23 @@ def random_batches(
             ids[:1], ids[1:2] = most - 1, 0
             weights = torch.rand(len(ids), generator=g) * 2 if spec.weights else torch.ones(len(ids))
             bags[feature] = ids, torch.arange(rows).repeat_interleave(lengths), weights
-        side_features = _random_side_features(schema, bags, g)
+        side_features = {  # times of the first hour of 2026, in seconds
+            name: YEAR_2026 + 3600 * torch.rand(len(bags[name][0]), width, generator=g, dtype=torch.float64)
+            for name, width in widths.items()
+        }
         dense = torch.randn(rows, len(schema.dense), generator=g)
         highest = torch.randint(0, 2, (rows, len(schema.labels)), generator=g).bool()
         labels = torch.where(highest, high_L, low_L)
         for place in (schema.labels.index(label) for label in classes):
             low, high = int(low_L[place]), int(high_L[place])
             labels[:, place] = torch.randint(low, high + 1, (rows,), generator=g).float()
-        weights = _some_zeros(torch.rand(rows, len(tasks), generator=g) * 3 - 1) if weighs else None
+        weights = torch.rand(rows, len(tasks), generator=g) * 3 - 1 if weighs else None
+        if weights is not None:
+            weights[:1] = weights[:1].abs()  # in every task, the first row counts
+            weights = weights.clamp(min=0)
         keys = torch.randint(0, 1 + rows // 4, (rows, columns), generator=g) if columns else None
         out.append(GlobalBatch(dense, labels, bags, weights, keys, side_features))
     return out
-
-
-def _random_side_features(schema: Schema, bags: dict, g: torch.Generator) -> dict[str, torch.Tensor]:
-    """Times of the first hour of 2026, in seconds, of each id of sequences that have side features."""
-    widths = {
-        feature: len(spec.side_features) for feature, spec in schema.sparse.items() if spec.side_features
-    }
-    return {
-        feature: YEAR_2026 + 3600 * torch.rand(len(bags[feature][0]), width, generator=g, dtype=torch.float64)
-        for feature, width in widths.items()
-    }
-
-
-def _some_zeros(values: torch.Tensor) -> torch.Tensor:
-    """Values below 0 as 0; of every column, the first row counts."""
-    values[:1] = values[:1].abs()
-    return values.clamp(min=0)
 
 
 def cuts(rows: int, world: int, balance: str) -> list[int]:
@@ -151,14 +141,17 @@ def local_batch(
     """
     longest = max(b - a for a, b in pairwise(bounds))
     part = batch[bounds[rank] : bounds[rank + 1]]
-    padding = longest - len(part)
+
+    def padded(rows: torch.Tensor | None) -> torch.Tensor | None:
+        return None if rows is None else pad(rows, (0, 0, 0, longest - len(part)))
+
     features = features or resolve_features(schema)
     orders = {f: _recent_first(part.bags[f][1], features.sequences.get(f)) for f in schema.sparse}
     bags = [tuple(values[orders[f]] for values in part.bags[f]) for f in schema.sparse]
     lengths = [torch.bincount(bag, minlength=longest) for _, bag, _ in bags]
     weights = torch.cat([weights for _, _, weights in bags]) if schema.has_weights else None
     return Batch(
-        pad(part.dense, (0, 0, 0, padding)),
+        padded(part.dense),
         KeyedJaggedTensor(
             features.keys,
             torch.cat([ids for ids, _, _ in bags]),
@@ -166,11 +159,11 @@ def local_batch(
             lengths=torch.cat(lengths).int(),
             length_per_key=[len(ids) for ids, _, _ in bags],
         ),
-        pad(part.labels, (0, 0, 0, padding)),
-        torch.cat([torch.ones(len(part)), torch.zeros(padding)]),
+        padded(part.labels),
+        (torch.arange(longest) < len(part)).float(),
         len(batch),
-        task_weights=None if part.weights is None else pad(part.weights, (0, 0, 0, padding)),
-        keys=None if part.keys is None else pad(part.keys, (0, 0, 0, padding)),
+        task_weights=padded(part.weights),
+        keys=padded(part.keys),
         side_features={f: part.side_features[f][orders[f]] for f in features.side_features} or None,
     )
 

@@ -76,26 +76,16 @@ class Reference(nn.Module):
         return out
 
     def _sequence(
-        self,
-        vectors: torch.Tensor,
-        bag: torch.Tensor,
-        rows: int,
-        length: int,
-        side_features: torch.Tensor | None,
+        self, vectors: torch.Tensor, bag: torch.Tensor, rows: int, length: int, beside: torch.Tensor | None
     ) -> Sequence:
         back = age(bag)
         kept = back < length
         places = bag[kept], back[kept]
-        whole = vectors.new_zeros(rows, length, vectors.shape[1]).index_put(places, vectors[kept])
-        present = torch.zeros(rows, length, dtype=torch.bool, device=bag.device).index_put(
-            places, torch.ones_like(places[0], dtype=torch.bool)
-        )
-        beside = None
-        if side_features is not None:
-            beside = side_features.new_zeros(rows, length, side_features.shape[1]).index_put(
-                places, side_features[kept]
-            )
-        return Sequence(whole, present, beside)
+
+        def placed(values: torch.Tensor) -> torch.Tensor:
+            return values.new_zeros(rows, length, *values.shape[1:]).index_put(places, values[kept])
+
+        return Sequence(placed(vectors), placed(kept), None if beside is None else placed(beside))
 
     @torch.no_grad()
     def round_tables(self) -> None:

@@ -77,15 +77,11 @@ class Sharded:
                 values = table.weight.dense(first_only=True)
                 whole[table.name] = values if values is None else values.cpu()
         for name in self.schema.managed:
-            whole[name] = self._by_id(name, whole[name], self._begun_with(name))
+            spec, seed = self.schema.tables[name], self.config.run.seed
+            begun = initial_values(seed, name, torch.arange(spec.rows), range(spec.dim), spec.rows)
+            whole[name] = self._by_id(name, whole[name], begun)
         self._read = whole
         return whole
-
-    def _begun_with(self, table: str) -> torch.Tensor:
-        """What rows of managed ids begin with: [rows, dim], of ids from 0 on."""
-        spec = self.schema.tables[table]
-        ids = torch.arange(spec.rows)
-        return initial_values(self.config.run.seed, table, ids, range(spec.dim), spec.rows)
 
     def _by_id(
         self, table: str, values: torch.Tensor | None, without_row: torch.Tensor

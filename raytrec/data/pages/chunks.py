@@ -1,9 +1,10 @@
-"""The pages of a column chunk, and their rows. No torch here."""
+"""The pages of a column chunk, their headers (Thrift's compact protocol) and their rows. No torch here."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from struct import unpack_from
 from threading import Lock
 from typing import Any
 from zlib import crc32
@@ -11,8 +12,6 @@ from zlib import crc32
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-from raytrec.data.pages.thrift import Truncated, read_struct
 
 ReadAt = Callable[[int, int], bytes]  # (offset, size) → bytes, fewer only at the end of the file
 HEADER_BYTES = 1 << 20  # more than any page's header takes
@@ -192,3 +191,87 @@ def _unpack(packed: bytearray, width: int, count: int) -> np.ndarray:
         return bits[:count]
     each = bits[: count * width].reshape(-1, width)
     return np.packbits(each, axis=1, bitorder="little").reshape(-1)
+
+
+DEEPEST = 16  # structs within one another; Parquet's own are at most 8 deep
+TRUE, FALSE, BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET, MAP, STRUCT = range(1, 13)
+
+
+class Truncated(ValueError):
+    """The bytes end within a value."""
+
+
+def read_struct(data: bytes, at: int = 0, depth: int = 0) -> tuple[dict[int, Any], int]:
+    """(field id → value of the struct that begins at byte `at`, the byte after it).
+
+    Raises:
+        Truncated: the bytes end before the struct. ValueError: they are not a struct.
+    """
+    if depth > DEEPEST:
+        raise ValueError("structs too deep for a header of Parquet")
+    fields: dict[int, Any] = {}
+    last = 0
+    try:
+        while True:
+            head, at = data[at], at + 1
+            if head == 0:
+                return fields, at
+            if head >> 4:
+                last += head >> 4
+            else:
+                last, at = _integer(data, at)
+            kind = head & 15
+            fields[last], at = (kind == TRUE, at) if kind in (TRUE, FALSE) else _value(data, at, kind, depth)
+    except IndexError:
+        raise Truncated("the bytes end within a header") from None
+
+
+def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
+    if kind in (I16, I32, I64):
+        return _integer(data, at)
+    if kind == STRUCT:
+        return read_struct(data, at, depth + 1)
+    if kind == BINARY:
+        size, at = _varint(data, at)
+        if at + size > len(data):
+            raise IndexError
+        return data[at : at + size], at + size
+    if kind in (LIST, SET):
+        return _list(data, at, depth)
+    if kind in (BYTE, TRUE, FALSE):  # in a list, a truth value is a byte
+        return data[at], at + 1
+    if kind == DOUBLE:
+        if at + 8 > len(data):
+            raise IndexError
+        return unpack_from("<d", data, at)[0], at + 8
+    raise ValueError(f"type {kind} in a header of Parquet")
+
+
+def _list(data: bytes, at: int, depth: int) -> tuple[list, int]:
+    head, at = data[at], at + 1
+    size = head >> 4
+    if size == 15:
+        size, at = _varint(data, at)
+    values = []
+    for _ in range(size):  # each takes at least a byte, so a wrong size ends with the bytes
+        value, at = _value(data, at, head & 15, depth)
+        values.append(value)
+    return values, at
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte, at = data[at], at + 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number too long for a header of Parquet")
+
+
+def _integer(data: bytes, at: int) -> tuple[int, int]:
+    """A number, zigzag."""
+    value, at = _varint(data, at)
+    return (value >> 1) ^ -(value & 1), at

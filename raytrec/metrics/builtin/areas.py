@@ -10,7 +10,7 @@ from raytrec.metrics.registry import RankedMetric, metric
 if TYPE_CHECKING:
     import torch
 
-    from raytrec.metrics.over_ranks.ranked import Ranked
+    from raytrec.metrics.ranked import Ranked
 
 
 POINTS = 200  # of the ROC curve

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from raytrec.metrics.kinds import ONE_CLASS
-from raytrec.metrics.registry import GroupMetric, metric
+from raytrec.metrics.registry import ONE_CLASS, GroupMetric, metric
 
 if TYPE_CHECKING:
     import torch
 
-    from raytrec.metrics.over_ranks.groups import Groups
+    from raytrec.metrics.groups import Groups
 
 
 @metric("recall", title="recall at {k}", label="recall@{k}", better="higher", at_k=True)

@@ -3,8 +3,7 @@
 import pytest
 
 from raytrec.checks.live.outcome import Check, Outcome
-from raytrec.checks.live.registry import CHECKS, all_checks, check, choose
-from raytrec.checks.live.runner import verdict
+from raytrec.checks.live.registry import CHECKS, all_checks, check, choose, verdict
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
 from raytrec.config.training import ChecksSection

@@ -20,9 +20,8 @@ from raytrec.checks.live.keys import LONGEST_BAG, some_bags
 from raytrec.checks.live.numerics import GROWTH, Numerics, Sizes
 from raytrec.checks.live.outcome import Check, CheckedRun, Outcome, Position, odd_ones, ranks, read
 from raytrec.checks.live.probe import error_of
-from raytrec.checks.live.registry import all_checks
+from raytrec.checks.live.registry import all_checks, verdict
 from raytrec.checks.live.replicas import CHUNK, Replicas, _multipliers, fingerprint
-from raytrec.checks.live.runner import verdict
 from raytrec.checks.live.shards import _gaps
 from raytrec.common.collectives import Peers
 from raytrec.embeddings.row_gradients import each_key

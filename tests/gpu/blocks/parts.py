@@ -38,7 +38,7 @@ def _checks_pass(here: Here, step, state) -> None:
     import small
 
     from raytrec.checks.live.outcome import CheckedRun, Position
-    from raytrec.checks.live.runner import LiveChecks
+    from raytrec.checks.live.registry import LiveChecks
     from raytrec.embeddings.taps import Taps
 
     head = step.head

@@ -69,7 +69,8 @@ class Items:
         starts = torch.arange(0, len(self.keys) + block, block, device=left_out.device)
         bounds = torch.searchsorted(left_out[1].contiguous(), starts).tolist()
         above_QR = torch.zeros(scores_QR.shape, dtype=torch.int64, device=device)
-        compare = not_below_fast if device.type == "cuda" else not_below
+        is_exact = torch.get_float32_matmul_precision() == "highest"
+        compare = not_below_fast if device.type == "cuda" and is_exact else not_below
         for number, start in enumerate(range(0, len(self.keys), block)):
             items = self.vectors[start : start + block].to(device)
             of, places = left_out[:, bounds[number] : bounds[number + 1]].to(device)
@@ -106,9 +107,6 @@ def not_below_fast(
     A product of D terms in float32 is off by at most D · 2⁻²⁴ · ‖query‖ · ‖item‖, in whatever order they are
     added (Higham 2002, 3.1), and the rounding of a score by 2⁻²⁴ of it. The limits here are twice as wide.
     """
-    if torch.get_float32_matmul_precision() != "highest":
-        yield from not_below(queries_QD, items_ND, scores_QR, active)
-        return
     unit = 2.0**-23
     lengths = torch.outer(*(part.double().norm(dim=1).float() for part in (queries_QD, items_ND)))
     lengths.mul_((queries_QD.shape[1] + 2) * unit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +14,48 @@ BIN_BITS = 20  # of a prediction that tell its bin: sign, exponent and 11 bits o
 BIN_COUNT = 1 << BIN_BITS
 DROPPED = 32 - BIN_BITS
 LOWER = 0x7FFFFFFF
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Rows of a task that count in it, in host memory.
+
+    Attributes:
+        logits, labels, weights: float32 [n]; weights are above 0; logits [n, C] for C classes.
+        keys: column → int64 [n].
+    """
+
+    logits: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+    keys: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def starts_of_runs(*columns_N: torch.Tensor) -> torch.Tensor:
+    """Return where rows differ from the row before in some column, bool [N]; the first row does."""
+    starts = torch.ones_like(columns_N[0], dtype=torch.bool)
+    starts[1:] = torch.stack([column[1:] != column[:-1] for column in columns_N]).any(0)
+    return starts
+
+
+def put_together(
+    order_N: torch.Tensor, equal: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Add up consecutive rows that have equal values.
+
+    Args:
+        order_N: Order of the rows, in which those with equal values are consecutive.
+        equal: Columns [N] of these values.
+        sums: Columns [N] that are added up.
+
+    Returns:
+        The columns of `equal` and of `sums`, [D] each.
+    """
+    values = [column[order_N] for column in equal]
+    starts = starts_of_runs(*values)
+    first, places = starts.nonzero().squeeze(1), starts.cumsum(0) - 1
+    added = (torch.zeros_like(first, dtype=x.dtype).index_add_(0, places, x[order_N]) for x in sums)
+    return [*(column[first] for column in values), *added]
 
 
 @dataclass(frozen=True)
@@ -47,10 +89,7 @@ class Ties:
     @classmethod
     def merge(cls, predictions: torch.Tensor, *sums: torch.Tensor) -> Ties:
         """Of ties in any order, several of which may have one prediction."""
-        predictions, order = predictions.sort()
-        distinct, places = predictions.unique_consecutive(return_inverse=True)
-        added = (torch.zeros_like(distinct).index_add_(0, places, each[order]) for each in sums)
-        return cls(distinct, *added)
+        return cls(*put_together(predictions.argsort(), [predictions], sums))
 
     @property
     def columns(self) -> tuple[torch.Tensor, ...]:
@@ -126,18 +165,26 @@ class BoundedRows:
     Args:
         predict: logits → predictions, of the task.
         exact_rows: eval.max_exact_rows.
+        columns: whose keys are kept, too.
     """
 
-    def __init__(self, predict: Callable[[torch.Tensor], torch.Tensor], exact_rows: int):
-        self._predict, self._exact_rows = predict, exact_rows
-        self._parts: list[Sequence[torch.Tensor]] = []
-        self._rows, self._binary = 0, True
+    def __init__(
+        self,
+        predict: Callable[[torch.Tensor], torch.Tensor],
+        exact_rows: int,
+        columns: Sequence[str] = (),
+    ):
+        self._predict, self._exact_rows, self._columns = predict, exact_rows, columns
+        none = torch.empty(0)
+        self._none = [none, none, none, *[none.long() for _ in columns]]
+        self._parts, self._rows, self._binary = [self._none], 0, True
 
-    def add(self, logits_N: torch.Tensor, labels_N: torch.Tensor, *columns_N: torch.Tensor) -> None:
-        """Adds rows that count, in host memory: logits, labels, weights and, of slices, their keys."""
-        self._parts.append((logits_N, labels_N, *columns_N))
-        self._rows += len(labels_N)
-        self._binary = self._binary and is_binary(labels_N)
+    def add(self, rows: Counted) -> None:
+        """Add rows."""
+        keys = [rows.keys[name] for name in self._columns]
+        self._parts.append([rows.logits, rows.labels, rows.weights, *keys])
+        self._rows += len(rows.labels)
+        self._binary = self._binary and is_binary(rows.labels)
         if self._rows > self._exact_rows:
             self._put_into_bins()
 
@@ -146,10 +193,9 @@ class BoundedRows:
         raise NotImplementedError
 
     def _joined(self) -> list[torch.Tensor]:
-        """The columns of the rows that are kept."""
-        none = [torch.empty(0)] * 3 + [torch.empty(0, dtype=torch.int64)]
-        joined = [torch.cat(columns) for columns in zip(*self._parts, strict=True)] if self._parts else none
-        self._parts, self._rows = [], 0
+        """Return the rows that are kept: logits, labels, weights and keys."""
+        joined = [torch.cat(pieces) for pieces in zip(*self._parts, strict=True)]
+        self._parts, self._rows = [self._none], 0
         return joined
 
 
@@ -171,7 +217,7 @@ class Scores(BoundedRows):
             filled = (self._bins[2] > 0).nonzero().squeeze(1)
             ties = Ties(midpoints(filled), *self._bins[:, filled])
         else:
-            logits, labels, weights = (column.to(place) for column in self._joined()[:3])
+            logits, labels, weights = (column.to(place) for column in self._joined())
             ties = Ties.of(self._predict(logits.double()), labels, weights)
         self._bins = None
         return Ranked.sort(ties, peers, self._binary), binned
@@ -179,7 +225,7 @@ class Scores(BoundedRows):
     def _put_into_bins(self) -> None:
         if self._bins is None:
             self._bins = torch.zeros(3, BIN_COUNT, dtype=torch.float64)
-        logits, labels, weights = self._joined()[:3]
+        logits, labels, weights = self._joined()
         predictions = self._predict(logits.double())
         middles = midpoints(bins_of(predictions)).masked_fill(predictions.isnan(), float("nan"))
         ties = Ties.of(middles, labels, weights)

@@ -19,9 +19,9 @@ from raytrec.common.collectives import Peers
 from raytrec.data.arrow import one_array
 from raytrec.data.batch import Batch
 from raytrec.data.hashing import group_keys, keys_of_rows
-from raytrec.metrics.over_ranks.evaluation import place_for
-from raytrec.metrics.over_ranks.groups import RELEVANT
-from raytrec.metrics.over_ranks.item_scores import Items, cells_for
+from raytrec.metrics.evaluation import place_for
+from raytrec.metrics.groups import RELEVANT
+from raytrec.metrics.item_scores import Items, cells_for
 from raytrec.metrics.selection import RANKING_COUNTS, RETRIEVAL, Selection
 
 ABSENT = 1 << 62  # the rank of a right item that is not among all items

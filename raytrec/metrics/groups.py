@@ -14,6 +14,7 @@ import torch
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import os_errors
 from raytrec.embeddings.hashing import hash_bits
+from raytrec.metrics.ranked import Counted, starts_of_runs
 
 RELEVANT = 0.5  # a label above it is positive
 DISK_PARTS = 64  # into which rows on disk are divided by their keys
@@ -71,11 +72,6 @@ class Groups:
         return self.add(torch.ones_like(self.weights))
 
     @cached_property
-    def mean_weights(self) -> torch.Tensor:
-        """The mean weight of each group's rows, float64 [G]."""
-        return self.add(self.weights) / self.sizes
-
-    @cached_property
     def ranks(self) -> torch.Tensor:
         """Each row's place in its group, int64 [N], from 1."""
         starts = self.sizes.cumsum(0) - self.sizes
@@ -97,8 +93,7 @@ class Groups:
         return values_N[order[self.of[order].argsort(stable=True)]]
 
     def auc(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the AUC of each group, ties counted half and rows by their weights, float64 [G]; which groups have
-        positive and negative rows, bool [G])."""
+        """Return `auc_of_groups` of these, rows by their weights."""
         positive, negative = self.weights * self.relevant, self.weights * ~self.relevant
         return auc_of_groups(self.of, self.count, self.predictions, positive, negative)
 
@@ -121,10 +116,8 @@ def auc_of_groups(
     def add(values_N: torch.Tensor) -> torch.Tensor:
         return values_N.new_zeros(count).index_add_(0, of_N, values_N)
 
-    new = torch.ones_like(of_N, dtype=torch.bool)
-    new[1:] = (of_N[1:] != of_N[:-1]) | (predictions_N[1:] != predictions_N[:-1])
-    tie = new.cumsum(0) - 1  # rows with equal predictions of one group
-    ties = len(new) and int(tie[-1]) + 1
+    tie = starts_of_runs(of_N, predictions_N).cumsum(0) - 1  # rows with equal predictions of one group
+    ties = len(tie) and int(tie[-1]) + 1
     tied_negative = negative_N.new_zeros(ties).index_add_(0, tie, negative_N)
     all_positive, all_negative = add(positive_N), add(negative_N)
     before = all_negative.cumsum(0) - all_negative  # of the groups before each
@@ -144,30 +137,20 @@ class GroupRows:
     Args:
         predict: logits → predictions, of the task.
         exact_rows: eval.max_exact_rows.
-        group, item: the task's columns.
+        columns: the task's column `group` and, if metrics need it, `item`.
     """
 
     def __init__(
-        self,
-        predict: Callable[[torch.Tensor], torch.Tensor],
-        exact_rows: int,
-        group: str,
-        item: str | None = None,
+        self, predict: Callable[[torch.Tensor], torch.Tensor], exact_rows: int, columns: Sequence[str]
     ):
-        self._predict, self._columns = predict, [group, item] if item else [group]
-        dtypes = [torch.int64, torch.float32, torch.float32, torch.float32, *[torch.int64] * bool(item)]
-        self._kept = KeptRows(dtypes, exact_rows)
+        self._predict, self._columns = predict, columns
+        key, value = torch.int64, torch.float32
+        self._kept = KeptRows([key, value, value, value, *[key] * (len(columns) - 1)], exact_rows)
 
-    def add(
-        self,
-        logits_N: torch.Tensor,
-        labels_N: torch.Tensor,
-        weights_N: torch.Tensor,
-        keys: dict[str, torch.Tensor],
-    ) -> None:
-        """Adds rows that count, in host memory, with the keys of their columns."""
-        group, *item = (keys[name] for name in self._columns)
-        self._kept.add([group, logits_N, labels_N, weights_N, *item])
+    def add(self, rows: Counted) -> None:
+        """Add rows."""
+        group, *item = (rows.keys[name] for name in self._columns)
+        self._kept.add([group, rows.logits, rows.labels, rows.weights, *item])
 
     def groups(self, peers: Peers, place: torch.device) -> Iterator[Groups]:
         """All groups, each whole on one rank, in as many parts as all ranks have; a collective for each.
@@ -191,14 +174,17 @@ class KeptRows:
     """
 
     def __init__(self, dtypes: Sequence[torch.dtype], most: int):
-        self._most, self._rows = most, 0
+        self._most = most
         self._none = [torch.empty(0, dtype=dtype) for dtype in dtypes]
+        self._begin()
+
+    def _begin(self) -> None:
+        """Keep nothing."""
         self._pieces: list[Sequence[torch.Tensor]] = [self._none]
         self._files: list[IO[bytes]] = []
-        self._ranges: list[list[tuple[int, int]]] = [
-            [] for _ in range(DISK_PARTS)
-        ]  # of rows in the files: first, how many
-        self._written = 0
+        # Of the rows of each part in the files: first, how many.
+        self._ranges: list[list[tuple[int, int]]] = [[] for _ in range(DISK_PARTS)]
+        self._rows = self._written = 0
 
     def add(self, columns: Sequence[torch.Tensor]) -> None:
         """Adds rows, [n] each, in host memory."""
@@ -218,8 +204,7 @@ class KeptRows:
                 file.close()
         else:
             yield self._joined()
-        self._pieces, self._rows = [self._none], 0
-        self._files, self._ranges, self._written = [], [[] for _ in range(DISK_PARTS)], 0
+        self._begin()
 
     def _joined(self) -> list[torch.Tensor]:
         return [torch.cat(pieces) for pieces in zip(*self._pieces, strict=True)]

@@ -1,8 +1,9 @@
-"""Labels, masks and sample weights: which rows count. No torch here."""
+"""Examples in rows: candidates, labels, and how much each example counts in each task. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -10,7 +11,16 @@ import pyarrow as pa
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import scalar
-from raytrec.data.columns import Place, numbers, numbers_or_none
+from raytrec.data.arrow import is_list, one_array, unnest
+from raytrec.data.columns import (
+    Place,
+    first_null,
+    first_true,
+    first_unlike,
+    numbers,
+    numbers_or_none,
+    rows_of,
+)
 from raytrec.data.form import Form
 
 # A label's values float32 [n], and in which rows there is one, bool [n]; None: in all.
@@ -35,8 +45,7 @@ def label_of(column: pa.ChunkedArray, name: str, form: Form, place: Place) -> La
     wrong, kind = (values < low) | (values > high), "number"
     if name in form.plan.whole_labels:
         wrong, kind = wrong | (values != np.floor(values)), "whole number"
-    if wrong.any():
-        row = int(wrong.argmax())
+    if (row := first_true(wrong)) is not None:
         raise DataError(
             f"label '{name}' is {values[row]:g}",
             where=place.of(name, row),
@@ -80,8 +89,7 @@ def task_weights(table: pa.Table, labels: dict[str, Label], form: Form, place: P
 
 def _factors(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
     values = numbers(column, name, place)
-    if (values < 0).any():
-        row = int((values < 0).argmax())
+    if (row := first_true(values < 0)) is not None:
         raise DataError(
             f"sample weight '{name}' is {values[row]:g}",
             where=place.of(name, row),
@@ -95,9 +103,7 @@ def _factors(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
 def _mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
     """Where a column is 1; a null is not."""
     values, _ = numbers_or_none(column, name, place)
-    wrong = (values != 0) & (values != 1)
-    if wrong.any():
-        row = int(wrong.argmax())
+    if (row := first_true((values != 0) & (values != 1))) is not None:
         raise DataError(
             f"mask '{name}' is {values[row]:g}",
             where=place.of(name, row),
@@ -105,3 +111,60 @@ def _mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
             do=f"data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}",
         )
     return values == 1
+
+
+@dataclass(frozen=True)
+class CandidatePlace(Place):
+    """Where the first candidate of a decoded table is.
+
+    Attributes:
+        offsets: int32 [rows + 1], from which candidate on each row's are.
+    """
+
+    offsets: np.ndarray
+
+    def of(self, column: str, row: int | None = None) -> str:
+        """The place of a candidate's value, by the row that it is in."""
+        return super().of(column, None if row is None else rows_of(self.offsets)(row))
+
+
+def candidates_of(table: pa.Table, form: Form, place: Place) -> tuple[pa.Table, CandidatePlace]:
+    """What tasks and dense candidates read of the rows, one row for each candidate, and where these are.
+
+    Other columns are of the request, and repeated.
+
+    Raises:
+        DataError: the lists of a row have different lengths, or one is null; names file, column and row.
+    """
+    schema, offsets, found, first = form.schema, None, {}, ""
+    extra = [read.column for read in form.plan.columns_of_tasks]
+    of_tasks = dict.fromkeys([*form.plan.labels, *schema.of_candidates(schema.dense), *extra])
+    lists = dict.fromkeys(
+        schema.column_of(name) if name in schema.sparse else name
+        for name in schema.candidates
+        if form.plan.read_labels or name not in schema.labels
+    )
+    lists |= {name: None for name in of_tasks if is_list(table[name].type)}
+    for name in lists:
+        array = one_array(table[name])
+        if (row := first_null(array)) is not None:
+            raise DataError(
+                f"column '{name}' has a null in place of a list",
+                where=place.of(name, row),
+                expected="a value for each candidate; an empty list where a request has none",
+                do="correct the data; or skip such rows: data.on_error=skip",
+            )
+        ends, values = unnest(array)
+        offsets, first = (ends, name) if offsets is None else (offsets, first)
+        if unlike := first_unlike(ends, offsets):
+            row, length, other = unlike
+            raise DataError(
+                f"'{name}' has {length} values, and '{first}' has {other}",
+                where=place.of(name, row),
+                expected="one value for each candidate of the row",
+                do=f"correct the data, or schema.yaml, candidates: [{scalar(first)}, {scalar(name)}, …]",
+            )
+        found[name] = values
+    rows = pa.array(np.repeat(np.arange(table.num_rows), np.diff(offsets)))
+    columns = {name: found[name] if name in found else table[name].take(rows) for name in of_tasks}
+    return pa.table(columns), CandidatePlace(place.path, place.group, place.first, offsets)

@@ -1,1 +1,0 @@
-"""Metrics over all ranks: only sums meet."""
