@@ -239,7 +239,6 @@ def mlflow(world: int, tables: int, folder: Path) -> dict:
     config = config_of(world)
     config.tracking.uri = f"sqlite:///{folder}/mlflow.db"
     store = Store(config, folder / "run")
-    store.load()
     store.open()
     metrics = calls = 0
     with Cpu() as took:

@@ -12,7 +12,7 @@ Importing this needs neither torch nor Ray; the names below load what they need 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Cluster": "raytrec.client.cluster",
+    "Cluster": "raytrec.client.run",
     "train": "raytrec.driver.run",
     "check": "raytrec.driver.check",
     "evaluate": "raytrec.driver.evaluation",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +10,11 @@ from threading import RLock
 from typing import Any
 
 from raytrec.client.package import code
-from raytrec.cluster.access import RAY, check_cluster, check_ray, use_token
+from raytrec.cluster.access import RAY, check_cluster, check_ray, check_versions, use_token
 from raytrec.cluster.session import on_node
 from raytrec.common.errors import RunError, first_line, last_line, root_cause
 from raytrec.compat.ray_core import head_nodes
-from raytrec.compat.ray_names import NOT_STARTED, NOT_TAKEN, version_mismatch
+from raytrec.compat.ray_names import NOT_STARTED, NOT_TAKEN
 from raytrec.compat.versions import require_versions
 
 ANSWER_S = 120  # for what takes a second, while a cluster may first start a process for it
@@ -123,21 +122,18 @@ def _connect(address: str, folder: Path) -> Any:
 
 
 def _not_connected(address: str, error: Exception) -> RunError:
-    """Why Ray client did not come up, for people."""
+    """Return the error for people about a Ray client that could not connect.
+
+    Raises:
+        RunError: the cluster runs another version of Ray or Python.
+    """
     text = str(error)
-    if found := version_mismatch(text):
-        ray, python = found
-        try:
-            check_ray(ray, where=address)
-        except RunError as skew:
-            return skew
-        here = ".".join(map(str, sys.version_info[:2]))
-        return RunError(
-            f"the cluster runs Python {python}, and this is Python {here}",
-            where=address,
-            expected="the same Python, X.Y, on both sides: with ray:// they exchange code",
-            do="use that Python here; or the job API, Cluster('http://HOST:8265'), which takes any",
-        )
+    check_versions(
+        text,
+        where=address,
+        expected="the same Python, X.Y, on both sides: with ray:// they exchange code",
+        do="use that Python here; or the job API, Cluster('http://HOST:8265'), which takes any",
+    )
     if NOT_TAKEN in text:
         return RunError(
             f"the cluster does not take this connection: {last_line(text, '')}",

@@ -24,19 +24,12 @@ LAST_LINES = 3  # of the log of a job that failed without an error of raytrec's
 STOPPED_LINES = 4  # of a job that was stopped: the signal, the save, where it has stopped, how to resume
 
 
-class JobApi:
-    """A cluster behind http://HOST:PORT of its dashboard.
-
-    Args:
-        address: of the dashboard.
-    """
-
-    def __init__(self, address: str):
-        self.jobs = Jobs(address)
+class JobApi(Jobs):
+    """A cluster behind http://HOST:PORT of its dashboard, whose jobs are runs."""
 
     def train(self, source: Source, overrides: list[str], include: tuple[Path, ...]) -> Run:
         """Submits a run; submitting the same again resumes it."""
-        return JobRun(self.jobs, self.jobs.submit(source, overrides, include))
+        return JobRun(self, self.submit(source, overrides, include))
 
     def run(self, job: str) -> Run:
         """A run by the id of its job.
@@ -48,17 +41,17 @@ class JobApi:
         if job not in known:
             raise RunError(
                 f"there is no job '{job}'",
-                where=self.jobs.address,
+                where=self.address,
                 expected=f"the id of a job: {', '.join(known[:5])}" if known else "a job; there is none yet",
                 do="pass the id of its job (run.job), or name the run over Cluster('ray://HOST:10001')",
             )
-        return JobRun(self.jobs, job)
+        return JobRun(self, job)
 
     def runs(self) -> list[dict[str, Any]]:
         """The jobs of the cluster, the newest first: name (the id), folder (None), state, unix_s."""
         return [
             {"name": job, "folder": None, "state": STATES.get(status, "running"), "unix_s": unix_s}
-            for job, status, unix_s in self.jobs.known()
+            for job, status, unix_s in self.known()
         ]
 
     def close(self) -> None:

@@ -39,14 +39,16 @@ STATES = {"FINISHED": "finished", "STOPPED": "stopped", "FAILED": "failed"}
 
 def runs() -> list[dict[str, Any]]:
     """The runs in RAYTREC_ROOT/runs, the newest first: name, folder, state, unix_s (when it began)."""
-    found = []
-    for folder in Path(absolute(RUNS)).glob("*"):
-        if _is_run(folder):
-            note = driver_of(folder)
-            began = note.get("unix_s") or (folder / CONFIG).stat().st_mtime
-            found.append(
-                {"name": folder.name, "folder": str(folder), "state": _state(folder), "unix_s": began}
-            )
+    found = [
+        {
+            "name": folder.name,
+            "folder": str(folder),
+            "state": _state(folder),
+            "unix_s": driver_of(folder).get("unix_s") or (folder / CONFIG).stat().st_mtime,
+        }
+        for folder in Path(absolute(RUNS)).glob("*")
+        if _is_run(folder)
+    ]
     return sorted(found, key=lambda run: run["unix_s"], reverse=True)
 
 
@@ -63,14 +65,15 @@ def news(run: str, since: dict[str, int]) -> dict[str, Any]:
     """
     folder = run_folder(run)
     state, note = _state(folder), driver_of(folder)  # first: what a run writes at its end is then read
-    told = {name: _new_lines(folder / name, since.get(name, 0)) for name in GROWING}
-    read = {name: since.get(name, 0) + len(data) for name, data in told.items()}
-    result = read_json_dict(folder / RESULT, MOST_BYTES)
-    about = {"folder": str(folder), "state": state, "error": note.get("error"), "result": result}
+    lines = {name: _new_lines(folder / name, since.get(name, 0)) for name in GROWING}
     return {
-        "lines": {name: data.decode(errors="replace") for name, data in told.items()},
-        "since": read,
-    } | about
+        "lines": {name: data.decode(errors="replace") for name, data in lines.items()},
+        "since": {name: since.get(name, 0) + len(data) for name, data in lines.items()},
+        "folder": str(folder),
+        "state": state,
+        "error": note.get("error"),
+        "result": read_json_dict(folder / RESULT, MOST_BYTES),
+    }
 
 
 def file(run: str, name: str) -> bytes:
@@ -138,7 +141,12 @@ def run_folder(run: str) -> Path:
     """
     folder = Path(absolute(run if "/" in run else f"{RUNS}/{run}"))
     if run in ("", ".", "..") or not _is_run(folder):
-        raise _none(run)
+        names = [each["name"] for each in runs()]
+        raise RunError(
+            f"there is no run '{run}'{hint(run, names)}",
+            where=absolute(RUNS),
+            expected=", ".join(names[:10]) or "the name or folder of a run; there is none yet",
+        )
     return folder
 
 
@@ -151,28 +159,16 @@ def _is_run(folder: Path) -> bool:
         return False
 
 
-def _none(run: str) -> RunError:
-    names = [each["name"] for each in runs()]
-    return RunError(
-        f"there is no run '{run}'{hint(run, names)}",
-        where=absolute(RUNS),
-        expected=", ".join(names[:10]) or "the name or folder of a run; there is none yet",
-    )
-
-
 def _state(folder: Path) -> str:
     """running, finished, stopped, failed, or interrupted: its driver died."""
     note = driver_of(folder)
-    if note.get("status") == "RUNNING" and _is_there(note):
-        return "running"
+    if note.get("status") == "RUNNING":
+        alive = is_alive(note)
+        if alive or (alive is None and note.get("host") in _hosts()):
+            return "running"
     if (folder / RESULT).is_file():
         return "finished"
     return STATES.get(note.get("status"), "interrupted")
-
-
-def _is_there(note: dict[str, Any]) -> bool:
-    alive = is_alive(note)
-    return note.get("host") in _hosts() if alive is None else alive
 
 
 def _hosts() -> dict[str, str]:

@@ -1,9 +1,13 @@
-"""A run on a cluster, followed from elsewhere."""
+"""A Ray cluster and its runs, from a notebook or another program (docs/notebooks.md).
+
+Needs Ray in the cluster's version, but neither torch nor torchrec.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from time import monotonic, sleep, time
 from typing import Any
 
@@ -11,23 +15,74 @@ import numpy as np
 
 from raytrec.client import queries
 from raytrec.client.notebook import Page, Pictures, display
-from raytrec.common.errors import RaytrecError, RunError
+from raytrec.client.package import Source
+from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.common.messages import Eval, Measured, Train
+from raytrec.config.overrides import Overrides, as_texts
 from raytrec.tracking.history import History
 
 ENDED = ("finished", "stopped", "failed", "interrupted")
-HOW_IT_ENDED = {
-    "stopped": "the run was stopped; its state is saved",
-    "interrupted": "the run was interrupted: its driver exited without reporting an error",
-}
+
+
+class Cluster:
+    """A Ray cluster that is running.
+
+    Args:
+        address: ray://HOST:PORT (Ray client: runs end with this process) or http(s)://HOST:PORT (the job API
+            of the dashboard: runs are jobs, and outlive this process).
+
+    Raises:
+        ConfigError: no such address. RunError: no cluster there, no token, or another version of Ray.
+    """
+
+    def __init__(self, address: str):
+        if address.startswith("ray://"):
+            from raytrec.client.ray_client import RayClient as Way
+        elif address.startswith(("http://", "https://")):
+            from raytrec.client.job_run import JobApi as Way  # type: ignore[assignment]
+        else:
+            what = f"'{address}' is not the address of a cluster"
+            raise ConfigError(what, expected="ray://HOST:10001 (Ray client), or http://HOST:8265 (job API)")
+        logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in notebooks it wants ipywidgets
+        self.address, self._way = address, Way(address)
+
+    def train(
+        self, source: Source, overrides: Overrides | None = None, include: list[str | Path] | tuple = ()
+    ) -> Run:
+        """Starts a run, or resumes it if the same one was interrupted; returns at once.
+
+        raytrec's code, as it is here, and modules that the config names go up with it.
+
+        Args:
+            source: a config file, its values, or a RunConfig. Its paths are those of the cluster, relative
+                ones from its RAYTREC_ROOT.
+            overrides: `section.key=value` strings, or a mapping: {"train.epochs": 3}.
+            include: further files and folders that it needs.
+        """
+        return self._way.train(source, as_texts(overrides), tuple(map(Path, include)))
+
+    def run(self, run: str | Path) -> Run:
+        """An existing run: by its name in RAYTREC_ROOT/runs or its folder; over http://, by its job's id."""
+        return self._way.run(str(run))
+
+    def runs(self) -> list[dict[str, Any]]:
+        """The runs in RAYTREC_ROOT/runs, the newest first: name, folder, state, unix_s (when it began); over
+        http://, the jobs of the cluster: the name is the job's id, the folder None."""
+        return self._way.runs()
+
+    def close(self) -> None:
+        """Ends the connection; with ray://, also the runs that it has started."""
+        self._way.close()
+
+    def __repr__(self) -> str:
+        return f"<Cluster {self.address}>"
 
 
 class Run:
     """A run; `Cluster.train` and `Cluster.run` return it.
 
     Attributes:
-        state: starting, running, finished, stopped (its state is saved), failed, or interrupted (its driver
-            died).
+        state: starting, running, finished, stopped (its state is saved), failed, interrupted (driver died).
         history: the figures that have been read so far; log: lines for people, each with its end.
         error: why it failed.
         poll_s: seconds between two looks at it.
@@ -82,11 +137,12 @@ class Run:
         """As `progress`, from what has been read already."""
         trained = self.history.figures(Train)
         last = trained[-1].figures if trained else {}
-        figures = {name: last.get(name) for name in ("rows_per_s", *self.keys(Train))}
-        known = {"step": self.history.step, "total": self.history.total_steps or None, **figures}
-        return known | {
+        return {
+            "step": self.history.step,
+            "total": self.history.total_steps or None,
+            **{name: last.get(name) for name in ("rows_per_s", *self.keys(Train))},
             "state": self.state,
-            "eta_s": self._remaining_s() if self.state == "running" else None,
+            "eta_s": self._remaining_s(),
         }
 
     def metrics(self) -> dict[str, dict[str, list]]:
@@ -95,15 +151,17 @@ class Run:
         `pandas.DataFrame(run.metrics()["train"])` is a table of them. Of a job, only its log counts.
         """
         self._poll()
-        return {
-            "train": self._series(Train, "rows_per_s", *self.keys(Train)),
-            "eval": self._series(Eval, *self.keys(Eval)),
-        }
+        series: dict[str, dict[str, list]] = {}
+        for name, kind, more in (("train", Train, ["rows_per_s"]), ("eval", Eval, [])):
+            lines = self.history.figures(kind)
+            series[name] = {"step": [line.step for line in lines]}
+            series[name] |= {key: [line.figures.get(key) for line in lines] for key in more + self.keys(kind)}
+        return series
 
     def keys(self, kind: type[Measured]) -> list[str]:
-        """The metrics that training, or evaluations, have given so far."""
-        given = {key for line in self.history.figures(kind) for key in line.figures}
-        return [figure.key for figure in self.history.metrics_of_tasks if figure.key in given]
+        """Return the metrics that training, or evaluations, have recorded so far."""
+        recorded = {key for line in self.history.figures(kind) for key in line.figures}
+        return [figure.key for figure in self.history.metrics_of_tasks if figure.key in recorded]
 
     def logs(self) -> Iterator[str]:
         """The lines of the run's log, from its beginning until the run ends."""
@@ -117,13 +175,10 @@ class Run:
             sleep(self.poll_s)
 
     def watch(self) -> dict[str, Any] | None:
-        """Shows progress and curves until the run ends. Interrupting detaches; the run continues.
+        """Show progress and curves until the run ends. Interrupting detaches; the run continues.
 
         Returns:
-            As `wait`; None when it was interrupted.
-
-        Raises:
-            RunError: as `wait`.
+            The result of `wait`, with its errors; None if it was interrupted.
         """
         show = display(self.name)
         try:
@@ -145,9 +200,9 @@ class Run:
         Raises:
             RunError: the run failed, with its own message; it was stopped or interrupted; it still runs.
         """
-        deadline = monotonic() + (timeout if timeout is not None else 1e18)
+        began = monotonic()
         while self._poll() not in ENDED:
-            if monotonic() > deadline:
+            if timeout is not None and monotonic() - began > timeout:
                 what = f"the run is still running after {timeout} s"
                 raise RunError(what, where=self.job or self.name, do="wait longer")
             sleep(self.poll_s)
@@ -232,16 +287,14 @@ class Run:
             return None
         return (time() - self._first[0]) / (step - self._first[1]) * (total - step)
 
-    def _series(self, kind: type[Measured], *names: str) -> dict[str, list]:
-        lines = self.history.figures(kind)
-        steps = {"step": [line.step for line in lines]}
-        return steps | {name: [line.figures.get(name) for line in lines] for name in names}
-
     def _outcome(self) -> dict[str, Any]:
         if self.state == "finished":
             return self.history.result
         if self.state == "failed" and self.error:
             raise self.error
-        what = HOW_IT_ENDED.get(self.state, f"the run {self.state}")
         do = "train the same config again: it resumes from its last checkpoint"
+        what = {
+            "stopped": "the run was stopped; its state is saved",
+            "interrupted": "the run was interrupted: its driver exited without reporting an error",
+        }.get(self.state, f"the run {self.state}")
         raise RunError(what, where=self.job or self.name, do=do)

@@ -27,6 +27,7 @@ from raytrec.compat.ray_core import (
     read_token_again,
     token_metadata,
 )
+from raytrec.compat.ray_names import version_mismatch
 from raytrec.compat.versions import OTHERS
 
 (RAY,) = OTHERS["ray"]  # raytrec touches private parts of Ray, each place read for this version
@@ -80,28 +81,27 @@ def token_source() -> str:
     )
 
 
-def _make(file: Path) -> None:
-    """Makes a token, unless there is one that can be read.
+def make_token(file: Path) -> str:
+    """Return the token in a file, which is created for its owner alone if it does not exist.
 
     Raises:
-        OSError: it can be neither made nor read.
+        OSError: the file can be neither created nor read.
     """
-    if not file.is_absolute():
-        raise FileNotFoundError(errno.ENOENT, "there is no home folder")
-    if file.exists():
-        file.open("rb").close()
-        return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # Not write_text and chmod: between the two, others could read it.
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-        out.write(secrets.token_hex(32))
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Not write_text and chmod: between the two, others could read it.
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(secrets.token_hex(32))
+    return file.read_text(encoding="utf-8", errors="replace").strip()
 
 
 def _find_file(create: bool, own: bool) -> None:
     file = token_file()
     try:
         if create:
-            _make(file)
+            if not file.is_absolute():
+                raise FileNotFoundError(errno.ENOENT, "there is no home folder")
+            make_token(file)
         there = file.is_file() and os.access(file, os.R_OK)
     except OSError as error:
         if create and own:
@@ -227,6 +227,24 @@ def _refused(given: str) -> RunError:
         do=f"bring it into {token_file()} (chmod 600), or name its file in RAY_AUTH_TOKEN_PATH"
         + ("" if token_metadata() else "; and do not set RAY_AUTH_MODE to disabled"),
     )
+
+
+def check_versions(reported: str, *, where: str, expected: str, do: str) -> None:
+    """Check whether Ray refused to connect because the cluster runs other versions of Ray or Python.
+
+    Args:
+        reported: text of Ray's error.
+        where: address of the cluster.
+        expected, do: parts of the error about another Python.
+
+    Raises:
+        RunError: it did.
+    """
+    if found := version_mismatch(reported):
+        check_ray(found[0], where=where)
+        here = ".".join(map(str, sys.version_info[:3]))
+        what = f"the cluster runs Python {found[1]}, and this process Python {here}"
+        raise RunError(what, where=where, expected=expected, do=do)
 
 
 def check_ray(cluster: str, *, where: str) -> None:

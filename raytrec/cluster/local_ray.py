@@ -186,17 +186,13 @@ def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:
     Args:
         leaders: process ids of those who began the sessions.
     """
-    deadline = monotonic() + linger_s
-    while left := _members(set(leaders)):
-        if monotonic() > deadline:
-            for pid in left:
-                with suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-            deadline = monotonic() + 1  # a process that cannot be ended now is left to the system
-            if linger_s < 0:
-                return
-            linger_s = -1
-        sleep(0.05)
+    for patience_s in (linger_s, 1.0):  # a process that cannot be ended within a second is left to the system
+        deadline = monotonic() + patience_s
+        while (left := _members(set(leaders))) and monotonic() < deadline:
+            sleep(0.05)
+        for pid in left:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _members(sessions: set[int]) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 from threading import Thread, current_thread, main_thread
 from typing import Any, NoReturn
 
-from raytrec.cluster.access import START_ONE, check_cluster, check_ray, use_token
+from raytrec.cluster.access import START_ONE, check_cluster, check_versions, use_token
 from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
 from raytrec.cluster.local_ray import heads, listens, own_sessions, private_folder
 from raytrec.cluster.warm import forked_workers
@@ -32,7 +31,6 @@ from raytrec.compat.ray_core import (
     own_address,
     silence_workers,
 )
-from raytrec.compat.ray_names import version_mismatch
 from raytrec.compat.versions import require_versions
 
 SHUTDOWN_S = {RAYLET: 20.0, GCS: 1.0}  # Ray may take 13 s to know of its raylet's end
@@ -202,25 +200,18 @@ def _init(where: str, **options: Any) -> None:
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception as error:  # Exception itself, too, when the machine is too busy to start Ray in time
-        if found := version_mismatch(str(error)):
-            check_ray(found[0], where=where)
-            raise _other_python(found[1], where) from None
-        why = first_line(error)
+        check_versions(
+            str(error),
+            where=where,
+            expected="the same Python on every node, to its patch number",
+            do="use that Python here; or, where only the patch number differs, set "
+            "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL=minor here and where Ray is started",
+        )
         do = START_ONE if "ADDRESS" in where.upper() else "try again, with less to do for this machine"
-        raise RunError(f"cannot reach Ray: {why}", where=where, do=do) from None
+        raise RunError(f"cannot reach Ray: {first_line(error)}", where=where, do=do) from None
     silence_workers()  # raytrec reports worker exits itself
     if current_thread() is main_thread():  # Ray's own handler exits with 15
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-
-
-def _other_python(cluster: str, where: str) -> RunError:
-    return RunError(
-        f"the cluster runs Python {cluster}, and this process Python {platform.python_version()}",
-        where=where,
-        expected="the same Python on every node, to its patch number",
-        do="use that Python here; or, where only the patch number differs, set "
-        "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL=minor here and where Ray is started",
-    )
 
 
 def _is_on_loopback(address: str) -> bool:

@@ -12,15 +12,15 @@ imported where `ray up` runs and by the autoscaler on the head node. They need r
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from raytrec.compat.ray_clouds import AWSNodeProvider, GCPNodeProvider
+from ray.autoscaler.node_provider import NodeProvider
 
-if TYPE_CHECKING:
-    from ray.autoscaler.node_provider import NodeProvider
-else:
-    NodeProvider = object
+from raytrec.compat.ray_names import node_providers
 
+AwsProvider: Any
+GcpProvider: Any
+AwsProvider, GcpProvider = node_providers()
 logger = logging.getLogger(__name__)
 # A machine with GPUs cannot be moved to another host while it runs: GCP requires that it may be stopped.
 GCP_ON_DEMAND = {"provisioningModel": "STANDARD", "onHostMaintenance": "TERMINATE"}
@@ -67,7 +67,7 @@ class SpotFirst(NodeProvider):
         raise NotImplementedError
 
 
-class AwsSpotFirst(SpotFirst, AWSNodeProvider):
+class AwsSpotFirst(SpotFirst, AwsProvider):
     """A request goes through all subnets, and so zones, that it may use, before the next one on demand."""
 
     @staticmethod
@@ -77,7 +77,7 @@ class AwsSpotFirst(SpotFirst, AWSNodeProvider):
         return {key: value for key, value in node_config.items() if key != "InstanceMarketOptions"}
 
 
-class GcpSpotFirst(SpotFirst, GCPNodeProvider):
+class GcpSpotFirst(SpotFirst, GcpProvider):
     """Machines are asked for one by one."""
 
     def create_node(self, node_config: dict[str, Any], tags: dict[str, str], count: int) -> dict[str, Any]:

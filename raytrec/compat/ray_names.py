@@ -1,4 +1,4 @@
-"""Names that Ray's interfaces lack (2.60.0); imports no Ray."""
+"""Names that the interfaces of Ray's libraries lack (2.60.0). Functions import Ray."""
 
 from __future__ import annotations
 
@@ -60,3 +60,27 @@ def version_mismatch(text: str) -> tuple[str, str] | None:
     """Ray's and Python's version of a cluster that does not take this client's; None: it is another error."""
     found = re.findall(r"(Ray|Python): (\S+)", text) if "ersion mismatch" in text else []
     return (found[0][1], found[1][1]) if len(found) > 1 else None
+
+
+def node_providers() -> tuple[Any, Any]:
+    """Return Ray's node provider classes for AWS and for GCP; they need requirements/cloud.txt."""
+    from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
+    from ray.autoscaler._private.gcp.node_provider import GCPNodeProvider
+
+    return AWSNodeProvider, GCPNodeProvider
+
+
+def prepare_replica() -> None:
+    """Set up the process of a Ray Serve replica; called by the replica's constructor.
+
+    Its server for calls between deployments takes pickles from any client, so it must listen on loopback, not
+    on all interfaces; nothing calls it where RAY_SERVE_USE_GRPC_BY_DEFAULT is off. And Serve must not freeze
+    the garbage collector after the constructor, because the first model would then never be freed.
+    """
+    from ray.serve._private import replica
+
+    add_port = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, address: add_port(
+        server, address.replace("[::]:", "127.0.0.1:")
+    )
+    replica.RAY_SERVE_FREEZE_GC_ON_STARTUP = False

@@ -11,7 +11,11 @@ from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator impor
     DefaultAutoscalingCoordinator,
 )
 from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.callbacks import placement_group_callback
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.controller import placement_group_cleaner
+from ray.train.v2._internal.execution.controller.placement_group_cleaner import PlacementGroupCleaner
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.failure_handling.default import RETRYABLE_CONTROLLER_ERRORS
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
@@ -22,7 +26,8 @@ from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_cli
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from raytrec.common.registry import load_code
-from raytrec.compat.ray_cleaner import replaced, with_own_cleaner, without_cleaner
+from raytrec.compat.ray_core import actor_state
+from raytrec.compat.versions import missing
 
 __all__ = [
     "RETRYABLE_CONTROLLER_ERRORS",
@@ -110,8 +115,58 @@ class ControlledTrainer(DataParallelTrainer):
 
     def _create_default_callbacks(self) -> list[Any]:
         none = NoDatasets(self.train_run_context, self.datasets)
-        callbacks = replaced(super()._create_default_callbacks(), DatasetsCallback, [none])
-        return without_cleaner(callbacks) if self._own else with_own_cleaner(callbacks)
+        callbacks = replace_callback(super()._create_default_callbacks(), DatasetsCallback, [none])
+        # A Ray that ends with its run has nothing to remove afterwards.
+        cleaner = [] if self._own else [OwnClusterCleanerCallback()]
+        return replace_callback(callbacks, PlacementGroupCleanerCallback, cleaner)
+
+
+def replace_callback(callbacks: list[Any], kind: type, others: list[Any]) -> list[Any]:
+    """Return Ray Train's callbacks with the one of class `kind` replaced by others.
+
+    Raises:
+        RunError: Ray Train has no such callback any more.
+    """
+    if not any(type(each) is kind for each in callbacks):
+        raise missing(f"{kind.__name__} among TorchTrainer's callbacks", "ray")
+    return [new for each in callbacks for new in (others if type(each) is kind else [each])]
+
+
+class OwnClusterCleaner(PlacementGroupCleaner):
+    """The actor that removes the placement group of a run whose controller has died.
+
+    Ray 2.60 (ray/train/v2/_internal: execution/controller/placement_group_cleaner.py,
+    callbacks/placement_group_callback.py) asks the state API whether the controller lives. The state API asks
+    the cluster that was started last on this machine. Another cluster knows no such controller, and Ray would
+    kill all workers of the run. This actor, alone in its process, asks its own cluster.
+    """
+
+    def start_monitoring(self) -> bool:
+        placement_group_cleaner.is_actor_alive = is_alive_here
+        return super().start_monitoring()
+
+
+class OwnClusterCleanerCallback(PlacementGroupCleanerCallback):
+    """Starts an OwnClusterCleaner from the controller's process, which serves one run."""
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        placement_group_callback.PlacementGroupCleaner = OwnClusterCleaner
+        super().after_controller_start(train_run_context)
+
+
+def is_alive_here(actor_id: str, timeout: float) -> bool:
+    """Return True if an actor of this process's own cluster lives, according to the GCS.
+
+    Raises:
+        RayStateApiException: the GCS does not answer; the cleaner then asks again.
+    """
+    import ray
+    from ray.util.state.exception import RayStateApiException
+
+    actor = actor_state(actor_id)
+    if not actor and not ray.nodes():
+        raise RayStateApiException("the cluster does not answer")
+    return bool(actor) and actor["State"] != "DEAD"
 
 
 class NoDatasets(DatasetsCallback):

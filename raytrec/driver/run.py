@@ -32,7 +32,7 @@ from raytrec.driver.track import Follower
 from raytrec.report.findings import poor_fit
 from raytrec.report.report import EarlyDrawing
 from raytrec.tracking.run_folder import TAGS, RunFolder
-from raytrec.tracking.tags import run_tags
+from raytrec.tracking.translate import run_tags
 from raytrec.worker.loop import total_steps, train_worker
 
 PATIENCE_S = 60.0  # beyond scaling.shutdown_grace_s, for the driver of before to end

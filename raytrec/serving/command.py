@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shlex
 import signal
 import urllib.error
@@ -13,6 +12,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+from raytrec.cluster.access import make_token
 from raytrec.cluster.head import check_ports
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import absolute, open_filesystem
@@ -122,14 +122,7 @@ def _token(name: str) -> str:
     """RAYTREC_SERVE_TOKEN, else that of the service's file, which is made where there is none."""
     if given := os.environ.get(TOKEN):
         return given
-    file = token_file(name)
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(
-            os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
-        ) as opened:
-            opened.write(secrets.token_urlsafe(32) + "\n")
-    return file.read_text().strip()
+    return make_token(token_file(name))
 
 
 def _say(name: str, url: str, has_token: bool) -> None:

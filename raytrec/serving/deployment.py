@@ -44,10 +44,9 @@ class Replica:
         import torch
         from ray import serve
 
-        from raytrec.compat.ray_serve import keep_replica_on_loopback, leave_models_to_the_collector
+        from raytrec.compat.ray_names import prepare_replica
 
-        keep_replica_on_loopback()
-        leave_models_to_the_collector()
+        prepare_replica()
         torch.set_num_threads(1)
         gc.freeze()  # what is imported stays: Versions collects what exports leave, in tens of milliseconds
         self._coordinator = ray.get_actor(coordinator_of(served.name), NAMESPACE)

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from select import select
 from time import monotonic, sleep
@@ -22,10 +21,10 @@ from raytrec.common.redaction import hide_all
 from raytrec.compat.mlflow_ import leave_out_dispensable
 from raytrec.config.run_config import RunConfig
 from raytrec.tracking.failures import closed_to_us, may_pass, reason, unreachable
-from raytrec.tracking.feed import NOTE, Feed
+from raytrec.tracking.feed import Feed
 from raytrec.tracking.run_folder import CHECK_RESULT, CONFIG, PLAN, REPORT, RESULT, SCHEMA, TAGS
 from raytrec.tracking.store import CORRECT, Store, cannot_open
-from raytrec.tracking.tags import in_parts, parameters
+from raytrec.tracking.translate import in_parts, parameters
 
 ARTIFACTS = (CONFIG, SCHEMA, PLAN, RESULT, REPORT, CHECK_RESULT)
 LOCK = "mlflow.lock"
@@ -53,10 +52,9 @@ class Delivery:
     """
 
     def __init__(self, folder: Path, config: RunConfig, notify: Callable[[str], None]):
-        noted, self.uri = (folder / NOTE).is_file(), config.tracking.uri
-        self._folder, self._notify, self._feed = folder, notify, Feed(folder)
-        delivered = self._feed.delivered
-        self._store = Store(config, folder, delivered.key, noted, delivered.run_id)
+        self.uri, self._folder, self._notify = config.tracking.uri, folder, notify
+        self._feed = Feed(folder)
+        self._store = Store(config, folder, self._feed.delivered.key, self._feed.delivered.run_id)
         self._params = parameters(config)
         self._tags: dict[str, str] = {}  # that the store has
         self._uploaded: dict[Path, tuple[int, int]] = {}  # file → its time and size
@@ -85,7 +83,7 @@ class Delivery:
             self._write_lines()
             self._upload()
             if self._status and not self._ended:
-                self._ended = self._attempt(partial(self._end, self._status))
+                self._ended = self._attempt(self._end, self._status)
         except ConfigError:
             raise
         except Exception as error:
@@ -118,16 +116,20 @@ class Delivery:
         missing += [] if self._ended else ["the end of the run"]
         return f"MLflow lacks {' and '.join(missing)} ({self._why or self._feed.why})" if missing else None
 
-    def _attempt(self, call: Callable[[], None]) -> bool:
-        """Makes a call; False for one that the store will never do. Errors that may pass are raised."""
+    def _attempt(self, call: Callable[..., None], *arguments: Any) -> bool:
+        """Call the store. Return False if it rejected the call permanently; re-raise transient errors."""
         try:
-            call()
+            call(*arguments)
         except Exception as error:
             if may_pass(error):
                 raise
             self._why = reason(error)
             return False
         return True
+
+    def _write(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call the store, and count a call that it rejected permanently."""
+        self._dropped += not self._attempt(call, *arguments)
 
     def _failed(self, error: Exception) -> None:
         if not self._pause_s:
@@ -144,7 +146,6 @@ class Delivery:
         first, self._tried = not self._tried, True
         self._feed.delivered.write(self._folder)  # with the key of a run that may be made now
         try:
-            self._store.load()
             self._store.open()
         except ConfigError as error:  # a run that has begun goes on
             if first:
@@ -163,30 +164,26 @@ class Delivery:
             self._joined = self._attempt(self._store.join_parent) or True
         if not self._feed.delivered.params:
             for part in in_parts(self._params, PARAM_LENGTH):
-                self._dropped += not self._attempt(partial(self._store.write_params, part))
+                self._write(self._store.write_params, part)
             self._feed.params_written()
-        tags = self._read_tags()
+        tags = hide_all({key: str(value) for key, value in read_json_dict(self._folder / TAGS).items()})
         if tags != self._tags:
             for part in in_parts(tags, TAG_LENGTH):
-                self._dropped += not self._attempt(partial(self._store.write_tags, part))
+                self._write(self._store.write_tags, part)
             self._tags = tags
 
-    def _read_tags(self) -> dict[str, str]:
-        """The tags of the run folder, without secrets; empty while there are none."""
-        return hide_all({key: str(value) for key, value in read_json_dict(self._folder / TAGS).items()})
-
     def _write_lines(self) -> None:
-        """Writes batch after batch; of one that the store refuses, each record alone."""
+        """Write all batches; of a batch that the store rejects, write each record in its own call."""
         while batch := self._feed.next_batch():
-            if not self._attempt(partial(self._store.write_metrics, batch.records)):
-                alone = [self._attempt(partial(self._store.write_metrics, [each])) for each in batch.records]
-                self._dropped += alone.count(False)
+            if not self._attempt(self._store.write_metrics, batch.records):
+                for record in batch.records:
+                    self._write(self._store.write_metrics, [record])
             self._feed.written()
 
     def _upload(self) -> None:
         for path, version in self._changed_files().items():
             place = "" if path.parent == self._folder else path.parent.name
-            self._dropped += not self._attempt(partial(self._store.upload, path, place))
+            self._write(self._store.upload, path, place)
             self._uploaded[path] = version
 
     def _changed_files(self) -> dict[Path, tuple[int, int]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.redaction import hide, hide_yaml
@@ -28,22 +29,19 @@ class Store:
         config: of the run: its name, store, experiment and parent; experiment and parent are made where the
             store has none of these names.
         folder: of the run; artifacts lie near it where the store is an sqlite file.
-        key: of the run, kept in one of its tags.
-        asked: whether a run with this key may have been made before.
+        key: of the run, kept in one of its tags. It finds a run whose creation was not answered.
         before: id of a run to continue; if the store does not have it, a new one is made.
 
     Attributes:
         run_id: None until `open` has found or made the run.
     """
 
-    def __init__(
-        self, config: RunConfig, folder: Path, key: str = "", asked: bool = False, before: str | None = None
-    ):
+    def __init__(self, config: RunConfig, folder: Path, key: str = "", before: str | None = None):
         tracking = config.tracking
         self.uri, self._experiment, self._parent = tracking.uri, tracking.experiment, tracking.parent_run
         self.run_id: str | None = None
         self._name, self._artifacts = config.run.name, place_for_artifacts(tracking.uri, folder)
-        self._before, self._key, self._asked = before, key, asked
+        self._before, self._key = before, key
         self._parent_made: str | None = None
 
     @property
@@ -51,29 +49,22 @@ class Store:
         """Whether the store is an sqlite file rather than a server."""
         return self.uri.startswith("sqlite")
 
-    def load(self) -> None:
-        """Imports MLflow, which takes seconds and makes no call."""
-        load_quietly()
-
     def open(self) -> None:
-        """Finds or makes the experiment and the run; after a failure it may be called again."""
+        """Find or create the experiment and the run. After a failure it may be called again."""
         self._connect()
-        self.run_id = self._continue() or self._answer_lost() or self._make()
+        self.run_id = self._continue() or self._find_by_key() or self._create(self._name, KEY, self._key)
 
     def open_parent(self) -> None:
-        """Finds or makes the parent of runs that have this one's name for it, and is that run from now on."""
+        """Find or create the parent of runs whose parent has this run's name, and write to it from now on."""
         self._parent = self._name
         self._connect()
-        parents = self._parents()
-        self.run_id = parents[0].info.run_id if parents else self._make_parent()
+        self.run_id = self._find_parent()
 
     def _connect(self) -> None:
+        load_quietly()
         from mlflow import MlflowClient
 
-        if self.local:
-            with _sqlite_file(self.uri):
-                self._client = MlflowClient(tracking_uri=self.uri)
-        else:
+        with _sqlite_file(self.uri) if self.local else nullcontext():
             self._client = MlflowClient(tracking_uri=self.uri)
         self._experiment_id = self._find_experiment()
 
@@ -115,34 +106,31 @@ class Store:
         self._client.set_terminated(self.run_id, status)
 
     def join_parent(self) -> None:
-        """Makes the run a child of its parent, which is made if there is none.
+        """Make the run a child of the oldest run with its parent's name, which is created if there is none.
 
-        Runs that begin at once may each make one; so this is called once more at the end, when all become
-        children of the oldest, and the others are removed.
+        Runs that start at the same time may each create a parent. Therefore the delivery calls this method
+        again at the end of the run: the run then joins the oldest parent and deletes its own younger one.
         """
         if not self._parent:
             return
-        parents = self._parents()
-        if not parents:
-            self._parent_made = self._make_parent()
-            parents = self._parents()
-        oldest = parents[0].info.run_id
+        oldest = self._find_parent()
         self._client.set_tag(self.run_id, PARENT_RUN, oldest)
-        if self._parent_made and self._parent_made != oldest:
+        if self._parent_made not in (None, oldest):
             self._client.delete_run(self._parent_made)
             self._parent_made = None
 
-    def _parents(self) -> list[Any]:
-        """Runs with the parent's name, the oldest first."""
-        found = self._client.search_runs([self._experiment_id], f"tags.`{PARENT_NAME}` LIKE '%'")
-        parents = [run for run in found if run.data.tags[PARENT_NAME] == self._parent]
-        return sorted(parents, key=lambda run: (run.info.start_time, run.info.run_id))
+    def _find_parent(self) -> str:
+        """Return the id of the oldest run with the parent's name; create it if there is none."""
+        if not (parents := self._parents()):
+            self._parent_made = self._create(self._parent, PARENT_NAME, self._parent)
+            self._client.set_terminated(self._parent_made)  # nothing more is written to it
+            parents = self._parents()
+        return min(parents)[1]
 
-    def _make_parent(self) -> str:
-        tags = {PARENT_NAME: self._parent}
-        run_id = self._client.create_run(self._experiment_id, run_name=self._parent, tags=tags).info.run_id
-        self._client.set_terminated(run_id)  # nothing more is written to it
-        return run_id
+    def _parents(self) -> list[tuple[int, str]]:
+        found = self._client.search_runs([self._experiment_id], f"tags.`{PARENT_NAME}` LIKE '%'")
+        named = [run.info for run in found if run.data.tags[PARENT_NAME] == self._parent]
+        return [(info.start_time, info.run_id) for info in named]
 
     def _find_experiment(self) -> str:
         """Return the id of the experiment, which is made if there is none of its name.
@@ -186,17 +174,14 @@ class Store:
             return None
         return self._before
 
-    def _answer_lost(self) -> str | None:
-        """The run that an earlier call made, although its answer did not arrive."""
-        if not self._asked:
-            return None
+    def _find_by_key(self) -> str | None:
+        """Return the id of the run that an earlier call created without receiving the answer."""
         found = self._client.search_runs([self._experiment_id], f"tags.`{KEY}` = '{self._key}'")
         return found[0].info.run_id if found else None
 
-    def _make(self) -> str:
-        self._asked = True
-        tags = {KEY: self._key}
-        return self._client.create_run(self._experiment_id, run_name=self._name, tags=tags).info.run_id
+    def _create(self, name: str, tag: str, value: str) -> str:
+        run = self._client.create_run(self._experiment_id, run_name=name, tags={tag: value})
+        return run.info.run_id
 
 
 def check_address(uri: str) -> None:
@@ -237,8 +222,6 @@ def _sqlite_file(uri: str) -> Iterator[None]:
     Raises:
         OSError, sqlite3.DatabaseError: there is no such folder; it is not a database, or cannot be written.
     """
-    import fcntl
-
     from sqlalchemy.engine import make_url
 
     path = make_url(uri).database
@@ -260,13 +243,9 @@ def _sqlite_file(uri: str) -> Iterator[None]:
 
 
 def _try_to_write(path: str) -> None:
-    import sqlite3
-
-    database = sqlite3.connect(path, timeout=20)
-    try:
-        database.execute("BEGIN IMMEDIATE")
-    except sqlite3.OperationalError as error:
-        if "locked" not in str(error):  # that passes
-            raise
-    finally:
-        database.close()
+    with closing(sqlite3.connect(path, timeout=20)) as database:
+        try:
+            database.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error):  # that passes
+                raise

@@ -103,7 +103,6 @@ def _write_run(search: Search, failed: list[str]) -> None:
     draws = {f"space.{NOT_IN_NAMES.sub('_', draw.key)}": draw for draw in search.space.draws}
     tags = {"trials": str(len(search.trials)), "metric": search.figure.key}
     try:
-        store.load()
         store.open_parent()
         store.write_params({key: f"{draw.kind} {list(draw.values)}" for key, draw in draws.items()})
         if best := search.best:

@@ -16,16 +16,17 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkstemp
+from typing import Any
 
 from ray.train.torch import TorchConfig
 
 from raytrec.cluster.session import in_nccl_files, interface_of, socket_interfaces
 from raytrec.common.errors import GpuFailed
 from raytrec.common.machine import check_gpu
-from raytrec.compat.ray_torch import TorchBackend
 from raytrec.compat.torch_ import bind_store
 
 NCCL_LOG = "raytrec-nccl-"  # how names of its files begin
+TorchBackend: Any = TorchConfig().backend_cls
 
 
 class _OwnAddressBackend(TorchBackend):

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from raytrec.client.job_run import JobApi, JobRun
-from raytrec.client.jobs import Jobs
 from raytrec.client.notebook import Page, Pictures, curves_png, progress_html
 from raytrec.client.run import Run
 from raytrec.common.errors import RunError
@@ -92,7 +91,7 @@ def test_what_a_notebook_shows():
     assert "data:image/png;base64,iVBO" in Pictures(roc=b"\x89PNG")._repr_html_()
 
 
-class FakeJobs(Jobs):
+class FakeJobs(JobApi):
     """A cluster whose jobs have written these logs."""
 
     address = "http://127.0.0.1:8265"
@@ -176,8 +175,7 @@ def test_the_job_api_names_the_other_way_for_questions_about_files():
 
 
 def test_runs_of_the_job_api_are_jobs(monkeypatch):
-    api = JobApi.__new__(JobApi)
-    api.jobs = FakeJobs()
+    api = FakeJobs()
     assert api.runs() == [{"name": "mine-1", "folder": None, "state": "running", "unix_s": 5.0}]
     assert api.run("mine-1").job == "mine-1"
     with pytest.raises(RunError, match="there is no job 'mine'") as error:
@@ -187,7 +185,7 @@ def test_runs_of_the_job_api_are_jobs(monkeypatch):
 
 def test_no_torch_and_no_ray_until_a_cluster_is_reached():
     code = (
-        "import sys, raytrec.client.cluster, raytrec.client.ray_client, raytrec.client.job_run\n"
+        "import sys, raytrec.client.run, raytrec.client.ray_client, raytrec.client.job_run\n"
         "print([name for name in ('torch', 'torchrec', 'ray', 'mlflow') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

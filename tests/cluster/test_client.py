@@ -402,4 +402,4 @@ sys.version_info = (3, {other[2:]}, 1)
 """
     got = light.run(pretend + CONNECT, head.env, head.client)
     assert got["error"].startswith(f"the cluster runs Python {ours}.")
-    assert f"and this is Python {other}" in got["error"] and "http://" in got["error"]
+    assert f"and this process Python {other}" in got["error"] and "http://" in got["error"]

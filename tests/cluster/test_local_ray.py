@@ -188,7 +188,7 @@ def test_the_cleaner_asks_its_own_cluster(ray_cluster):
     """Whatever the machine's other clusters know."""
     import ray
 
-    from raytrec.compat.ray_cleaner import OwnClusterCleaner, is_alive_here
+    from raytrec.compat.ray_train import OwnClusterCleaner, is_alive_here
 
     @ray.remote(num_cpus=0)
     class Controller:
@@ -222,7 +222,7 @@ def test_a_run_in_its_own_ray_has_no_actors_that_serve_nobody():
     """Each would be a process, which Ray wakes a hundred times a second."""
     from ray.train import ScalingConfig
 
-    from raytrec.compat import ray_cleaner
+    from raytrec.compat import ray_train
     from raytrec.compat.ray_train import ControlledTrainer, NoDatasets
     from raytrec.driver.policies import RoomOnNodes
 
@@ -232,11 +232,11 @@ def test_a_run_in_its_own_ray_has_no_actors_that_serve_nobody():
         assert next(c for c in callbacks if type(c) is NoDatasets).before_init_train_context([None]) == {}
         return [type(callback) for callback in callbacks]
 
-    theirs, ours = ray_cleaner.PlacementGroupCleanerCallback, ray_cleaner.OwnClusterCleanerCallback
+    theirs, ours = ray_train.PlacementGroupCleanerCallback, ray_train.OwnClusterCleanerCallback
     assert not any(issubclass(kind, theirs) for kind in kinds(own=True))
     assert kinds(own=False).count(ours) == 1 and theirs not in kinds(own=False)
     with pytest.raises(RunError, match="has no PlacementGroupCleanerCallback"):
-        ray_cleaner.with_own_cleaner([])
+        ray_train.replace_callback([], theirs, [])
     alone = RoomOnNodes(ScalingConfig(), None, 1, 1, cpus_beside=1, asks=False)
     alone.after_controller_start(None)
     alone.request_resources()

@@ -97,7 +97,7 @@ def test_every_output(address, tmp_path_factory):
 
     from raytrec.client.jobs import _check_shown
     from raytrec.driver.console import Result, RunConsole, print_summary
-    from raytrec.tracking.tags import TEXTS, in_parts, parameters
+    from raytrec.tracking.translate import TEXTS, in_parts, parameters
     from raytrec.worker.context import WorkerTask
 
     tags = {"team": "ads", "api_key": SEED, "see": address}

@@ -59,7 +59,7 @@ METRICS = "ray.data._internal.execution.interfaces.op_runtime_metrics:OpRuntimeM
 NAMES += [METRICS + name for name in PROGRESS]
 # Class or function → parts of its source: uses of what compat replaces or sets, and attributes that it reads.
 SOURCES = {
-    # ray_serve.py
+    # ray_names.py
     "ray.serve._private.replica:Replica._on_initialized": ['add_port_to_grpc_server(self._server, "[::]:0")'],
     "ray.serve._private.replica:Replica.initialize": ["is_first_init and RAY_SERVE_FREEZE_GC_ON_STARTUP"],
     # uvicorn_.py
@@ -110,7 +110,6 @@ SOURCES = {
     ],
     EXECUTION + "worker_group.worker_group:WorkerGroup": ["cb.before_init_train_context(workers)"],
     "ray.train.v2._internal.exceptions:WorkerHealthCheckFailedError": ["self.health_check_failure"],
-    # ray_cleaner.py
     CALLBACKS + "placement_group_callback:PlacementGroupCleanerCallback.after_controller_start": [
         "(PlacementGroupCleaner)"
     ],

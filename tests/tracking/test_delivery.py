@@ -22,7 +22,7 @@ from raytrec.tracking.delivery import Delivery
 from raytrec.tracking.failures import may_pass, unreachable
 from raytrec.tracking.feed import Feed
 from raytrec.tracking.store import KEY, PARENT_NAME, Store
-from raytrec.tracking.tags import run_tags
+from raytrec.tracking.translate import run_tags
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +122,11 @@ def test_a_run_is_resumed_or_a_new_one_made_which_has_all_of_it(run, tmp_path):
 def test_a_run_is_made_once_although_the_answer_got_lost(place):
     config = tracked.config(place, {"tracking": {"uri": f"sqlite:///{place}/new/mlflow.db"}})
     store = Store(config, place, "a key")
-    store.load()
     store.open()
     made, store.run_id = store.run_id, None
     store.open()
     assert store.run_id == made
-    of_a_driver_that_died = Store(config, place, "a key", asked=True)
+    of_a_driver_that_died = Store(config, place, "a key")
     of_a_driver_that_died.open()
     assert of_a_driver_that_died.run_id == made
     assert store._client.get_run(made).data.tags[KEY] == "a key"
@@ -138,19 +137,20 @@ class LooksBeforeOthersMake(Store):
 
     gate = Barrier(4, timeout=30)
 
-    def _make_parent(self):
+    def _create(self, name, tag, value):
+        if tag != PARENT_NAME:
+            return super()._create(name, tag, value)
         turn = self.gate.wait()
         began_ms = int(time() * 1000) - 100 * turn
         sleep(0.15 * turn)
         self._client.create_run = partial(self._client.create_run, start_time=began_ms)
-        return super()._make_parent()
+        return super()._create(name, tag, value)
 
 
 def test_four_runs_that_start_at_once_have_one_parent(place):
     def open_store(kind, parent):
         tracking = {"uri": f"sqlite:///{place}/new/mlflow.db", "experiment": "sweep", "parent_run": parent}
         store = kind(tracked.config(place, {"tracking": tracking}), place, uuid4().hex)
-        store.load()
         store.open()
         return store
 

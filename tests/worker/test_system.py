@@ -6,8 +6,7 @@ from mmap import PAGESIZE, mmap
 import psutil
 import pytest
 
-from raytrec.tracking.tags import run_tags
-from raytrec.tracking.translate import system_metrics
+from raytrec.tracking.translate import run_tags, system_metrics
 from raytrec.worker.system import System
 
 KEYS = {
