@@ -156,12 +156,16 @@ def doctor(
     json: Json = False,
 ):
     """Find what is wrong with this machine, or each node of a cluster; exit code 1 on a failure."""
-    from raytrec.doctor.examine import diagnose, write_rates
-    from raytrec.doctor.table import as_json, as_markdown, print_examination, shared
+    from raytrec.doctor.examine import as_json, as_markdown, diagnose, print_examination, shared
 
     if measure:
+        from raytrec.doctor.measure import write_rates
+
         return write_rates(measure, ranks)
-    found = diagnose(config, address, storage or [])
+    if config:
+        from raytrec.config.run_config import load_config
+        from raytrec.driver.prepare import resolve
+    found = diagnose(resolve(load_config(config), config) if config else None, address, storage or [])
     found = shared(found) if share else found
     if json:
         print_json(as_json(found))

@@ -102,10 +102,10 @@ def heads() -> list[str]:
     return found
 
 
-def listens(host: str, port: int) -> bool:
-    """Whether a connection to this port is taken within 2 s."""
+def listens(host: str, port: int, timeout_s: float = 2.0) -> bool:
+    """Return True if a connection to this port is accepted in time."""
     try:
-        socket.create_connection((host, port), timeout=2).close()
+        socket.create_connection((host, port), timeout_s).close()
     except OSError:
         return False
     return True

@@ -7,7 +7,7 @@ each of them cuts a password that has @, /, ? or # in it, as people write them, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote_plus
 
@@ -59,6 +59,16 @@ CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")  # whose addresses begin with CO
 NO_PASSWORD = ("", "x-oauth-basic")  # after a token that is in the user's place
 MOST_USER = 20  # characters of a user's name; longer ones are tokens
 USERS_NAMES = ("tables", "sparse", "relations", "custom")  # settings whose keys are names that the user chose
+IN_PATH = r"[\w.@+~%#-]"
+PRIVATE = {  # replacement of `anonymize` → pattern
+    "STORAGE": r"\b[\w+]+://\S+",
+    # Without the name of a library, which is upstream's, and Linux's own folder.
+    "PATH": rf"(?<![\w.*])(?!/dev/shm(?!/|{IN_PATH}))~?(?:(?:/{IN_PATH}+)+"
+    rf"(?=/[\w-]+\.so[\d.]*(?!/|{IN_PATH}))|(?:/{IN_PATH}+)+/?)",
+    "ADDRESS": r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"
+    r"|(?<![\w:])\[?(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?:%\w+)?\]?(?::\d+)?(?![\w:])"
+    r"|\b[\w-]+(?:\.[\w-]+)*:\d{2,5}\b",
+}
 TRACE = re.compile(r"//\*\*\*|:\*\*\*@|=\*\*\*(&|$)|^\*\*\*$")
 
 
@@ -92,6 +102,18 @@ def hide_all(value: Any) -> Any:
         {'uri': 'http://me:***@host', 'tags': {'api_key': '***', 'team': 'ads'}}
     """
     return _hidden(value, secret=False, password=False, judged=True)
+
+
+def anonymize(text: str, names: Mapping[str, str]) -> str:
+    """Replace storage URIs, paths and network addresses in a text by STORAGE, PATH and ADDRESS.
+
+    Args:
+        names: Names of hosts and users → their replacements.
+    """
+    longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))  # "vm (10.0.0.1) #2"
+    places = (f"(?P<{place}>{pattern})" for place, pattern in PRIVATE.items())
+    private = re.compile("|".join([*places, rf"(?<![\w-])(?:{longest_first})(?![\w-])"]))
+    return private.sub(lambda found: found.lastgroup or names[found[0]], text)
 
 
 def is_secret(name: str) -> bool:

@@ -47,6 +47,13 @@ def is_head(command: list[str]) -> bool:
     return any(Path(word).name in HEAD_PROCESSES for word in command)
 
 
+def alive_nodes() -> list[dict[str, Any]]:
+    """Return the nodes of the cluster that are alive, as in ray.nodes()."""
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
 def available_resources() -> dict[str, dict[str, float]]:
     """Node's id → resources that are free."""
     import ray
@@ -118,10 +125,9 @@ def drain(gcs_address: str, node: str, why: str, deadline_ms: int) -> tuple[bool
 
 def head_nodes() -> list[str]:
     """Ids of the head, if it is alive."""
-    import ray
     from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 
-    return [n["NodeID"] for n in ray.nodes() if n["Alive"] and HEAD_NODE_RESOURCE_NAME in n["Resources"]]
+    return [node["NodeID"] for node in alive_nodes() if HEAD_NODE_RESOURCE_NAME in node["Resources"]]
 
 
 def system_memory() -> int:
@@ -311,9 +317,7 @@ def _replace(module: Any, name: str, value: Any) -> None:
 
 def nodes_without_gpus() -> dict[str, float]:
     """Id → CPUs of nodes with CPUs and without GPUs; none where all nodes are of one kind."""
-    import ray
-
-    alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    alive = {node["NodeID"]: node["Resources"] for node in alive_nodes()}
     if not any(has.get("GPU") for has in alive.values()):
         return {}
     return {node: has["CPU"] for node, has in alive.items() if has.get("CPU") and not has.get("GPU")}

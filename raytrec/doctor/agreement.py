@@ -12,10 +12,10 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from time import time
 
-from raytrec.cluster.host_checks import FAILURE, OK, WARNING, Diagnosis, Found
 from raytrec.common.errors import RaytrecError, first_line
 from raytrec.common.machine import PACKAGES, code_hash
 from raytrec.common.storage import open_filesystem
+from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnosis, Found
 from raytrec.doctor.nodes import NO_ANSWER, ThisHost
 
 STORAGE_S = 60.0

@@ -1,28 +1,42 @@
-"""`raytrec doctor`: all checks in the order in which users report what they find."""
+"""`raytrec doctor`: all checks in the order in which users report what they find, and their table."""
 
 from __future__ import annotations
 
 import os
-import sys
+import platform
+import socket
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raytrec.cluster.host_checks import FAILURE, HOST_CHECKS, Diagnosis, Found, failure_of, run_check
-from raytrec.cluster.session import stays_here
-from raytrec.common.errors import first_line, os_errors
-from raytrec.common.machine import built_for, usable_gpus
-from raytrec.common.storage import absolute
-from raytrec.common.terminal import open_console
-from raytrec.config.run_config import load_config
-from raytrec.doctor import agreement, network, packages  # noqa: F401  (packages registers checks)
-from raytrec.doctor.nodes import NO_ANSWER, ThisHost, nodes_of
-from raytrec.driver.prepare import resolve
+from rich.table import Table
+from rich.text import Text
 
-AMONG_NODES: dict[str, Callable[[ThisHost], Found]] = {  # left out for one host
+from raytrec import __version__
+from raytrec.cluster.session import stays_here
+from raytrec.common.errors import first_line
+from raytrec.common.formatting import count
+from raytrec.common.redaction import anonymize
+from raytrec.common.storage import absolute
+from raytrec.common.terminal import open_console, plain
+from raytrec.config.run_config import RunConfig
+from raytrec.doctor import agreement, network
+from raytrec.doctor.host_checks import (
+    FAILURE,
+    HOST_CHECKS,
+    OK,
+    WARNING,
+    Diagnosis,
+    Found,
+    failure_of,
+    run_check,
+)
+from raytrec.doctor.nodes import NO_ANSWER, ThisHost, nodes_of
+
+AMONG_NODES: dict[str, Callable[[ThisHost], Found]] = {  # skipped for one host
     "interfaces": network.check_interfaces,
     "ports": network.check_ports,
     "all-reduce": network.check_all_reduce,
@@ -34,16 +48,19 @@ CHECK_ORDER = (
     *("interfaces", "ports", "all-reduce", "same packages"),
     *("shared memory", "limits", "memory", "Ray's folder", "clusters", "token", "storage", "clocks"),
 )
-REPORTS_LATE_S = 5.0  # that a node may take for the answer about a check which has come to its limit
+REPORTS_LATE_S = 5.0  # that a node may take to answer after a check has reached its limit
 AMONG_NODES_S = 3600.0
+STYLES = {OK: "green", WARNING: "yellow", FAILURE: "red"}
+COMMON_USERS = ("", "root", "ray", "ubuntu", "user", "runner")  # on many machines
 
 
 @dataclass
 class Examination:
-    """What was found.
+    """The result of `examine`.
 
     Attributes:
-        hosts: that were looked at. diagnoses: in the order of CHECK_ORDER.
+        hosts: Names of the examined hosts.
+        diagnoses: Diagnoses in the order of CHECK_ORDER.
     """
 
     hosts: list[str] = field(default_factory=list)
@@ -52,75 +69,69 @@ class Examination:
     def count(self, result: str) -> int:
         return sum(diagnosis.result == result for diagnosis in self.diagnoses)
 
+    @property
+    def summary(self) -> str:
+        numbers = {"node": len(self.hosts), "failure": self.count(FAILURE), "warning": self.count(WARNING)}
+        return ", ".join(count(number, what) for what, number in numbers.items())
+
+    def place(self, diagnosis: Diagnosis) -> str:
+        """Return the hosts of a diagnosis in words; empty if one host was examined."""
+        if len(self.hosts) == 1:
+            return ""
+        is_everywhere = len(diagnosis.hosts) == len(self.hosts)
+        return f"all {len(self.hosts)}" if is_everywhere else ", ".join(diagnosis.hosts)
+
 
 def examine(
     address: str | None = None, storage: list[str] | None = None, show: Callable[[str], None] = lambda _: None
 ) -> Examination:
-    """Looks at this host, or at every node of a cluster; nothing is changed, and no check raises.
+    """Examine this host, or every node of a cluster. Nothing is changed, and no check raises.
 
     Args:
-        address: as scaling.address; default: RAY_ADDRESS, or the cluster of the job, else this host alone.
-        storage: places that every node has to reach.
-        show: called with the name of each check that begins.
+        address: Address as in scaling.address; default: RAY_ADDRESS or the cluster of the job, else this
+            host alone.
+        storage: URIs and folders that every node must be able to write and read.
+        show: Function that is called with the name of each check when it begins.
     """
     if address is None and not stays_here(None):
         address = os.environ.get("RAY_ADDRESS") or "auto"
     found = Examination()
     try:
         with nodes_of(address) as nodes:
-            _look_at(nodes, storage or [], show, found)
+            _run_checks(nodes, storage or [], show, found)
     except Exception as error:
         found.diagnoses.insert(0, replace(failure_of(error), check="cluster"))
         if not found.hosts:  # the cluster cannot be joined: maybe this host shows why
-            _look_at(ThisHost(), storage or [], show, found)
+            _run_checks(ThisHost(), storage or [], show, found)
     return found
 
 
-def diagnose(config: str | None, address: str | None, storage: list[str]) -> Examination:
-    """The same for the command line, with a live line on terminals.
+def diagnose(config: RunConfig | None, address: str | None, storage: list[str]) -> Examination:
+    """Call `examine` for the command line, with a live line on terminals.
 
     Args:
-        config: whose scaling.address, run folder and checkpoints are looked at, too.
-
-    Raises:
-        ConfigError: the configuration is wrong.
+        config: Resolved configuration, whose cluster, run folder and checkpoints are examined as well.
+        address: As in `examine`.
+        storage: As in `examine`, relative paths included.
     """
     places = [absolute(uri) for uri in storage]
     if config:
-        resolved = resolve(load_config(config), config)
-        address = address or resolved.scaling.address
-        places += [_existing(place) for place in (resolved.checkpoint.dir, resolved.run.dir) if place]
+        address = address or config.scaling.address
+        places += [_existing(place) for place in (config.checkpoint.dir, config.run.dir) if place]
     console = open_console(stderr=True)
     with console.status("") if console.is_terminal else nullcontext() as line:
         show = (lambda name: line.update(f"looking at {name}")) if line else lambda _: None
         return examine(address, list(dict.fromkeys(places)), show)
 
 
-def write_rates(file: Path, ranks: int | None) -> None:
-    """Measures what ranks of this machine reach (doctor.measure), and writes it for `raytrec plan`.
-
-    Args:
-        ranks: default: as many as there are GPUs, or 2.
-
-    Raises:
-        RunError: a rank failed, or the file cannot be written.
-    """
-    from raytrec.doctor.measure import measure_rates
-
-    gpus = usable_gpus() if built_for() == "cuda" else []
-    rates = measure_rates(ranks or len(gpus) or 2, lambda line: print(line, file=sys.stderr))
-    with os_errors("cannot write the rates", where=str(file)):
-        file.write_text(rates.to_json(), encoding="utf-8")
-
-
 def _existing(place: str) -> str:
-    """The nearest folder above a place that a run will make; URIs have no folders."""
+    """Return the nearest existing folder above a place that a run will create; URIs have no folders."""
     if "://" in place:
         return place
     return str(next(path for path in (Path(place), *Path(place).parents) if path.is_dir()))
 
 
-def _look_at(nodes: ThisHost, storage: list[str], show: Callable[[str], None], found: Examination) -> None:
+def _run_checks(nodes: ThisHost, storage: list[str], show: Callable[[str], None], found: Examination) -> None:
     found.hosts = [*nodes.names, *nodes.silent]
     for host, why in nodes.silent.items():
         what = f"this node does not answer: {why}"
@@ -132,7 +143,7 @@ def _look_at(nodes: ThisHost, storage: list[str], show: Callable[[str], None], f
             continue
         show(name)
         if name in among_nodes:
-            found.diagnoses += merged(run_check(name, partial(among_nodes[name], nodes), AMONG_NODES_S))
+            found.diagnoses += merge(run_check(name, partial(among_nodes[name], nodes), AMONG_NODES_S))
             continue
         answers = nodes.ask(check_host, name, limit_s=HOST_CHECKS[name][1] + REPORTS_LATE_S)
         diagnoses = _of_hosts(name, nodes.names, answers)
@@ -143,17 +154,8 @@ def _look_at(nodes: ThisHost, storage: list[str], show: Callable[[str], None], f
 
 
 def check_host(name: str) -> list[Diagnosis]:
-    """The diagnoses of one of HOST_CHECKS on the host that this is called on."""
+    """Run one of HOST_CHECKS on the host that this is called on."""
     return run_check(name, *HOST_CHECKS[name])
-
-
-def merged(diagnoses: list[Diagnosis]) -> list[Diagnosis]:
-    """Verdicts that differ in their hosts only become one."""
-    hosts: dict[Diagnosis, tuple[str, ...]] = {}
-    for diagnosis in diagnoses:
-        bare = replace(diagnosis, hosts=())
-        hosts[bare] = (*hosts.get(bare, ()), *diagnosis.hosts)
-    return [replace(bare, hosts=where) for bare, where in hosts.items()]
 
 
 def _of_hosts(name: str, hosts: list[str], answers: list[Any]) -> list[Diagnosis]:
@@ -163,4 +165,74 @@ def _of_hosts(name: str, hosts: list[str], answers: list[Any]) -> list[Diagnosis
             what = f"this host does not answer: {type(answer).__name__}: {first_line(answer)}"
             answer = [Diagnosis(FAILURE, what, NO_ANSWER, name)]
         diagnoses += [replace(diagnosis, hosts=(host,)) for diagnosis in answer]
-    return merged(diagnoses)
+    return merge(diagnoses)
+
+
+def merge(diagnoses: list[Diagnosis]) -> list[Diagnosis]:
+    """Merge diagnoses that differ only in their hosts."""
+    hosts: dict[Diagnosis, tuple[str, ...]] = {}
+    for diagnosis in diagnoses:
+        bare = replace(diagnosis, hosts=())
+        hosts[bare] = (*hosts.get(bare, ()), *diagnosis.hosts)
+    return [replace(bare, hosts=where) for bare, where in hosts.items()]
+
+
+def shared(found: Examination) -> Examination:
+    """Return the examination without hosts, users, paths and addresses: hosts are node 1, node 2, …"""
+    hosts = {host: f"node {number}" for number, host in enumerate(found.hosts, 1)}
+    user = os.environ.get("LOGNAME") or os.environ.get("USER") or ""
+    names = {user: "USER"} if user not in COMMON_USERS else {}
+    for host in (*found.hosts, socket.gethostname()):
+        name = host.partition(" ")[0]
+        for word in {name, name.partition(".")[0]} - {"", "localhost"}:
+            names.setdefault(word, hosts.get(host, "HOST"))
+    names |= hosts
+    diagnoses = [
+        replace(
+            each,
+            finding=anonymize(plain(each.finding), names),
+            do=anonymize(plain(each.do), names),
+            hosts=tuple(hosts.get(host, "HOST") for host in each.hosts),
+        )
+        for each in found.diagnoses
+    ]
+    return Examination([*hosts.values()], merge(diagnoses))
+
+
+def as_json(found: Examination) -> dict[str, Any]:
+    """Return the numbers of failures and warnings, the hosts, and a row for each diagnosis."""
+    rows = [asdict(each) | {"finding": plain(each.finding), "do": plain(each.do)} for each in found.diagnoses]
+    return {
+        "failures": found.count(FAILURE),
+        "warnings": found.count(WARNING),
+        "hosts": found.hosts,
+        "raytrec": __version__,
+        "checks": rows,
+    }
+
+
+def as_markdown(found: Examination) -> str:
+    """Return a table that can be pasted into an issue."""
+    system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    lines = [f"**raytrec doctor** {__version__}, {system}: {found.summary}", ""]
+    lines += ["| result | check | where | finding | what to do |", "|---|---|---|---|---|"]
+    for each in found.diagnoses:
+        cells = (each.result, each.check, found.place(each), each.finding, each.do)
+        escaped = [plain(" ".join(cell.split())).replace("|", "\\|") for cell in cells]
+        lines.append(f"| {' | '.join(escaped)} |")
+    return "\n".join(lines)
+
+
+def print_examination(found: Examination) -> None:
+    """Print the table to stdout, with a repair for each diagnosis that is not ok."""
+    console, table = open_console(), Table()
+    for column in ("check", "result", "finding"):
+        table.add_column(column, overflow="fold", no_wrap=column != "finding")
+    for each in found.diagnoses:
+        where = found.place(each)
+        text = Text(plain(f"{where}: {each.finding}" if where else each.finding))
+        if each.do:
+            text.append(plain(f"\n→ {each.do}"), style="bold")
+        table.add_row(each.check, Text(each.result, STYLES[each.result]), text)
+    console.print(table)
+    console.print(found.summary)

@@ -8,11 +8,13 @@ in seconds of CPU; the latter mean something on a machine that has other work, t
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,8 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from raytrec.common.errors import RunError
-from raytrec.common.machine import gpu_kinds
+from raytrec.common.errors import RunError, os_errors
+from raytrec.common.machine import built_for, gpu_kinds, usable_gpus
 from raytrec.doctor.child import ChildError, run_child
 from raytrec.doctor.probe import (
     CLOCKS,
@@ -44,6 +46,22 @@ from raytrec.worker.build import unsharded
 
 ROUNDS = 7
 ALONE_S = 180.0  # that measuring may take, for each rank
+
+
+def write_rates(file: Path, ranks: int | None) -> None:
+    """Measure the rates of the ranks of this machine, and write them for `raytrec plan`.
+
+    Args:
+        file: JSON file to write.
+        ranks: Number of ranks; default: one for each GPU, or 2.
+
+    Raises:
+        RunError: A rank failed, or the file cannot be written.
+    """
+    gpus = usable_gpus() if built_for() == "cuda" else []
+    rates = measure_rates(ranks or len(gpus) or 2, lambda line: print(line, file=sys.stderr))
+    with os_errors("cannot write the rates", where=str(file)):
+        file.write_text(rates.to_json(), encoding="utf-8")
 
 
 def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:

@@ -12,10 +12,10 @@ from ipaddress import ip_address
 from itertools import combinations
 from typing import Any
 
-from raytrec.cluster.host_checks import FAILURE, OK, WARNING, Diagnosis, Found
 from raytrec.cluster.session import interface_of
 from raytrec.common.machine import built_for, gpu_kinds
 from raytrec.doctor.child import ELEMENTS, join_group, run_child
+from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnosis, Found
 from raytrec.doctor.nodes import NO_ANSWER, REPLY_S, ThisHost
 
 REACH_S, GROUP_S, IMPORT_S = 5.0, 90.0, 60.0

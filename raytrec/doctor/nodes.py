@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from raytrec.cluster.host_checks import within
 from raytrec.cluster.session import on_node, ray_session
 from raytrec.common.errors import RunError, last_line, root_cause
 from raytrec.common.machine import code_hash
-from raytrec.driver.nodes import alive_nodes
+from raytrec.compat.ray_core import alive_nodes
+from raytrec.doctor.host_checks import within
 
 REPLY_S = 60.0  # on a busy host
 NO_ANSWER = "look at this node's Ray (ray status), and whether it has this raytrec"
@@ -54,7 +54,7 @@ class ThisHost:
 class _Caller:
     """An actor on a node; it calls functions of raytrec there."""
 
-    def call(self, function: Callable[..., Any], arguments: tuple) -> Any:
+    def call(self, function: Function, arguments: tuple) -> Any:
         return function(*arguments)
 
 
@@ -81,15 +81,19 @@ class ClusterNodes(ThisHost):
         self._actors = [self._actors[i] for i in fit]
 
     def ask(self, call: Function, *arguments: Any, each: Each = None, limit_s: float = REPLY_S) -> list[Any]:
-        import ray
-
-        each = {number: () for number in range(len(self._actors))} if each is None else each
-        refs = {i: self._actors[i].call.remote(call, (*arguments, *own)) for i, own in each.items()}
-        asked = [*refs.values()]
-        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=limit_s) if asked else ([], [])
-        late = TimeoutError(f"no answer within {limit_s:.0f} s")
-        answers = {i: _answer(ref) if ref in ready else late for i, ref in refs.items()}
+        each = dict.fromkeys(range(len(self._actors)), ()) if each is None else each
+        refs = [self._actors[i].call.remote(call, (*arguments, *own)) for i, own in each.items()]
+        answers = dict(zip(each, answers_of(refs, limit_s), strict=True))
         return [answers.get(i) for i in range(len(self._actors))]
+
+
+def answers_of(refs: list[Any], limit_s: float) -> list[Any]:
+    """Return the result of each remote call, or its exception; a TimeoutError if there is none in time."""
+    import ray
+
+    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s) if refs else ([], [])
+    late = TimeoutError(f"no answer within {limit_s:.0f} s")
+    return [_answer(ref) if ref in ready else late for ref in refs]
 
 
 def _answer(ref: Any) -> Any:

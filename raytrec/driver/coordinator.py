@@ -12,12 +12,14 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf
 from time import monotonic, time
 from typing import Any
 
 from raytrec.cluster.session import on_node
 from raytrec.common.messages import BEAT_S, Command, beat_s
-from raytrec.driver.members import Member, describe_gpu
 
 SILENT_S = 3.0  # without a heartbeat for so long (or for 3 of them), a process hangs, or has ended
 PHASES = {
@@ -29,9 +31,57 @@ PHASES = {
     "evaluate": "evaluating",
     "save": "saving",
 }
+# Where a GPU is in a step (common.messages.PHASES), from its beginning to its end.
+ON_GPU = {
+    "data": "waiting for data",
+    "copy": "waiting for its batch",
+    "input_exchange": "in the exchange of ids",
+    "forward": "in the forward pass",
+    "collectives": "in the exchange of embeddings",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer",
+    "other": "",
+}
 LOST = "the run's coordinator, an actor on the driver's node, ended"
 # Phases with their own timeout (launch.PHASE_TIMEOUT_S): they may take long, and end or fail by themselves.
-SLOW_PHASES = ("start", "plan", "restore", "data", "evaluate", "save")
+SLOW_PHASES = PHASES.keys() - {"step"}
+
+
+@dataclass
+class Member:
+    """A rank as the coordinator knows it: its process, and its last progress.
+
+    Attributes:
+        node: Address of the node of the rank.
+        node_id: Ray's id of that node.
+        phase: One of PHASES.
+        where: Place in the code while the rank makes no progress.
+        waiting: True if that place is a wait for other ranks.
+        unfinished: Step that the GPU has not finished, and its phase; None if there is none.
+    """
+
+    rank: int
+    pid: int
+    node: str
+    node_id: str
+    ticks: int = -1
+    step: int = 0
+    phase: str = "start"
+    where: str = ""
+    waiting: bool = False
+    unfinished: tuple[int, str] | None = None
+    beat_at: float = field(default_factory=monotonic)
+    progress_at: float = field(default_factory=monotonic)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid} on {self.node})"
+
+    @property
+    def behind(self) -> tuple[int, int, bool, float, int]:
+        """Sort key of ranks: the rank that is behind comes first; among equal hosts, the GPU decides."""
+        step, phase = self.unfinished or (inf, "")
+        place = list(ON_GPU).index(phase) if phase in ON_GPU else len(ON_GPU)
+        return self.step, self.ticks, self.waiting, step, place
 
 
 class Coordinator:
@@ -62,10 +112,8 @@ class Coordinator:
         """All messages so far; waits for the first."""
         out = []
         if timeout and self._messages.empty():
-            try:
+            with suppress(TimeoutError):
                 out.append(await asyncio.wait_for(self._messages.get(), timeout))
-            except TimeoutError:
-                return []
         while not self._messages.empty():
             out.append(self._messages.get_nowait())
         return [message for message in out if message is not None]
@@ -152,12 +200,10 @@ class Coordinator:
         silent = None
         if not dead and not self._cause:
             for _ in range(round(40 * self._beat_s)):  # the rank that is silent while others complain
-                silent = self._silent(3 * self._beat_s)
-                if silent:
+                if silent := self._silent(3 * self._beat_s):
+                    cause = f"{silent} died at step {silent.step}"
                     break
                 await asyncio.sleep(0.1)
-            if silent:
-                cause = f"{silent} died at step {silent.step}"
         self._cause = cause if rank is None else self._cause or cause
         step = await self.step()
         self._event("failed", cause=self._cause, rank=silent.rank if silent else rank, step=step, again=again)
@@ -168,9 +214,8 @@ class Coordinator:
         return self._cause
 
     def _silent(self, seconds: float) -> Member | None:
-        now = monotonic()
-        quiet = [m for m in self._members.values() if now - m.beat_at > seconds]
-        return min(quiet, key=lambda m: m.beat_at) if quiet else None
+        first = min(self._members.values(), key=lambda member: member.beat_at, default=None)
+        return first if first and monotonic() - first.beat_at > seconds else None
 
     @property
     def _silent_s(self) -> float:
@@ -198,9 +243,10 @@ class Coordinator:
         if now - culprit.beat_at > self._silent_s:
             what = f"{culprit} hangs: no heartbeat for {now - culprit.beat_at:.0f} s"
         elif culprit.unfinished:
-            whose = "its GPU" if not others or len({m.unfinished for m in members}) > 1 else "all GPUs"
-            where_gpu = describe_gpu(whose, *culprit.unfinished)
-            what = f"{culprit} has made no progress for {idle:.0f} s: {where_gpu},"
+            alone = not others or len({m.unfinished for m in members}) > 1
+            (step, phase), whose = culprit.unfinished, "its GPU has" if alone else "all GPUs have"
+            at = f"step {step}" + (f" ({ON_GPU[phase]})" if ON_GPU.get(phase) else "")
+            what = f"{culprit} has made no progress for {idle:.0f} s: {whose} not finished {at},"
         elif culprit.waiting and len({m.ticks for m in members}) == 1:
             what = f"all ranks wait for one another for {idle:.0f} s; {culprit}"
         else:

@@ -74,8 +74,7 @@ def run_group(
     from raytrec.cluster.lifeline import Lifeline, RayLost, wait_for
     from raytrec.compat.ray_train import ControlledTrainer, LateTorchConfig
     from raytrec.driver.coordinator import start_coordinator
-    from raytrec.driver.failed_gpus import FailedGpus
-    from raytrec.driver.policies import FailuresWithReason, RoomOnNodes
+    from raytrec.driver.policies import FailedGpus, FailuresWithReason, RoomOnNodes
 
     coordinator = start_coordinator(scaling.hang_timeout_s, PHASE_TIMEOUT_S)
     others_read = reads_elsewhere(config, device)

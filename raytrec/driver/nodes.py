@@ -8,9 +8,10 @@ from typing import Any
 from raytrec.cluster.session import on_node
 from raytrec.common.errors import ConfigError
 from raytrec.common.machine import OTHER_DEVICE, built_for, gpu_kinds, not_served, smallest_gpu_memory
-from raytrec.compat.ray_core import nodes_without_gpus, starts_nodes
+from raytrec.compat.ray_core import alive_nodes, nodes_without_gpus, starts_nodes
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
+from raytrec.doctor.nodes import answers_of
 from raytrec.driver.session import bundle
 from raytrec.planning.footprint import GIB
 from raytrec.planning.hosts import host_memory
@@ -48,12 +49,6 @@ def is_local() -> bool:
     return all(node["NodeManagerAddress"] == "127.0.0.1" for node in ray.nodes())
 
 
-def alive_nodes() -> list[dict[str, Any]]:
-    import ray
-
-    return [node for node in ray.nodes() if node["Alive"]]
-
-
 def gpu_nodes() -> list[GpuNode]:
     """The nodes with GPUs, with their packages and memory; one that does not answer stays in the list.
 
@@ -67,21 +62,15 @@ def gpu_nodes() -> list[GpuNode]:
     else:
         look = ray.remote(max_retries=0)(look_here)
         asked = [look.options(**on_node(node["NodeID"])).remote() for node in nodes]
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=NODE_ANSWER_S) if asked else ([], [])
-        about = [_answer(ref) if ref in answered else {} for ref in asked]
+        about = answers_of(asked, NODE_ANSWER_S)
     return [
-        GpuNode(node["NodeManagerAddress"], int(node["Resources"]["GPU"]), **each)
+        GpuNode(
+            node["NodeManagerAddress"],
+            int(node["Resources"]["GPU"]),
+            **({} if isinstance(each, Exception) else each),  # a node that has gone: workers will report it
+        )
         for node, each in zip(nodes, about, strict=True)
     ]
-
-
-def _answer(ref: Any) -> dict[str, Any]:
-    import ray
-
-    try:
-        return ray.get(ref)
-    except ray.exceptions.RayError:  # the node has gone, or cannot start a process: workers will report it
-        return {}
 
 
 def look_here() -> dict[str, Any]:

@@ -8,7 +8,6 @@ retry errors that come again for certain, and resize a running group without a c
 from __future__ import annotations
 
 import re
-import socket
 from collections import Counter
 from time import monotonic
 from typing import Any
@@ -16,9 +15,11 @@ from typing import Any
 import ray
 from ray.train.v2.api.exceptions import ControllerError
 
+from raytrec.cluster.local_ray import listens
+from raytrec.cluster.session import on_node
 from raytrec.common.errors import GpuFailed
 from raytrec.common.messages import Command
-from raytrec.compat.ray_core import available_resources, draining_nodes
+from raytrec.compat.ray_core import alive_nodes, available_resources, draining_nodes, starts_nodes
 from raytrec.compat.ray_train import (
     RETRYABLE_CONTROLLER_ERRORS,
     FailureDecision,
@@ -27,14 +28,55 @@ from raytrec.compat.ray_train import (
     RequestingPolicy,
     ResizeDecision,
 )
-from raytrec.driver.failed_gpus import FailedGpus
 from raytrec.driver.failure_analysis import Cause, Kind, find_cause
 
 FIGURE = re.compile(r"\d[\d.]*( bytes| [KMGT]iB)?")
 SETTLE_S = 2.0  # after a failure, until what has gone is no longer counted, and what comes back is
 CONNECT_S = 1.0
+FREE_GPU_S = 10.0  # until the processes of the group have released their GPUs
 GIVE_UP_S = 10.0  # then the old group is given up, whatever seems to be free
 SCALE_UP_INTERVAL_S = 15.0  # between two attempts to add workers, while fewer than the maximum run
+
+
+class FailedGpus:
+    """Failed GPUs that this run leaves out until its controller ends.
+
+    Ray cannot take a GPU away from a node, so an actor holds it.
+
+    Args:
+        least: Minimum number of workers. A run without as many other GPUs could only wait.
+    """
+
+    def __init__(self, least: int):
+        self._least = least
+        self._held: list[Any] = []
+
+    def leave_out(self, failed: GpuFailed) -> bool:
+        """Reserve a failed GPU, so that no worker gets it. Return False if the run needs all GPUs."""
+        gpus = sum(node["Resources"].get("GPU", 0) for node in alive_nodes())
+        if gpus - len(self._held) - 1 < self._least and not starts_nodes():
+            return False
+        node, gpu = failed.place
+        holder = ray.remote(num_gpus=1)(_Holder).options(**on_node(node))
+        others, until = [], monotonic() + FREE_GPU_S
+        try:
+            # Ray chooses among the free GPUs: all are reserved until it is this one.
+            while (left := until - monotonic()) > 0:
+                others.append(holder.remote())
+                if ray.get(others[-1].gpu.remote(), timeout=left) == gpu:
+                    self._held.append(others.pop())
+                    return True
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
+            pass
+        finally:
+            for other in others:
+                ray.kill(other)
+        return False
+
+
+class _Holder:
+    def gpu(self) -> str:
+        return ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
 
 
 class FailuresWithReason(FailurePolicy):
@@ -168,20 +210,12 @@ class RoomOnNodes(RequestingPolicy):
         """Workers for which there is room next to other work, counting our own places as free."""
         bundle = self.resources_per_worker
         free, going, room = available_resources(), draining_nodes(), 0
-        for node in ray.nodes():
-            if not node["Alive"] or node["NodeID"] in going:
-                continue
-            if not _answers(node):
+        for node in alive_nodes():
+            # Ray counts a node for seconds after it has gone; its raylet then takes no connections.
+            if node["NodeID"] in going or not listens(
+                node["NodeManagerAddress"], node["NodeManagerPort"], CONNECT_S
+            ):
                 continue
             have, ours = free.get(node["NodeID"], {}), held[node["NodeID"]]
             room += ours + int(min(have.get(r, 0) // amount for r, amount in bundle.items()))
         return room
-
-
-def _answers(node: dict[str, Any]) -> bool:
-    """Whether a node's raylet takes connections. Ray itself counts a node for seconds after it has gone."""
-    try:
-        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), CONNECT_S):
-            return True
-    except OSError:
-        return False

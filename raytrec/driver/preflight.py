@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from raytrec.checkpoint.files import find
 from raytrec.checkpoint.table_starts import schema_of, table_starts
-from raytrec.cluster.host_checks import check_before_run
 from raytrec.cluster.session import stays_here
 from raytrec.common.errors import ConfigError, DataError, SchemaError, some
 from raytrec.common.machine import built_for, require_compiler
@@ -15,6 +14,7 @@ from raytrec.config.models import check_model
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Sample
+from raytrec.doctor.host_checks import check_before_run
 from raytrec.driver.prepare import RunPlan
 from raytrec.embeddings.constraints import resolve_constraints, table_optimizers
 from raytrec.embeddings.kernels import MMAP_KERNEL, free_disk

@@ -21,11 +21,11 @@ from raytrec.common.errors import RunError
 from raytrec.common.formatting import count
 from raytrec.common.machine import built_for, usable_gpus
 from raytrec.common.terminal import plain
+from raytrec.compat.ray_core import alive_nodes
 from raytrec.config.run_config import RunConfig
 from raytrec.driver.console import RunConsole
 from raytrec.driver.driver_state import hold_run_lock
 from raytrec.driver.launch import SAME_S
-from raytrec.driver.nodes import alive_nodes
 from raytrec.driver.run import PATIENCE_S
 from raytrec.driver.session import bundle, local_cpus
 from raytrec.tuning.folder import write_trials

@@ -6,8 +6,8 @@ import re
 import pytest
 import simulated_packages
 
-from raytrec.cluster.host_checks import FAILURE, OK
 from raytrec.doctor.examine import examine
+from raytrec.doctor.host_checks import FAILURE, OK
 
 BROKEN = "raise ImportError('libtorch_cpu.so: undefined symbol: _ZN3c10')"
 # Wherever it is: Ray gives workers the path of the driver.

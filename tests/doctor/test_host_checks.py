@@ -17,12 +17,12 @@ from disks import fill, small_disk
 from heads import free_ports, short_folder
 
 from raytrec.cli import main
-from raytrec.cluster import host_checks, session
-from raytrec.cluster.host_checks import FAILURE, HOST_CHECKS, OK, WARNING, run_check
+from raytrec.cluster import session
 from raytrec.common.errors import RunError
-from raytrec.doctor import agreement, examine, network, packages
+from raytrec.doctor import agreement, child, examine, host_checks, network
+from raytrec.doctor.examine import as_json, as_markdown, shared
+from raytrec.doctor.host_checks import FAILURE, HOST_CHECKS, OK, WARNING, run_check
 from raytrec.doctor.nodes import ThisHost
-from raytrec.doctor.table import as_json, as_markdown, shared
 
 CPU_BUILD = {"fbgemm_gpu_cpu": "1.8.0"}
 CUDA_BUILD = {"torch": "2.13.0", "fbgemm_gpu": "1.8.0"}
@@ -100,7 +100,7 @@ def test_the_loaders_first_error_is_shown_in_place_of_no_such_operator(installed
     ],
 )
 def test_what_to_do_about_an_error_of_the_loader(error, do):
-    assert do in packages._repair(error)
+    assert do in child._repair(error)
 
 
 NVML = """
@@ -177,7 +177,7 @@ def test_a_limit_of_virtual_memory_is_named_before_a_run():
     code = """
 import resource
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
-from raytrec.cluster.host_checks import check_before_run
+from raytrec.doctor.host_checks import check_before_run
 print(*check_before_run(), sep="\\n")
 """
     lines = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).splitlines()

@@ -130,8 +130,7 @@ def decisions(coordinator, budget, *failures):
     """What the policy decides on one group error after the other."""
     import ray.train
 
-    from raytrec.driver.failed_gpus import FailedGpus
-    from raytrec.driver.policies import FailuresWithReason
+    from raytrec.driver.policies import FailedGpus, FailuresWithReason
 
     policy = FailuresWithReason(ray.train.FailureConfig(), coordinator, budget, FailedGpus(1))
     errors = [f if isinstance(f, Exception) else WorkerGroupError("", f) for f in failures]

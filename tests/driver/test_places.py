@@ -16,6 +16,7 @@ from waiting import wait_for
 from raytrec.common import machine
 from raytrec.common.errors import ConfigError, GpuFailed
 from raytrec.common.machine import smallest_gpu_memory
+from raytrec.compat.ray_core import alive_nodes
 from raytrec.config.run_config import RunConfig
 from raytrec.driver import launch, nodes, session
 from raytrec.driver import run as driver
@@ -146,10 +147,9 @@ def test_a_gpu_that_has_failed_is_left_out_where_there_are_others(ray_with_gpus)
     import ray
     from ray.train.v2.api.exceptions import ControllerError
 
-    from raytrec.driver.failed_gpus import FailedGpus
-    from raytrec.driver.policies import FailuresWithReason
+    from raytrec.driver.policies import FailedGpus, FailuresWithReason
 
-    (node,) = nodes.alive_nodes()
+    (node,) = alive_nodes()
     failed = GpuFailed("GPU 1 of 127.0.0.1 has failed", do="reset it")
     failed.place = node["NodeID"], "1"
     failed = pickle.loads(pickle.dumps(failed))

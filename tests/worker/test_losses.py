@@ -64,7 +64,7 @@ def heartbeats(rank, world, folder):
 
 
 def test_the_heartbeat_says_what_the_gpu_has_not_finished(tmp_path):
-    from raytrec.driver.members import ON_GPU
+    from raytrec.driver.coordinator import ON_GPU
     from raytrec.worker.nonfinite import LATE
 
     for first, *said, recorded, last in on_ranks(2, heartbeats, str(tmp_path), device="cuda"):
