@@ -29,6 +29,7 @@ def prepare(
         multi_hot: How many of them are bags of several ids.
         table_rows: Rows of the largest table.
     """
+    options = {**locals()}
     from raytrec_datasets.synthetic.recipe import write
 
-    write(out, rows, seed, dense, sparse, multi_hot, table_rows, dim, force)
+    write(**options)
