@@ -1,10 +1,14 @@
 """Recipes: how public data becomes Parquet and a schema.yaml. Commands of `raytrec prepare`.
 
-A recipe is a function. Its parameters are the command's options (what is not annotated as one becomes one by
-its type and default), and its docstring is their help:
+A recipe is a function. Its parameters are the command's options, by their types and defaults, and its
+docstring is their help:
 
     def prepare(out: Path, rows: int = 1000, force: bool = False):
-        '''Clicks of our shop.'''
+        '''Clicks of our shop.
+
+        Args:
+            rows: Rows of train.
+        '''
         output = Output(out, "shop", {"rows": rows}, force)  # raytrec_datasets/writing.py
         ...
 
@@ -19,15 +23,35 @@ import inspect
 import os
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
-from raytrec_datasets.options import SHARED
 from typer.core import TyperGroup
-from typer.models import OptionInfo
 
 from raytrec.common.errors import ConfigError
+from raytrec.common.storage import COPIES, ROOT, absolute
+
+
+def place(text: str) -> Path:
+    """A path as given; in a job of a cluster, from its shared folder (storage.absolute)."""
+    return Path(absolute(text)) if os.environ.get(ROOT) or COPIES in os.getcwd() else Path(text)
+
+
+Count = Annotated[int, typer.Option(min=0)]
+PositiveCount = Annotated[int, typer.Option(min=1)]
+File = Annotated[Path | None, typer.Option(parser=place, metavar="FILE")]
+# Options that recipes share: a parameter of one of these names has it without being annotated.
+SHARED = {
+    "out": typer.Option(
+        parser=place, metavar="PATH", help="Folder to write train/, valid/, test/ and schema.yaml to."
+    ),
+    "force": typer.Option("--force", help="Replace what the folder holds."),
+    "dim": typer.Option(help="Width of the embeddings; a multiple of 4."),
+    "seed": typer.Option(help="The same seed gives the same data."),
+    "source": typer.Option(parser=place, metavar="PATH", help="Folder with the original files."),
+}
 
 
 class Recipes(TyperGroup):
@@ -37,6 +61,8 @@ class Recipes(TyperGroup):
         return sorted(module.name for module in iter_modules(__path__) if module.ispkg)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        from raytrec.cli.options import with_options  # which imports this package
+
         if ":" in cmd_name:
             recipe = find_recipe(cmd_name)
         elif cmd_name in self.list_commands(ctx):
@@ -44,7 +70,7 @@ class Recipes(TyperGroup):
         else:
             return None
         single = typer.Typer(rich_markup_mode=None, add_completion=False)
-        single.command(cmd_name)(with_options(recipe))
+        single.command(cmd_name)(with_options(recipe, SHARED))
         return typer.main.get_command(single)
 
 
@@ -72,24 +98,3 @@ def find_recipe(path: str) -> Callable[..., None]:
             expected="def prepare(out: Path, …)",
         )
     return found
-
-
-def with_options(recipe: Callable[..., None]) -> Callable[..., None]:
-    """The recipe with each parameter a command line option."""
-
-    def run(**values: Any) -> None:
-        recipe(**values)
-
-    hints, parameters = get_type_hints(recipe, include_extras=True), inspect.signature(recipe).parameters
-    options = [p.replace(annotation=_option(name, hints.get(name, str))) for name, p in parameters.items()]
-    run.__signature__ = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in options])
-    run.__annotations__ = {p.name: p.annotation for p in options}
-    run.__doc__ = recipe.__doc__
-    return run
-
-
-def _option(name: str, hint: Any) -> Any:
-    """A parameter's annotation as that of an option."""
-    if any(isinstance(part, OptionInfo) for part in getattr(hint, "__metadata__", ())):
-        return hint
-    return Annotated[hint, *SHARED[name].__metadata__] if name in SHARED else Annotated[hint, typer.Option()]

@@ -187,6 +187,14 @@ class SplitWriter:
         self._in_file += len(table)
 
 
+def write_table(folder: Path, table: pa.Table, group_rows: int = 16_384) -> int:
+    """Write one table as a split; return its number of rows."""
+    writer = SplitWriter(folder, table.schema, group_rows)
+    writer.write(table)
+    writer.close()
+    return writer.rows
+
+
 @contextmanager
 def progress(text: str, total: int | None) -> Iterator:
     """A bar on stderr, silent where that is not a terminal; yields a function to call with units done."""

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from raytrec_datasets.writing import Output, SplitWriter
+from raytrec_datasets.writing import Output, write_table
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
@@ -153,11 +153,7 @@ class Adult:
 
     def write(self, folder: Path, split: str) -> int:
         """Writes a split; its number of rows."""
-        table = self.table(split)
-        writer = SplitWriter(folder, table.schema, group_rows=4_096)
-        writer.write(table)
-        writer.close()
-        return writer.rows
+        return write_table(folder, self.table(split), group_rows=4_096)
 
     def schema(self, dim: int) -> Schema:
         """schema.yaml: a table for each sparse column."""

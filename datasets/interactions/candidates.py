@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from raytrec_datasets.interactions import tables, words
+from raytrec_datasets.interactions import tables
 from raytrec_datasets.interactions.events import Columns, Gathering, Pairs
 
 from raytrec.common.errors import ConfigError, DataError
@@ -92,7 +92,7 @@ def read_candidates(path: Path, gathering: Gathering, columns: Columns) -> Pairs
     """
     users, items = [], []
     kinds = gathering.users.keys.type, gathering.items.keys.type
-    for user_keys, item_keys in _parts(path, columns):
+    for user_keys, item_keys, _ in _parts(path, columns):
         try:
             user_keys, item_keys = user_keys.cast(kinds[0]), item_keys.cast(kinds[1])
         except pa.ArrowInvalid as error:
@@ -107,17 +107,13 @@ def read_candidates(path: Path, gathering: Gathering, columns: Columns) -> Pairs
     return Pairs(np.concatenate(users), np.concatenate(items))
 
 
-def _parts(path: Path, columns: Columns) -> Iterator[tuple[pa.Array, pa.Array]]:
+def _parts(path: Path, columns: Columns) -> Iterator[tables.Batch]:
     if not path.is_file():
         raise DataError("there is no such file", where=f"--candidates {path}")
-    if path.suffix == ".parquet":
-        for users, items, _ in tables.parquet_batches(path, Columns(columns.user, columns.item)):
-            yield users, items
-    elif path.suffix == ".txt":
-        yield from words.lines(path)
-    else:
+    if path.suffix not in (".parquet", ".txt"):
         raise ConfigError(
             f"no layout of candidates that is known: {path.name}",
             where="--candidates",
             expected="FILE.parquet, or FILE.txt with a user and items in each line",
         )
+    return tables.batches(path, Columns(columns.user, columns.item))

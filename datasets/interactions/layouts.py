@@ -6,8 +6,11 @@ FILE.inter                           the same with tabs and name:type, as RecBol
 FILE.txt                             a user and its items in the order of time in each line, as of S3-Rec
 a folder of train, valid and test    files or folders of any of these, named by their split; .txt has no order
                                      there (LightGCN)
-NAME.train.rating, or its folder     user, item, rating, time, with NAME.valid.rating, NAME.test.rating and
-                                     NAME.test.negative, as NCF has them
+NAME.train.rating, or its folder     Neural Collaborative Filtering (He et al., 2017): user, item, rating and
+                                     time, with tabs between them
+  NAME.test.rating                   the pair of each user that was left out
+  NAME.valid.rating                  pairs of the validation, if it is there
+  NAME.test.negative                 (user,item) of that pair, then the items that it is ranked with
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from raytrec_datasets.interactions import ncf, tables, words
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as csv
+from raytrec_datasets.interactions import tables
 from raytrec_datasets.interactions.candidates import read_candidates
 from raytrec_datasets.interactions.events import (
     TEST,
@@ -26,10 +32,14 @@ from raytrec_datasets.interactions.events import (
     Columns,
     Gathering,
     Interactions,
+    Pairs,
 )
 
 from raytrec.common.errors import ConfigError, DataError
 
+TRAIN_END, TEST_END, NEGATIVE_END = ".train.rating", ".test.rating", ".test.negative"
+PAIR = re.compile(r"\((\d+),(\d+)\)")
+RATINGS = "user, item, rating and time in each line, whole numbers with tabs between them"
 SUFFIXES = (".parquet", ".csv", ".tsv", ".csv.gz", ".tsv.gz", ".inter", ".txt")
 EXPECTED = (
     "FILE.parquet or a folder of them, FILE.csv, FILE.tsv, FILE.inter, FILE.txt (a user and its items in "
@@ -65,30 +75,18 @@ def read_interactions(source: Path, columns: Columns, candidates: Path | None) -
 
 def _read(source: Path, columns: Columns, gathering: Gathering) -> dict[str, Any]:
     """Adds everything; what else is known of it, as of Interactions."""
-    if train := ncf.train_file(source):
-        return ncf.read(train, gathering)
+    if train := _ncf_file(source):
+        return _read_ncf(train, gathering)
     facts: dict[str, Any] = {}
     splits = find_splits(source)
     for split, files in splits.items():
-        facts = _read_files(files, columns, gathering, split)
+        facts = tables.read(files, columns, gathering, split)
     if splits:
         return facts | ({"in_order": False} if suffix_of(splits[TRAIN][0]) == ".txt" else {})
     files = sorted(source.rglob("*.parquet")) if source.is_dir() else [source]
     if not files or not suffix_of(files[0]):
         raise DataError("no layout of interactions that is known", where=str(source), expected=EXPECTED)
-    return _read_files(files, columns, gathering)
-
-
-def _read_files(
-    files: list[Path], columns: Columns, gathering: Gathering, split: int = TRAIN
-) -> dict[str, bool]:
-    """Adds files of one layout."""
-    if suffix_of(files[0]) == ".txt":
-        return words.read(files, gathering, split)
-    is_parquet = suffix_of(files[0]) == ".parquet"
-    return tables.read(
-        files, tables.parquet_batches if is_parquet else tables.csv_batches, columns, gathering, split
-    )
+    return tables.read(files, columns, gathering)
 
 
 def suffix_of(path: Path) -> str | None:
@@ -133,3 +131,111 @@ def find_splits(source: Path) -> dict[int, list[Path]]:
                 do="name the file alone, if raytrec is to divide it",
             )
     return {}
+
+
+def _ncf_file(source: Path) -> Path | None:
+    """NAME.train.rating, given itself or by its folder; None: the source is something else."""
+    found = sorted(source.glob(f"*{TRAIN_END}")) if source.is_dir() else [source]
+    return found[0] if found and found[0].name.endswith(TRAIN_END) else None
+
+
+def _read_ncf(train: Path, gathering: Gathering) -> dict[str, Any]:
+    """All files of a name; users of the test have the candidates of NAME.test.negative, if it is there.
+
+    Raises:
+        DataError: a line is not what it should be, or the files disagree.
+    """
+    name = train.name.removesuffix(TRAIN_END)
+    test, negative = train.with_name(name + TEST_END), train.with_name(name + NEGATIVE_END)
+    places = [train.with_name(f"{name}.{word}.rating") for word in VALID_NAMES]
+    valid = next((path for path in places if path.is_file()), None)
+    parts = (
+        {TRAIN: read_ratings(train)}
+        | ({VALID: read_ratings(valid)} if valid else {})
+        | {TEST: read_ratings(test)}
+    )
+    timed = all(part.shape[1] == 3 for part in parts.values())
+    for split, part in parts.items():
+        times = pa.array(part[:, 2]) if timed else None
+        gathering.add(pa.array(part[:, 0]), pa.array(part[:, 1]), times, split)
+    facts: dict[str, Any] = {"in_order": timed, "of_all": False}
+    if negative.is_file():
+        lists = read_negatives(negative)
+        check_same(dict(parts[TEST][:, :2].tolist()), {u: items[0] for u, items in lists.items()}, test)
+        facts["candidates"] = _as_pairs(lists, gathering)
+    return facts
+
+
+def _as_pairs(lists: dict[int, list[int]], gathering: Gathering) -> Pairs:
+    """Candidates of users, keys both, in the ids of a source."""
+    users = np.repeat(list(lists), [len(items) for items in lists.values()])
+    items = np.concatenate([np.array(items) for items in lists.values()])
+    return Pairs(gathering.users.ids(pa.array(users)), gathering.items.ids(pa.array(items)))
+
+
+def read_negatives(path: Path) -> dict[int, list[int]]:
+    """NAME.test.negative: user → its candidates, each once; the first is the one that was left out.
+
+    Raises:
+        DataError: a line is not a user with candidates; names it.
+    """
+    found: dict[int, list[int]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        first, *others = line.split("\t")
+        pair = PAIR.fullmatch(first.strip())
+        if not pair or not others or not all(item.strip().isdecimal() for item in others):
+            raise DataError(
+                f"line {number} is not a user with candidates",
+                where=str(path),
+                expected="(user,item) and items, with tabs between them",
+            )
+        found[int(pair[1])] = list(dict.fromkeys([int(pair[2]), *map(int, others)]))
+    if not found:
+        raise DataError("there are no users", where=str(path), expected="a line for each user")
+    return found
+
+
+def check_same(rated: dict[int, int], left_out: dict[int, int], path: Path) -> None:
+    """Whether NAME.test.rating leaves out the pairs of NAME.test.negative.
+
+    Raises:
+        DataError: it does not; names a user.
+    """
+    users = rated.keys() | left_out.keys()
+    if odd := sorted(user for user in users if rated.get(user) != left_out.get(user)):
+        raise DataError(
+            f"user {odd[0]} has item {rated.get(odd[0])} here, and {left_out.get(odd[0])} in {NEGATIVE_END}",
+            where=str(path),
+            expected="the same pairs in both files",
+        )
+
+
+def read_ratings(path: Path) -> np.ndarray:
+    """User, item and, if it is there, time of each line: int64 [n, 2 or 3].
+
+    Raises:
+        DataError: the file is missing, or a line has something else; names it.
+    """
+    try:
+        table = csv.read_csv(
+            path, csv.ReadOptions(autogenerate_column_names=True), csv.ParseOptions(delimiter="\t")
+        )
+    except (OSError, pa.ArrowInvalid) as error:
+        raise _broken(path, str(error)) from None
+    columns = [table.column(place) for place in (0, 1, 3) if place < table.num_columns]
+    if len(columns) < 2 or any(column.type != pa.int64() or column.null_count for column in columns):
+        raise _broken(path, "a user, item or time is not a whole number")
+    return np.stack([column.to_numpy() for column in columns], axis=1)
+
+
+def _broken(path: Path, why: str) -> DataError:
+    """The error of a file, with its first line that is none of the layout's."""
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, 1):
+                fields = line.rstrip("\n").split("\t")
+                named = [fields[place] for place in (0, 1, 3) if place < len(fields)]
+                if len(named) < 2 or not all(field.isdecimal() for field in named):
+                    where = f"{path}, line {number}: {line[:60]!r}"
+                    return DataError("the line is none of this layout", where=where, expected=RATINGS)
+    return DataError(f"the file does not parse: {why}", where=str(path), expected=RATINGS)

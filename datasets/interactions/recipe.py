@@ -27,12 +27,19 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from raytrec_datasets.interactions.events import TEST, VALID, Columns, Interactions, keep_core
+from raytrec_datasets.interactions.events import (
+    BY_TIME,
+    TEST,
+    VALID,
+    Columns,
+    Interactions,
+    divide,
+    keep_core,
+)
 from raytrec_datasets.interactions.layouts import read_interactions
 from raytrec_datasets.interactions.rows import Rows
 from raytrec_datasets.interactions.sides import Sides, read_sides
-from raytrec_datasets.interactions.splits import BY_TIME, divide
-from raytrec_datasets.writing import Output, SplitWriter, progress
+from raytrec_datasets.writing import Output, progress, write_table
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.storage import relative
@@ -172,10 +179,7 @@ def _core(data: Interactions, least: int | None) -> Interactions:
 def _write_keys(folder: Path, name: str, keys: pa.Array, columns: dict[str, pa.Array]) -> None:
     """One row for each id."""
     ids = pa.array(np.arange(len(keys), dtype=np.int32))
-    table = pa.table({name: ids, f"{name}_key": keys, **columns})
-    writer = SplitWriter(folder, table.schema)
-    writer.write(table)
-    writer.close()
+    write_table(folder, pa.table({name: ids, f"{name}_key": keys, **columns}))
 
 
 def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema:

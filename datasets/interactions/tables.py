@@ -1,10 +1,16 @@
-"""Interactions in Parquet, and in CSV with named columns. Read a batch at a time."""
+"""Interactions in Parquet, in CSV with named columns, and in lines of text. Read a batch at a time.
+
+FILE.txt has a user and its items in each line:
+
+1 17 4 23          S3-Rec: items in the order of time. LightGCN: train.txt and test.txt, without order
+2 5 8
+"""
 
 from __future__ import annotations
 
 import csv as plain_csv
 import gzip
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,28 +23,29 @@ from raytrec_datasets.interactions.events import TRAIN, Columns, Gathering
 from raytrec.common.errors import ConfigError, DataError, hint
 
 BATCH_ROWS, BLOCK_BYTES = 1 << 18, 1 << 24
+NUMBER = r"^[0-9]{1,18}$"
 Batch = tuple[pa.Array, pa.Array, pa.Array | None]
 
 
-def read(
-    files: list[Path],
-    batches: Callable[[Path, Columns], Iterator[Batch]],
-    columns: Columns,
-    gathering: Gathering,
-    split: int = TRAIN,
-) -> dict[str, bool]:
-    """All files, one after the other.
+def read(files: list[Path], columns: Columns, gathering: Gathering, split: int = TRAIN) -> dict[str, bool]:
+    """Add the interactions of files of one layout; return what is known of their order.
 
     Raises:
         ConfigError: a column is missing or of a type that is none of ids or times.
         DataError: a row is not what it should be.
     """
-    lists = False
+    of_all = True
     for path in files:
         for users, items, times in batches(path, columns):
             gathering.add(users, items, times, split)
-        lists = lists or (batches is parquet_batches and has_lists(path, columns))
-    return {"of_all": not lists}
+        of_all &= path.suffix != ".txt" and not (path.suffix == ".parquet" and has_lists(path, columns))
+    return {"of_all": of_all}
+
+
+def batches(path: Path, columns: Columns) -> Iterator[Batch]:
+    """Return users, items and times of a file of any layout, a batch at a time."""
+    kinds = {".parquet": parquet_batches, ".txt": text_batches}
+    return kinds.get(path.suffix, csv_batches)(path, columns)
 
 
 def has_lists(path: Path, columns: Columns) -> bool:
@@ -81,6 +88,41 @@ def csv_batches(path: Path, columns: Columns) -> Iterator[Batch]:
                 done += len(batch)
     except (pa.ArrowException, OSError) as error:
         raise _broken(path, divider, columns.time, str(error)) from None
+
+
+def text_batches(path: Path, columns: Columns) -> Iterator[Batch]:
+    """(the user of each item, items, None), int64 both, some 16 MiB of text at a time.
+
+    A line with a user alone has no items.
+
+    Raises:
+        DataError: a line is empty, or has something other than numbers; names file and line.
+    """
+    first = 1
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES) + file.readline():
+            text = block.decode("utf-8", "replace").removesuffix("\n").split("\n")
+            split = pc.utf8_split_whitespace(pc.utf8_trim_whitespace(pa.array(text, pa.large_string())))
+            words, ends = split.flatten(), split.offsets.to_numpy()
+            if bad := _first_bad(words):
+                line = int(np.searchsorted(ends, bad - 1, side="right")) - 1
+                raise DataError(
+                    f"line {first + line} has {words[bad - 1].as_py()!r}",
+                    where=f"{path}: {text[line][:60]!r}",
+                    expected="a user and items in each line, whole numbers with spaces between them",
+                )
+            numbers = words.cast(pa.int64()).to_numpy()
+            starts = ends[:-1]
+            users = np.repeat(numbers[starts], np.diff(ends) - 1)
+            is_item = np.ones(len(numbers), bool)
+            is_item[starts] = False
+            yield pa.array(users), pa.array(numbers[is_item]), None
+            first += len(text)
+
+
+def _first_bad(words: pa.Array) -> int:
+    """The place of the first word that is not a number, from 1; 0: all are."""
+    return pc.index(pc.match_substring_regex(words, NUMBER), pa.scalar(False)).as_py() + 1
 
 
 def _of_inter(columns: Columns, names: list[str]) -> Columns:

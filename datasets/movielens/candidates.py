@@ -22,10 +22,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 from raytrec_datasets.interactions.candidates import is_among
-from raytrec_datasets.interactions.ncf import NEGATIVE_END as NEGATIVE
-from raytrec_datasets.interactions.ncf import check_same, read_negatives
+from raytrec_datasets.interactions.layouts import NEGATIVE_END as NEGATIVE
+from raytrec_datasets.interactions.layouts import check_same, read_negatives, read_ratings
 from raytrec_datasets.movielens.layouts import movie_table
-from raytrec_datasets.writing import Output, SplitWriter, progress
+from raytrec_datasets.writing import Output, SplitWriter, progress, write_table
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
@@ -67,10 +67,10 @@ def read_candidates(folder: Path) -> Candidates:
     test = read_negatives(negative)
     left_out = {user: items[0] for user, items in test.items()}
     if (rated := folder / f"{name}.test.rating").is_file():
-        check_same(dict(_pairs(rated).tolist()), left_out, rated)
+        check_same(dict(read_ratings(rated)[:, :2].tolist()), left_out, rated)
     train, movies = folder / f"{name}.train.rating", None
     if train.is_file():
-        pairs = _pairs(train)
+        pairs = read_ratings(train)[:, :2]
     elif (folder / "pairs.parquet").is_file():
         pairs, movies = _numbered(folder / "pairs.parquet")
         pairs = _without(pairs, left_out, folder / "pairs.parquet")
@@ -83,17 +83,6 @@ def read_candidates(folder: Path) -> Candidates:
     highest = max(int(pairs[:, 1].max()), *(max(items) for items in test.values()))
     users = max(int(pairs[:, 0].max()), *test) + 1
     return Candidates(pairs, test, movies, users, max(highest + 1, 0 if movies is None else len(movies)))
-
-
-def _pairs(path: Path) -> np.ndarray:
-    """User and item of each line: int64 [n, 2]."""
-    try:
-        frame = pd.read_csv(path, sep="\t", header=None, usecols=[0, 1], dtype=np.int64)
-    except (ValueError, pd.errors.ParserError) as error:
-        raise DataError(
-            f"the file does not parse: {error}", where=str(path), expected="user and item, with tabs between"
-        ) from None
-    return frame.to_numpy()
 
 
 def _numbered(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -142,8 +131,8 @@ def write_candidates(output: Output, source: Path, negatives: int, seed: int, di
             "train": _write_train(output.partial / "train", train, seen, negatives, data.items, rng, advance)
         }
         wide = _with_negatives(valid, ever, VALID_CANDIDATES, data.items, rng)
-        rows["valid"] = _write(output.partial / "valid", *wide)
-        rows["test"] = _write(output.partial / "test", test, labels)
+        rows["valid"] = write_table(output.partial / "valid", _table(*wide))
+        rows["test"] = write_table(output.partial / "test", _table(test, labels))
         if data.movies is not None and (source / "movies.dat").is_file():
             _titles(source, data.movies).to_parquet(output.partial / "items.parquet", index=False)
         output.finish(_schema(data, dim), rows)
@@ -185,14 +174,6 @@ def _with_negatives(
 def _table(pairs: np.ndarray, labels: np.ndarray) -> pa.Table:
     columns = {"label": labels.astype(np.int8), "user_id": pairs[:, 0].astype(np.int32)}
     return pa.table(columns | {"item_id": pairs[:, 1].astype(np.int32)})
-
-
-def _write(folder: Path, pairs: np.ndarray, labels: np.ndarray) -> int:
-    writer = SplitWriter(folder, _table(pairs[:0], labels[:0]).schema)
-    for start in range(0, len(pairs), CHUNK_ROWS):
-        writer.write(_table(pairs[start : start + CHUNK_ROWS], labels[start : start + CHUNK_ROWS]))
-    writer.close()
-    return len(pairs)
 
 
 def _titles(source: Path, movies: np.ndarray) -> pd.DataFrame:

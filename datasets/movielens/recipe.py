@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from raytrec_datasets.interactions.events import BY_TIME
 from raytrec_datasets.interactions.recipe import Choices, fitting_job
 from raytrec_datasets.interactions.rows import slices
-from raytrec_datasets.interactions.splits import BY_TIME
 from raytrec_datasets.movielens.candidates import has_candidates, write_candidates
-from raytrec_datasets.movielens.download import fetch
 from raytrec_datasets.movielens.interactions import write_interactions
-from raytrec_datasets.movielens.layouts import TIME_BITS, MovieLens, has_ratings, read
+from raytrec_datasets.movielens.layouts import TIME_BITS, MovieLens, fetch, has_ratings, read
 from raytrec_datasets.writing import SPLITS, Output, SplitWriter, progress
 
 from raytrec.common.errors import ConfigError
@@ -61,13 +60,8 @@ def write(
             write_interactions(output, source, chosen)
         return output.summary(*fitting_job(output.folder, chosen))
     if has_candidates(source) and not has_ratings(source):
-        options = {
-            "source": str(source),
-            "layout": "candidates",
-            "negatives": negatives,
-            "seed": seed,
-            "dim": dim,
-        }
+        options = {"source": str(source), "layout": "candidates"}
+        options |= {"negatives": negatives, "seed": seed, "dim": dim}
         output = Output(out, "movielens", options, force)
         if not output.is_ready():
             write_candidates(output, source, negatives, seed, dim)

@@ -1,18 +1,32 @@
-"""Criteo-shaped rows with labels from a planted model."""
+"""Criteo-shaped rows with labels from a planted model.
+
+    logit = bias + dense part + Σ over features of their ids' effects + Σ over pairs of features of u·v
+
+Each part is scaled to its share of the logit's variance on a fixed sample. Ids are drawn log-uniformly by
+rank (the most frequent id of a table of 10,000 takes 7.5 % of its draws), and effects shrink with the rank:
+what is seen a few times in a million rows can't be learned by anyone, so little is planted there.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from raytrec_datasets.synthetic.model import Planted, Rows, Shape, draw
 from raytrec_datasets.writing import SPLITS, Output, SplitWriter, progress
 
 from raytrec.config.schema import Schema
 
 CHUNK_ROWS = 65_536  # a chunk depends on (seed, split, its number) alone, and memory holds one
 BINS = 1_000_000  # of the true probability, for the best AUC
+LOGIT_STD = 1.7
+SHARES = {"dense": 0.4, "ids": 0.5, "pairs": 0.1}  # of the logit's variance
+POSITIVE_RATE = 0.25
+EFFECT_RANKS = 2_048  # ids of higher ranks have no effect
+PAIRS, PAIR_DIM, PAIR_IDS = 4, 3, 32
+LONGEST_BAG = 8
+SAMPLE_ROWS = 50_000
 
 
 def write(
@@ -27,15 +41,7 @@ def write(
     force: bool,
 ) -> None:
     """Writes the dataset; its arguments are those of `raytrec prepare synthetic`."""
-    options = {
-        "rows": rows,
-        "seed": seed,
-        "dense": dense,
-        "sparse": sparse,
-        "multi_hot": multi_hot,
-        "table_rows": table_rows,
-        "dim": dim,
-    }
+    options = {name: value for name, value in locals().items() if name not in ("out", "force")}
     output = Output(out, "synthetic", options, force)
     if not output.is_ready():
         shape = Shape.of(dense, sparse, min(multi_hot, sparse), table_rows)
@@ -104,3 +110,122 @@ def _auc(negative: np.ndarray, positive: np.ndarray) -> float:
     below = np.cumsum(negative) - negative
     pairs = negative.sum() * positive.sum()
     return float((positive * (below + negative / 2)).sum() / pairs) if pairs else 0.5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the data: numbers of columns and the rows of each feature's table."""
+
+    dense: int
+    tables: tuple[int, ...]
+    multi_hot: int
+
+    @classmethod
+    def of(cls, dense: int, sparse: int, multi_hot: int, largest: int) -> Shape:
+        """Table sizes from 100 to `largest`, evenly in their logarithm and mixed among the features."""
+        sizes = np.geomspace(100, largest, sparse).round().astype(int)
+        return cls(dense, tuple(int(s) for s in np.random.default_rng(26).permutation(sizes)), multi_hot)
+
+    def is_bag(self, feature: int) -> bool:
+        """The last `multi_hot` features are bags."""
+        return feature >= len(self.tables) - self.multi_hot
+
+    def is_mean(self, feature: int) -> bool:
+        """Every second bag is pooled by its mean, the others by their sum."""
+        return self.is_bag(feature) and feature % 2 == 0
+
+
+@dataclass
+class Rows:
+    """A chunk of drawn inputs: dense float32 [n, dense]; for each feature its lengths [n] and ranks."""
+
+    dense: np.ndarray
+    lengths: list[np.ndarray]
+    ranks: list[np.ndarray]
+
+
+def draw(shape: Shape, rng: np.random.Generator, rows: int) -> Rows:
+    """Inputs of `rows` rows."""
+    dense = rng.standard_normal((rows, shape.dense), dtype=np.float32)
+    dense[:, 1::2] = np.log1p(np.abs(dense[:, 1::2]) * 3)  # counts, as Criteo's are after their logarithm
+    lengths, ranks = [], []
+    for feature, size in enumerate(shape.tables):
+        bag = rng.integers(0, LONGEST_BAG + 1, rows) if shape.is_bag(feature) else np.ones(rows, np.int64)
+        u = rng.random(int(bag.sum()), dtype=np.float32)
+        rank = np.exp(u * np.float32(np.log(size))).astype(np.int64) - 1
+        lengths.append(bag)
+        ranks.append(np.minimum(rank, size - 1))
+    return Rows(dense, lengths, ranks)
+
+
+class Planted:
+    """The planted model of a shape and a seed."""
+
+    def __init__(self, shape: Shape, seed: int):
+        self.shape = shape
+        rng = np.random.default_rng((seed, 1))
+        self._linear = rng.normal(size=shape.dense)
+        strength = rng.gamma(1.5, size=len(shape.tables))
+        decay = 1 / (1 + np.arange(EFFECT_RANKS) / 25)
+        self._effects = [s * decay * rng.normal(size=EFFECT_RANKS) for s in strength]
+        for effect in self._effects:
+            effect[-1] = 0  # stands for all ranks beyond
+        single = [f for f in range(len(shape.tables)) if not shape.is_bag(f)] or [0, 1]
+        self._pairs = [tuple(rng.choice(single, 2, replace=len(single) < 2)) for _ in range(PAIRS)]
+        self._factors = [rng.normal(size=(2, PAIR_IDS + 1, PAIR_DIM)) for _ in range(PAIRS)]
+        for factor in self._factors:
+            factor[:, -1] = 0
+        self._scatter = [_coprime(size, rng) for size in shape.tables]
+        self._scale = dict.fromkeys(SHARES, 1.0)
+        self._bias = 0.0
+        self._calibrate(draw(shape, np.random.default_rng((seed, 2)), SAMPLE_ROWS))
+
+    def logits(self, rows: Rows) -> np.ndarray:
+        """The true logit of each row: float64 [n]."""
+        return self._bias + sum(self._scale[name] * part for name, part in self._parts(rows).items())
+
+    def ids(self, feature: int, ranks: np.ndarray) -> np.ndarray:
+        """Ranks scattered over the table, so that an id does not tell how frequent it is: int64 [n]."""
+        factor, shift = self._scatter[feature]
+        return (ranks * factor + shift) % self.shape.tables[feature]
+
+    def _parts(self, rows: Rows) -> dict[str, np.ndarray]:
+        dense = rows.dense @ self._linear + np.tanh(2 * rows.dense[:, :1]).sum(1)
+        ids = sum(self._feature(rows, f) for f in range(len(self.shape.tables)))
+        pairs = np.zeros(len(rows.dense))
+        for (a, b), factor in zip(self._pairs, self._factors, strict=True):
+            left, right = (np.minimum(rows.ranks[f], PAIR_IDS) for f in (a, b))
+            pairs += np.einsum("nd,nd->n", factor[0][left], factor[1][right])
+        return {"dense": dense, "ids": ids, "pairs": pairs}
+
+    def _feature(self, rows: Rows, feature: int) -> np.ndarray:
+        lengths = rows.lengths[feature]
+        effects = self._effects[feature][np.minimum(rows.ranks[feature], EFFECT_RANKS - 1)]
+        if not self.shape.is_bag(feature):
+            return effects
+        totals = np.concatenate([[0.0], np.cumsum(effects)])
+        ends = np.cumsum(lengths)
+        sums = totals[ends] - totals[ends - lengths]
+        divisor = np.maximum(lengths, 1) if self.shape.is_mean(feature) else LONGEST_BAG / 2
+        return sums / divisor
+
+    def _calibrate(self, sample: Rows) -> None:
+        """Scales the parts to their shares and finds the bias of the wanted positive rate."""
+        parts = self._parts(sample)
+        for name, part in parts.items():
+            self._scale[name] = LOGIT_STD * np.sqrt(SHARES[name]) / max(part.std(), 1e-9)
+        logits, low, high = self.logits(sample), -20.0, 20.0
+        while high - low > 1e-9:
+            middle = (low + high) / 2
+            if (1 / (1 + np.exp(-logits - middle))).mean() < POSITIVE_RATE:
+                low = middle
+            else:
+                high = middle
+        self._bias = low
+
+
+def _coprime(size: int, rng: np.random.Generator) -> tuple[int, int]:
+    """(factor, shift) of a bijection rank → (rank · factor + shift) mod size."""
+    while np.gcd(factor := int(rng.integers(1, size)), size) != 1:
+        pass
+    return factor, int(rng.integers(size))

@@ -13,6 +13,7 @@ import typer
 from raytrec_datasets import app as prepare_app
 
 from raytrec.cli import runs, saved, service
+from raytrec.cli.options import with_options
 
 app = typer.Typer(
     name="raytrec",
@@ -58,7 +59,7 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
 
 
 for command in COMMANDS:
-    app.command(command.__name__.removesuffix("_job"))(_interruptible(command))
+    app.command(command.__name__.removesuffix("_job"))(with_options(_interruptible(command)))
 
 
 def _version(wanted: bool) -> None:

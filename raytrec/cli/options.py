@@ -1,15 +1,25 @@
-"""Options of several commands; prints results."""
+"""Options of commands: from their functions' parameters and docstrings, and those of several commands."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+import re
+from collections.abc import Callable, Mapping
+from copy import copy
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import ParameterInfo
 
 if TYPE_CHECKING:
     from raytrec.driver.console import Summary
 
+# An entry of a docstring's Args; raytrec's commands write what an option takes in the parentheses.
+ENTRY = re.compile(r"^    (\w+)(?: \((.+?)\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
+
+Config = Annotated[str | None, typer.Argument(metavar="[CONFIG]")]
+NeededConfig = Annotated[str, typer.Argument(metavar="CONFIG")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")]
 RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Overrides.")]
@@ -42,8 +52,45 @@ Checkpoint = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
+def with_options(
+    command: Callable[..., None], shared: Mapping[str, ParameterInfo] | None = None
+) -> Callable[..., None]:
+    """Return a command whose parameters are typer's arguments and options.
+
+    A parameter is an option, unless its annotation has an Argument. Its help and metavar come from its entry
+    in the docstring's Args, `name (METAVAR): help`, or from the annotation. A bool that is False by default
+    is a flag without a --no- form.
+
+    Args:
+        command: Function with a docstring.
+        shared: Parameter name → Option of parameters whose annotation has none.
+    """
+    text, _, entries = (inspect.getdoc(command) or "").partition("\nArgs:\n")
+    described = {name: (metavar, " ".join(words.split())) for name, metavar, words in ENTRY.findall(entries)}
+    hints = get_type_hints(command, include_extras=True)
+
+    def run(**values: Any) -> None:
+        command(**values)
+
+    def to_option(parameter: inspect.Parameter) -> inspect.Parameter:
+        name, hint = parameter.name, hints.get(parameter.name, str)
+        kind, *metadata = get_args(hint) if get_origin(hint) is Annotated else [hint]
+        flags = [f"--{name.replace('_', '-')}"] if kind is bool and parameter.default is False else []
+        infos = [part for part in metadata if isinstance(part, ParameterInfo)]
+        info = copy((*infos, (shared or {}).get(name) or typer.Option(*flags))[0])
+        metavar, words = described.get(name, ("", ""))
+        info.metavar, info.help = info.metavar or metavar or None, words or info.help
+        return parameter.replace(annotation=Annotated[kind, info], kind=parameter.KEYWORD_ONLY)
+
+    parameters = [to_option(each) for each in inspect.signature(command).parameters.values()]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__doc__ = text.strip()
+    return run
+
+
 def show(result: Summary, as_json: bool) -> None:
-    """Prints the result of a command: as JSON, or as a table."""
+    """Print the result of a command: as JSON, or as a table."""
     from raytrec.driver.console import print_summary
 
     if as_json:
@@ -53,5 +100,5 @@ def show(result: Summary, as_json: bool) -> None:
 
 
 def print_json(metrics: dict[str, Any]) -> None:
-    """Prints figures as one line of JSON."""
+    """Print figures as one line of JSON."""
     print(json.dumps(metrics))

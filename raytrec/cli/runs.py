@@ -8,39 +8,26 @@ from typing import Annotated
 
 import typer
 
-from raytrec.cli.options import AllowCode, Json, Overrides, print_json, show
+from raytrec.cli.options import AllowCode, Config, Json, NeededConfig, Overrides, print_json, show
 
 
 def train(
-    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]")] = None,
+    config: Config = None,
     overrides: Overrides = None,
-    start_from: Annotated[
-        str | None,
-        typer.Option(
-            "--warm-start",
-            metavar="RUN",
-            help="Start from the weights of this run or checkpoint; without CONFIG, also from its config.",
-        ),
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            "--resume",
-            metavar="RUN",
-            help="Resume this run from its newest checkpoint; CONFIG, if given, must be equivalent.",
-        ),
-    ] = None,
-    resume_latest: Annotated[
-        bool,
-        typer.Option(
-            "--resume-latest",
-            help="Resume the newest interrupted run of this CONFIG; start a new one if there is none.",
-        ),
-    ] = False,
+    warm_start: str | None = None,
+    resume: str | None = None,
+    resume_latest: bool = False,
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Train, evaluate and save a run: raytrec train jobs/synthetic.yaml scaling.num_workers=2"""
+    """Train, evaluate and save a run: raytrec train jobs/synthetic.yaml scaling.num_workers=2
+
+    Args:
+        warm_start (RUN): Start from the weights of this run or checkpoint; without CONFIG, also from its
+            config.
+        resume (RUN): Resume this run from its newest checkpoint; CONFIG, if given, must be equivalent.
+        resume_latest: Resume the newest interrupted run of this CONFIG; start a new one if there is none.
+    """
     from raytrec.driver.session import begin_early
 
     begin_early()  # while the rest is imported
@@ -48,10 +35,10 @@ def train(
     from raytrec.driver.run import Unfinished
     from raytrec.driver.run import train as run
 
-    overrides, earlier = overrides or [], start_from or resume
+    overrides, earlier = overrides or [], warm_start or resume
     if earlier and config and "=" in config:  # no CONFIG: the first argument is an override
         config, overrides = None, [config, *overrides]
-    if start_from and resume:
+    if warm_start and resume:
         raise ConfigError("--warm-start and --resume exclude each other", expected="one of them")
     if resume_latest and earlier:
         raise ConfigError("--resume-latest finds the run itself", expected="CONFIG alone, or --resume RUN")
@@ -61,7 +48,7 @@ def train(
             expected="raytrec train CONFIG, or raytrec train --warm-start RUN, or --resume RUN",
         )
     try:
-        result = run(config, overrides, start_from, resume, resume_latest, allow_code)
+        result = run(config, overrides, warm_start, resume, resume_latest, allow_code)
     except Unfinished as error:  # there is a result to show
         show(error.result, json)
         raise
@@ -69,41 +56,33 @@ def train(
 
 
 def tune(
-    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]")] = None,
+    config: Config = None,
     overrides: Overrides = None,
-    space: Annotated[
-        str | None, typer.Option(metavar="SPACE.yaml", help="The keys to search, and how they are drawn.")
-    ] = None,
-    trials: Annotated[int | None, typer.Option(help="Number of trials; default: 10.")] = None,
-    metric: Annotated[
-        str | None, typer.Option(help="Metric to compare trials by; default: as for checkpoint.best_metric.")
-    ] = None,
-    at_once: Annotated[
-        int | None, typer.Option(help="Trials that run at a time; default: as many as there is room for.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed draws the same trials.")] = 0,
-    grace_steps: Annotated[
-        int | None,
-        typer.Option(help="Steps before which no trial is stopped; default: train.eval_every_steps."),
-    ] = None,
-    reduction_factor: Annotated[
-        float, typer.Option(help="One in this many trials of an age is trained on.")
-    ] = 4.0,
-    resume: Annotated[
-        str | None,
-        typer.Option("--resume", metavar="FOLDER", help="Resume this search; --trials may add some."),
-    ] = None,
-    resume_latest: Annotated[
-        bool,
-        typer.Option(
-            "--resume-latest",
-            help="Resume the newest interrupted search of this command; start a new one if there is none.",
-        ),
-    ] = False,
+    space: str | None = None,
+    trials: int | None = None,
+    metric: str | None = None,
+    at_once: int | None = None,
+    seed: int = 0,
+    grace_steps: int | None = None,
+    reduction_factor: float = 4.0,
+    resume: str | None = None,
+    resume_latest: bool = False,
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Search good values for keys of a config: raytrec tune CONFIG --space SPACE.yaml --trials 20"""
+    """Search good values for keys of a config: raytrec tune CONFIG --space SPACE.yaml --trials 20
+
+    Args:
+        space (SPACE.yaml): The keys to search, and how they are drawn.
+        trials: Number of trials; default: 10.
+        metric: Metric to compare trials by; default: as for checkpoint.best_metric.
+        at_once: Trials that run at a time; default: as many as there is room for.
+        seed: The same seed draws the same trials.
+        grace_steps: Steps before which no trial is stopped; default: train.eval_every_steps.
+        reduction_factor: One in this many trials of an age is trained on.
+        resume (FOLDER): Resume this search; --trials may add some.
+        resume_latest: Resume the newest interrupted search of this command; start a new one if there is none.
+    """
     options = {**locals()}
     del options["json"]
     from raytrec.tuning.outcome import print_outcome
@@ -113,9 +92,7 @@ def tune(
     print_json(search.metrics) if json else print_outcome(search)
 
 
-def check(
-    config: Annotated[str, typer.Argument(metavar="CONFIG")], overrides: Overrides = None, json: Json = False
-):
+def check(config: NeededConfig, overrides: Overrides = None, json: Json = False):
     """Compare a config, its plan and cluster with one plain torch process; exit code 1 on a difference."""
     from raytrec.driver.session import begin_early
 
@@ -130,32 +107,24 @@ def check(
 
 
 def doctor(
-    config: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG]", help="Its cluster, run folder and checkpoints.")
-    ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(help="auto, HOST:PORT or ray://HOST:PORT of a Ray cluster; default: this machine."),
-    ] = None,
-    storage: Annotated[
-        list[str] | None,
-        typer.Option(metavar="URI", help="A place that every node has to write and read (repeatable)."),
-    ] = None,
-    share: Annotated[
-        bool, typer.Option("--share", help="Markdown for an issue, without hosts, users, paths, addresses.")
-    ] = False,
-    measure: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Only measure this machine's ranks, and write their rates as JSON."
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks to measure with; default: one for each GPU, or 2 on CPU.")
-    ] = None,
+    config: Config = None,
+    address: str | None = None,
+    storage: list[str] | None = None,
+    share: bool = False,
+    measure: Path | None = None,
+    ranks: Annotated[int | None, typer.Option(min=1)] = None,
     json: Json = False,
 ):
-    """Find what is wrong with this machine, or each node of a cluster; exit code 1 on a failure."""
+    """Find what is wrong with this machine, or each node of a cluster; exit code 1 on a failure.
+
+    Args:
+        config: Its cluster, run folder and checkpoints.
+        address: auto, HOST:PORT or ray://HOST:PORT of a Ray cluster; default: this machine.
+        storage (URI): A place that every node has to write and read (repeatable).
+        share: Markdown for an issue, without hosts, users, paths, addresses.
+        measure (FILE): Only measure this machine's ranks, and write their rates as JSON.
+        ranks: Ranks to measure with; default: one for each GPU, or 2 on CPU.
+    """
     from raytrec.doctor.examine import as_json, as_markdown, diagnose, print_examination, shared
 
     if measure:
@@ -178,34 +147,25 @@ def doctor(
 
 
 def plan(
-    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]")] = None,
+    config: Config = None,
     overrides: Overrides = None,
-    on: Annotated[
-        str | None,
-        typer.Option(
-            metavar="2x8xh100-sxm,4x48gib",
-            help="Machines, by comma: known ones, or GPUs (on CPU: workers) of each host x memory of each"
-            "[:memory of the host[:its disk]]; any: of every known machine as many as it takes; default: 80 "
-            "GiB for each of scaling.num_workers.",
-        ),
-    ] = None,
-    rates: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Measured rates, instead of those of data sheets.")
-    ] = None,
-    prices: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Machines and their prices an hour, as YAML or JSON: find the smallest and the cheapest "
-            "cluster of these.",
-        ),
-    ] = None,
-    picture: Annotated[
-        str | None, typer.Option(metavar="FILE.svg", help="Draw the shards, tables × ranks (.svg or .png).")
-    ] = None,
+    on: str | None = None,
+    rates: str | None = None,
+    prices: str | None = None,
+    picture: str | None = None,
     json: Json = False,
 ):
-    """Predict sharding, memory and time on machines that are not here; needs the schema, no data."""
+    """Predict sharding, memory and time on machines that are not here; needs the schema, no data.
+
+    Args:
+        on (2x8xh100-sxm,4x48gib): Machines, by comma: known ones, or GPUs (on CPU: workers) of each host x
+            memory of each[:memory of the host[:its disk]]; any: of every known machine as many as it takes;
+            default: 80 GiB for each of scaling.num_workers.
+        rates (FILE): Measured rates, instead of those of data sheets.
+        prices (FILE): Machines and their prices an hour, as YAML or JSON: find the smallest and the cheapest
+            cluster of these.
+        picture (FILE.svg): Draw the shards, tables × ranks (.svg or .png).
+    """
     from raytrec.common.errors import ConfigError
     from raytrec.driver.plan import plan as make
     from raytrec.planning.report import draw, print_plans
@@ -220,12 +180,12 @@ def plan(
         raise typer.Exit(1)
 
 
-def config(
-    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]")] = None,
-    overrides: Overrides = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of configs.")] = False,
-):
-    """Print a config resolved, with all defaults, or the JSON Schema for editors."""
+def config(config: Config = None, overrides: Overrides = None, schema: bool = False):
+    """Print a config resolved, with all defaults, or the JSON Schema for editors.
+
+    Args:
+        schema: Print the JSON Schema of configs.
+    """
     from raytrec.common.errors import ConfigError
     from raytrec.common.redaction import hide_yaml
     from raytrec.config.run_config import json_schema, load_config

@@ -12,18 +12,19 @@ from raytrec.cli.options import AllowCode, Changes, Checkpoint, Json, Run, RunFo
 
 def evaluate(
     run: Run,
-    data: Annotated[
-        str | None, typer.Option(help="Folder or file of Parquet; default: the run's data.test.")
-    ] = None,
+    data: str | None = None,
     workers: Workers = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Global batch size; default: as in training.")
-    ] = None,
+    batch_size: int | None = None,
     overrides: Changes = None,
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Evaluate a run or checkpoint, on any Parquet and with any number of workers."""
+    """Evaluate a run or checkpoint, on any Parquet and with any number of workers.
+
+    Args:
+        data: Folder or file of Parquet; default: the run's data.test.
+        batch_size: Global batch size; default: as in training.
+    """
     options = {**locals()}
     del options["json"]
     from raytrec.driver.session import begin_early
@@ -36,28 +37,24 @@ def evaluate(
 
 def predict(
     run: Run,
-    data: Annotated[str, typer.Option(help="Folder or file of Parquet; it needs no labels.")],
-    out: Annotated[
-        str, typer.Option(help="Folder to write to: for each file of the data one of the same name.")
-    ],
-    columns: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="A,B,...",
-            help="Columns to carry (repeatable); default: data.reserve_columns; '' for none.",
-        ),
-    ] = None,
-    vectors: Annotated[
-        Literal["query", "item"] | None,
-        typer.Option(help="This tower's vectors in the place of scores; the data needs its features alone."),
-    ] = None,
+    data: str,
+    out: str,
+    columns: list[str] | None = None,
+    vectors: Literal["query", "item"] | None = None,
     workers: Workers = None,
     checkpoint: Checkpoint = None,
     overrides: Changes = None,
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Predict every row of a folder of Parquet with a run or checkpoint. Interrupted, give it again."""
+    """Predict every row of a folder of Parquet with a run or checkpoint. Interrupted, give it again.
+
+    Args:
+        data: Folder or file of Parquet; it needs no labels.
+        out: Folder to write to: for each file of the data one of the same name.
+        columns (A,B,...): Columns to carry (repeatable); default: data.reserve_columns; '' for none.
+        vectors: This tower's vectors in the place of scores; the data needs its features alone.
+    """
     options = {**locals()}
     del options["json"]
     from raytrec.driver.session import begin_early
@@ -70,30 +67,28 @@ def predict(
 
 def index(
     run: Run,
-    items: Annotated[str, typer.Option(help="Folder or file of Parquet with one row for each item.")],
-    out: Annotated[str, typer.Option(help="Folder to write the index to.")],
-    item: Annotated[
-        str | None, typer.Option(help="Column that names an item; default: eval.retrieval.item of the run.")
-    ] = None,
-    columns: Annotated[
-        list[str] | None,
-        typer.Option(metavar="A,B,...", help="Columns of items to keep (repeatable); default: all."),
-    ] = None,
-    faiss: Annotated[
-        str | None,
-        typer.Option(metavar="SPEC", help="Also an index of faiss, such as HNSW32 or 'IVF256,Flat'."),
-    ] = None,
-    queries: Annotated[
-        str | None,
-        typer.Option(help="Parquet to measure the recall of faiss with; default: the run's data.test."),
-    ] = None,
+    items: str,
+    out: str,
+    item: str | None = None,
+    columns: list[str] | None = None,
+    faiss: str | None = None,
+    queries: str | None = None,
     workers: Workers = None,
     checkpoint: Checkpoint = None,
     overrides: Changes = None,
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Compute the vectors of items, and an index to search them by. Interrupted, give it again."""
+    """Compute the vectors of items, and an index to search them by. Interrupted, give it again.
+
+    Args:
+        items: Folder or file of Parquet with one row for each item.
+        out: Folder to write the index to.
+        item: Column that names an item; default: eval.retrieval.item of the run.
+        columns (A,B,...): Columns of items to keep (repeatable); default: all.
+        faiss (SPEC): Also an index of faiss, such as HNSW32 or 'IVF256,Flat'.
+        queries: Parquet to measure the recall of faiss with; default: the run's data.test.
+    """
     options = {**locals()}
     del options["json"]
     from raytrec.driver.session import begin_early
@@ -106,31 +101,29 @@ def index(
 
 def export(
     run: Run,
-    out: Annotated[str, typer.Option(help="Folder to write to: local, s3:// or gs://.")],
+    out: str,
     checkpoint: Checkpoint = None,
-    quantize: Annotated[
-        Literal["int8", "int4", "fp16"] | None,
-        typer.Option(help="Precision of tables; default: fp32. Prints the metrics before and after."),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="Parquet for types, golden rows and metrics; default: the run's data.test."),
-    ] = None,
-    golden_rows: Annotated[
-        int, typer.Option(min=0, help="Rows that go along with their scores; 0: no real row does.")
-    ] = 64,
-    onnx: Annotated[bool, typer.Option("--onnx", help="Also the dense model as model.onnx.")] = False,
-    mlflow: Annotated[
-        bool, typer.Option("--mlflow", help="Log the export as a model of the run's MLflow run.")
-    ] = False,
-    embed: Annotated[
-        bool, typer.Option("--embed", help="Copy the export into that model; else the model refers to it.")
-    ] = False,
+    quantize: Literal["int8", "int4", "fp16"] | None = None,
+    data: str | None = None,
+    golden_rows: Annotated[int, typer.Option(min=0)] = 64,
+    onnx: bool = False,
+    mlflow: bool = False,
+    embed: bool = False,
     allow_code: AllowCode = False,
     json: Json = False,
 ):
     """Write a trained model as a folder that is scored and served without the trainer. Interrupted, give it
-    again."""
+    again.
+
+    Args:
+        out: Folder to write to: local, s3:// or gs://.
+        quantize: Precision of tables; default: fp32. Prints the metrics before and after.
+        data: Parquet for types, golden rows and metrics; default: the run's data.test.
+        golden_rows: Rows that go along with their scores; 0: no real row does.
+        onnx: Also the dense model as model.onnx.
+        mlflow: Log the export as a model of the run's MLflow run.
+        embed: Copy the export into that model; else the model refers to it.
+    """
     options = {**locals()}
     del options["json"]
     from raytrec.exporting.export import export as run_export
@@ -140,19 +133,17 @@ def export(
 
 def convert(
     run: Run,
-    tables: Annotated[
-        list[str],
-        typer.Option(
-            "--table",
-            metavar="TABLE=KIND",
-            help="What becomes of a table: managed, resize:ROWS or hash (repeatable).",
-        ),
-    ],
-    out: Annotated[str, typer.Option(help="Folder to write the new checkpoint to.")],
+    tables: Annotated[list[str], typer.Option("--table")],
+    out: str,
     checkpoint: Checkpoint = None,
     allow_code: AllowCode = False,
 ):
-    """Change the kind of a trained checkpoint's tables, for a warm start: --table user=managed"""
+    """Change the kind of a trained checkpoint's tables, for a warm start: --table user=managed
+
+    Args:
+        tables (TABLE=KIND): What becomes of a table: managed, resize:ROWS or hash (repeatable).
+        out: Folder to write the new checkpoint to.
+    """
     from raytrec.common.redaction import hide
     from raytrec.common.storage import in_shell
     from raytrec.driver.convert import convert as run_convert
@@ -164,10 +155,12 @@ def convert(
     print(f"train on     raytrec train --warm-start {in_shell(hide(converted.path))} data.train=DIR")
 
 
-def report(
-    run: RunFolder, out: Annotated[str | None, typer.Option(help="Folder to write to; default: RUN.")] = None
-):
-    """Rebuild a run's report.html and its figures from the run folder."""
+def report(run: RunFolder, out: str | None = None):
+    """Rebuild a run's report.html and its figures from the run folder.
+
+    Args:
+        out: Folder to write to; default: RUN.
+    """
     from raytrec.common.storage import relative
     from raytrec.report.report import build
     from raytrec.tracking.run_folder import existing_run
@@ -178,14 +171,12 @@ def report(
         print(f"pictures     {relative(pictures[0].parent)}")
 
 
-def track(
-    run: RunFolder,
-    allow_code: AllowCode = False,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Until standard input ends, while another process trains it.")
-    ] = False,
-):
-    """Write to MLflow what it lacks of a run, because its server was away when the run ended."""
+def track(run: RunFolder, allow_code: AllowCode = False, follow: bool = False):
+    """Write to MLflow what it lacks of a run, because its server was away when the run ended.
+
+    Args:
+        follow: Until standard input ends, while another process trains it.
+    """
     from raytrec.common.redaction import hide
     from raytrec.driver.track import track
 
@@ -198,10 +189,15 @@ def track(
 
 
 def compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Run folders.")],
-    out: Annotated[str, typer.Option(help="The HTML page to write.")] = "compare.html",
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...")],
+    out: str = "compare.html",
 ):
-    """Compare runs: results, configurations and overlaid curves, on the terminal and as a page."""
+    """Compare runs: results, configurations and overlaid curves, on the terminal and as a page.
+
+    Args:
+        runs: Run folders.
+        out: The HTML page to write.
+    """
     from raytrec.report.compare import compare as read
     from raytrec.report.compare import print_table, write
 
@@ -211,26 +207,27 @@ def compare(
 
 
 def inspect(
-    path: Annotated[
-        str | None, typer.Argument(help="Folder or file of Parquet: local, s3:// or gs://.")
-    ] = None,
-    from_run: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RUN", help="Instead: the run's schema, with statistics of the ids it looked up."
-        ),
-    ] = None,
-    out: Annotated[str | None, typer.Option(help="Write the schema here instead of to stdout.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
-    label: Annotated[list[str] | None, typer.Option(help="Column to predict (repeatable).")] = None,
-    reserve: Annotated[
-        list[str] | None,
-        typer.Option(help="Column of data.reserve_columns: kept with its rows, not a feature (repeatable)."),
-    ] = None,
-    dim: Annotated[int, typer.Option(help="Width of the embeddings; a multiple of 4.")] = 16,
-    rows: Annotated[int | None, typer.Option(help="Read only about this many rows.")] = None,
+    path: Annotated[str | None, typer.Argument()] = None,
+    from_run: str | None = None,
+    out: str | None = None,
+    force: bool = False,
+    label: list[str] | None = None,
+    reserve: list[str] | None = None,
+    dim: int = 16,
+    rows: int | None = None,
 ):
-    """Inspect Parquet and print a ready schema.yaml (and a table of its columns on stderr)."""
+    """Inspect Parquet and print a ready schema.yaml (and a table of its columns on stderr).
+
+    Args:
+        path: Folder or file of Parquet: local, s3:// or gs://.
+        from_run (RUN): Instead: the run's schema, with statistics of the ids it looked up.
+        out: Write the schema here instead of to stdout.
+        force: Overwrite the file.
+        label: Column to predict (repeatable).
+        reserve: Column of data.reserve_columns: kept with its rows, not a feature (repeatable).
+        dim: Width of the embeddings; a multiple of 4.
+        rows: Read only about this many rows.
+    """
     from raytrec.common.errors import ConfigError
     from raytrec.driver.plan import read_run_schema
     from raytrec.inspection.propose import inspect as look

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -27,6 +28,21 @@ Few = Annotated[int, Field(strict=True, gt=0, le=2**16)]  # of what each takes m
 Number = Annotated[float, BeforeValidator(_no_switch)]
 PositiveFloat = Annotated[Number, Field(gt=0, le=MOST_AMOUNT)]
 NonNegativeFloat = Annotated[Number, Field(ge=0, le=MOST_AMOUNT)]
+
+
+class Mark(Enum):
+    """A mark in the Annotated type of a key or of a section, whose keys then have it, too.
+
+    Attributes:
+        FREE: A resumed run may change it, because it does not change what is trained.
+        FIXED: A resumed run must not change it; of keys in a section that is FREE.
+        COMMON: All trials of a search have the same value, so that their figures can be compared and their
+            files are apart.
+    """
+
+    FREE = "free"
+    FIXED = "fixed"
+    COMMON = "common"
 
 
 class Section(BaseModel):

@@ -9,9 +9,10 @@ from pydantic import AfterValidator, Field
 
 from raytrec.common.errors import some
 from raytrec.common.storage import sibling
-from raytrec.config.base import Few, Number, PositiveFloat, PositiveInt, Section
+from raytrec.config.base import Few, Mark, Number, PositiveFloat, PositiveInt, Section
 from raytrec.config.transforms import BUILT_IN, Transform
 
+FREE = Mark.FREE  # of places: the contents of the data are compared instead
 NAME = re.compile(r"\w[\w .,:+=@()-]{0,149}")
 
 
@@ -32,12 +33,12 @@ def _a_name(name: str) -> str:
 
 
 class RunSection(Section):
-    name: Annotated[str, AfterValidator(_a_name)] | None = None
+    name: Annotated[Annotated[str, AfterValidator(_a_name)] | None, FREE, Mark.COMMON] = None
     """Name of the run: letters, digits, spaces and . , : + = @ ( ) - _; default: the config's name and the
     time."""
-    dir: str | None = None
+    dir: Annotated[str | None, FREE, Mark.COMMON] = None
     """The run folder: result, checkpoints, config; default: runs/NAME."""
-    root: str | None = None
+    root: Annotated[str | None, FREE, Mark.COMMON] = None
     """Folder that relative paths of data and runs start at; default: RAYTREC_ROOT of the environment, which
     cluster nodes set, else the working directory."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
@@ -83,15 +84,15 @@ class PartitionRange(Section):
 
 
 class DataSection(Section):
-    train: Folders
+    train: Annotated[Folders, FREE]
     """Folder of Parquet files to train on (local, s3:// or gs://), or a list of folders."""
     partitions: PartitionRange = Field(default_factory=PartitionRange)
     """Partitions of data.train to train on, of folders such as date=2026-11-01/hour=07."""
-    valid: Folders | None = None
+    valid: Annotated[Folders | None, FREE, Mark.COMMON] = None
     """Evaluated every train.eval_every_steps."""
-    test: Folders | None = None
+    test: Annotated[Folders | None, FREE, Mark.COMMON] = None
     """Evaluated at the end; default: data.valid."""
-    schema_path: str | None = Field(None, alias="schema")
+    schema_path: Annotated[str | None, FREE] = Field(None, alias="schema")
     """The schema.yaml; default: the one in the folder above data.train."""
     transforms: list[Transform] = Field(
         default_factory=list,
@@ -119,12 +120,12 @@ class DataSection(Section):
     counted (train.skipped_rows) and listed in skipped.jsonl."""
     drop_last: bool = False
     """Skip an epoch's last, smaller batch."""
-    readers: Few = 1
+    readers: Annotated[Few, FREE] = 1
     """Concurrent Ray Data read tasks for each worker."""
-    read_on: Literal["auto", "gpu_nodes", "cpu_nodes"] = "auto"
+    read_on: Annotated[Literal["auto", "gpu_nodes", "cpu_nodes"], FREE] = "auto"
     """Where workers on GPUs have their rows read: auto: as many of the readers as they have CPUs for on nodes
     without GPUs, the others on the workers' nodes; or all on nodes of one kind."""
-    buffer_gib: PositiveFloat = 0.5
+    buffer_gib: Annotated[PositiveFloat, FREE] = 0.5
     """GiB of rows read ahead for each worker, in Ray's object store."""
 
     @property

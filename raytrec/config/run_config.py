@@ -17,12 +17,13 @@ from typing import Annotated, Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from raytrec.common.errors import LONGEST_WORD, ConfigError, did_you_mean, some, some_of
 from raytrec.common.reading import NotReadable, yaml_values
 from raytrec.common.redaction import hide_all
 from raytrec.common.storage import join_uri, read_yaml
-from raytrec.config.base import Section
+from raytrec.config.base import Mark, Section
 from raytrec.config.data import DataSection, RunSection, WarmStartSection
 from raytrec.config.evaluation import EvalSection
 from raytrec.config.models import SECTIONS, AnyModel
@@ -50,7 +51,7 @@ class RunConfig(Section):
     run: RunSection = Field(default_factory=RunSection)
     warm_start: WarmStartSection = Field(default_factory=WarmStartSection)
     data: DataSection
-    scaling: ScalingSection = Field(default_factory=ScalingSection)
+    scaling: Annotated[ScalingSection, Mark.FREE] = Field(default_factory=ScalingSection)
     model: AnyModel = Field(default_factory=DlrmSection, description="The model, and what it reads.")
     tasks: list[TaskSection] = Field(
         default_factory=lambda: [TaskSection()],
@@ -58,12 +59,12 @@ class RunConfig(Section):
         description="What is learned; default: the schema's label, by binary cross-entropy.",
     )
     optim: OptimSection = Field(default_factory=OptimSection)
-    plan: PlanSection = Field(default_factory=PlanSection)
+    plan: Annotated[PlanSection, Mark.FREE] = Field(default_factory=PlanSection)
     train: TrainSection = Field(default_factory=TrainSection)
-    eval: EvalSection = Field(default_factory=EvalSection)
-    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
-    checks: ChecksSection = Field(default_factory=ChecksSection)
-    tracking: TrackingSection = Field(default_factory=TrackingSection)
+    eval: Annotated[EvalSection, Mark.FREE] = Field(default_factory=EvalSection)
+    checkpoint: Annotated[CheckpointSection, Mark.FREE] = Field(default_factory=CheckpointSection)
+    checks: Annotated[ChecksSection, Mark.FREE] = Field(default_factory=ChecksSection)
+    tracking: Annotated[TrackingSection, Mark.FREE, Mark.COMMON] = Field(default_factory=TrackingSection)
 
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:
@@ -231,7 +232,7 @@ def _nearest(place: str) -> str | None:
 
     if len(place) > LONGEST_WORD:
         return None
-    keys = _all_keys()
+    keys = [key for key, _ in _fields()]
     if near := get_close_matches(place, keys, n=1, cutoff=0.85):
         return near[0]
     last = {key.rpartition(".")[2]: key for key in keys}
@@ -239,17 +240,20 @@ def _nearest(place: str) -> str | None:
     return last[meant] if meant else None
 
 
-def _all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
-    """Every key of the configuration as section.key, and the sections themselves."""
-    keys: list[str] = []
+def keys_with(mark: Mark) -> tuple[str, ...]:
+    """Return the sections and keys that have a mark, as section.key."""
+    return tuple(key for key, field in _fields() if mark in field.metadata)
+
+
+def _fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every section, and every key as section.key, with its field."""
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
-        keys.append(key)
+        yield key, field
         parts = (field.annotation, *get_args(field.annotation))
         for part in (get_args(p)[0] if get_origin(p) is Annotated else p for p in parts):
             if isinstance(part, type) and issubclass(part, Section):
-                keys += _all_keys(part, key + (".*." if get_origin(field.annotation) is dict else "."))
-    return keys
+                yield from _fields(part, key + (".*." if get_origin(field.annotation) is dict else "."))
 
 
 def json_schema() -> dict[str, Any]:

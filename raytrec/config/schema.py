@@ -231,6 +231,10 @@ class Schema(BaseModel):
         """The Parquet column that holds a sparse feature's ids."""
         return self.sparse[feature].column or feature
 
+    def dim_of(self, feature: str) -> int:
+        """Return the width of the vectors that a sparse feature looks up."""
+        return self.tables[self.sparse[feature].table].dim
+
     @property
     def columns(self) -> list[str]:
         """Every Parquet column to read, each once, labels first."""

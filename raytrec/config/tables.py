@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from raytrec.common.registry import modules_of
-from raytrec.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from raytrec.config.base import Mark, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 if TYPE_CHECKING:
     Optimizer = str
@@ -163,7 +163,8 @@ class PlanSection(Section):
     host memory (on GPUs) or of files (on CPU), for tables that memory does not hold."""
     colocate: list[list[str]] = Field(default_factory=list)
     """Groups of tables (or patterns); the tables of a group are placed on one rank, table-wise."""
-    qcomms: QCommsSection = Field(default_factory=QCommsSection)
+    # What it rounds away changes what is trained; the number of workers does not.
+    qcomms: Annotated[QCommsSection, Mark.FIXED] = Field(default_factory=QCommsSection)
     balance: bool = True
     """Whether a plan with a shorter step, as `raytrec plan` predicts it, replaces TorchRec's."""
     memory_gib: PositiveFloat | None = None

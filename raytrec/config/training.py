@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from raytrec.common.registry import PYTHON_PATH
-from raytrec.config.base import Few, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section
+from raytrec.config.base import Few, Mark, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section
+
+FREE = Mark.FREE
 
 
 class WorkerRange(Section):
@@ -25,7 +27,7 @@ class ScalingSection(Section):
     """auto: cuda where Ray has GPUs, and the packages there are those for CUDA."""
     cpus_per_worker: Few = 1
     """CPUs that Ray reserves for each worker."""
-    address: str | None = None
+    address: Annotated[str | None, Mark.COMMON] = None
     """Ray cluster to join ('auto' or HOST:PORT); default: the one of a Ray job, else a local one on loopback,
     ended with the run."""
     hang_timeout_s: PositiveFloat = 45
@@ -52,7 +54,7 @@ class ScalingSection(Section):
 
 
 class CheckpointSection(Section):
-    dir: str | None = None
+    dir: Annotated[str | None, Mark.FIXED, Mark.COMMON] = None
     """Where checkpoints go: a folder that all nodes share, s3:// or gs://; default: checkpoints/ in the run
     folder."""
     every_steps: PositiveInt | None = None
@@ -110,14 +112,14 @@ class TrainSection(Section):
     a million rows of data.train, for tasks of log-odds and models with one last layer; drawn: random."""
     max_steps: PositiveInt | None = None
     """Stop after this many steps."""
-    eval_every_steps: PositiveInt | Literal["auto"] | None = None
+    eval_every_steps: Annotated[PositiveInt | Literal["auto"] | None, FREE, Mark.COMMON] = None
     """Evaluate on data.valid (else data.test) this often; the end is always evaluated. auto: ten times in
     all."""
     early_stopping: EarlyStoppingSection | None = None
     """End when a metric of the evaluations has not improved for a while: metric, patience; null: never."""
-    log_every_steps: PositiveInt = 20
+    log_every_steps: Annotated[PositiveInt, FREE] = 20
     """Report loss and speed this often."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Annotated[bool, FREE] = False
     """Compute the activations of each block of the dense model again in backward, instead of keeping them:
     less memory, more time, the same values. Not with train.compile."""
     max_grad_norm: PositiveFloat | None = None
@@ -125,7 +127,7 @@ class TrainSection(Section):
     ema: Number | None = Field(None, gt=0, lt=1)
     """Decay of an exponential moving average of the dense weights over steps, such as 0.999: evaluations use
     it, and checkpoints have both. Tables have none. null: no average."""
-    on_nan: Literal["stop", "skip"] = "stop"
+    on_nan: Annotated[Literal["stop", "skip"], FREE] = "stop"
     """A loss that is not finite: stop, with the batch in the run folder; or skip the step on all ranks, and
     count it."""
     matmul: Literal["fp32", "tf32", "bf16"] = "fp32"
@@ -137,10 +139,10 @@ class TrainSection(Section):
     evaluation. Needs a C++ compiler on nodes with CPU workers, a C compiler on those with GPUs. graphs: on
     GPUs, also record them as CUDA graphs, which are replayed for every batch but a last, smaller one; not for
     models that read sequences id by id."""
-    profile: ProfileSection | None = None
+    profile: Annotated[ProfileSection | None, FREE] = None
     """Write a trace of some steps of each rank (torch.profiler), and on GPUs the allocator's history, to
     profile/ in the run folder; null: of none."""
-    deterministic: bool = False
+    deterministic: Annotated[bool, FREE] = False
     """On GPUs, add in one fixed order, so that the same run on the same machines gives the same bits; slower
     where a batch has an id thousands of times. On CPU this is always so."""
 

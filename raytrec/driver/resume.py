@@ -14,7 +14,8 @@ from raytrec.common.errors import ConfigError, DataError, RunError, os_errors
 from raytrec.common.formatting import flatten
 from raytrec.common.reading import json_values, read_bytes, read_text
 from raytrec.common.storage import absolute, in_shell
-from raytrec.config.run_config import RunConfig, load_config
+from raytrec.config.base import Mark
+from raytrec.config.run_config import RunConfig, keys_with, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.trust import code_in, is_ours, not_ours, refuse_code
 from raytrec.data.contents import Content, differences, fingerprint, written_again
@@ -22,35 +23,7 @@ from raytrec.data.fragments import Dataset
 from raytrec.driver.recorder import RESULT, write_json
 from raytrec.tracking.run_folder import DATA, LISTED_FILES, SCHEMA
 
-# What may change in mid-run: it does not change what is trained. (The place of the data may change, because
-# their content is compared, too.)
-FREE = (
-    "scaling.",
-    "plan.",
-    "tracking.",
-    "checks.",
-    "eval.",
-    "run.dir",
-    "run.name",
-    "run.root",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "checkpoint.best_metric",
-    "checkpoint.async_save",
-    "train.log_every_steps",
-    "train.eval_every_steps",
-    "train.on_nan",
-    "train.deterministic",
-    "train.profile",
-    "train.activation_checkpointing",
-    "data.train",
-    "data.valid",
-    "data.test",
-    "data.schema",
-    "data.read",
-    "data.buffer_gib",
-)
-NOT_FREE = ("plan.qcomms",)  # all the same: what it rounds away is not what the number of workers changes
+FREE, FIXED = keys_with(Mark.FREE), keys_with(Mark.FIXED)  # in mid-run
 
 
 def resume_config(
@@ -249,5 +222,5 @@ def _differences(before: RunConfig, after: RunConfig) -> list[str]:
     return [
         f"  {key}: {old.get(key)} → {new.get(key)}"
         for key in {**old, **new}
-        if old.get(key) != new.get(key) and (key.startswith(NOT_FREE) or not key.startswith(FREE))
+        if old.get(key) != new.get(key) and (key.startswith(FIXED) or not key.startswith(FREE))
     ]

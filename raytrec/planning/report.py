@@ -208,7 +208,7 @@ def draw(plans: Plans, path: str | Path) -> None:
         ConfigError: another kind of file, or no plan.
     """
     from raytrec.planning.held import held
-    from raytrec.report import html
+    from raytrec.report.report import writing
     from raytrec.report.figures import shards, style
 
     path = Path(path)
@@ -221,7 +221,7 @@ def draw(plans: Plans, path: str | Path) -> None:
     for (table, rank), its in held(found.tables, plans.config, plans.schema).items():
         sizes[rank][table] = its.size.total
     made = shards.memory_map(sizes)
-    with html.writing(path):
+    with writing(path):
         if path.suffix == ".png":
             style.save_png(made, path)
         else:

@@ -61,7 +61,7 @@ def write(comparison: Comparison, out: str | Path) -> Path:
 
     from raytrec.report.figures.learning import overlay
     from raytrec.report.figures.style import to_svg
-    from raytrec.report.html import write_page
+    from raytrec.report.report import write_page
 
     drawn = overlay(comparison.runs, comparison.names)
     pictures = [Markup(to_svg(picture, picture.get_suptitle())) for picture in drawn]

@@ -26,29 +26,31 @@ IDLE_GPU_PERCENT = 50
 DATA_WAIT = 0.30  # share of the time
 HOT = 1.5  # times the mean of all ranks' lookup bytes
 
-NAMES = {
-    "data": "waiting for data",
-    "copy": "copying batches to the device",
-    "input_exchange": "exchanging ids",
-    "tables": "lookups and updates of tables",
-    "forward": "the dense model's forward pass",
-    "backward": "the dense model's backward pass",
-    "optimizer": "the optimizer",
-    "collectives": "collectives, which includes waiting for other ranks",
-    "other": "what is outside the step (evaluation, saving, reports)",
-}
-CURES = {
-    "data": "raise data.readers",
-    "copy": "raise data.global_batch_size",
-    "input_exchange": "raise data.global_batch_size, or place tables that are looked up together on one rank "
-    "(plan.colocate)",
-    "tables": "spread tables over more ranks (plan.tables), or lower their dim",
-    "forward": "raise data.global_batch_size, or make the dense model smaller",
-    "backward": "raise data.global_batch_size, or make the dense model smaller",
-    "optimizer": "raise data.global_batch_size, or set plan.tables kernels to fused",
-    "collectives": "balance the tables (plan.tables), raise data.global_batch_size, or take fewer workers",
-    "other": "evaluate, save or report less often (train.eval_every_steps, checkpoint.every_s, "
-    "train.log_every_steps)",
+LARGER = "raise data.global_batch_size"
+# Phase → its words in a sentence, and what to change where it takes too long.
+PHASE_TEXTS = {
+    "data": ("waiting for data", "raise data.readers"),
+    "copy": ("copying batches to the device", LARGER),
+    "input_exchange": (
+        "exchanging ids",
+        f"{LARGER}, or place tables that are looked up together on one rank (plan.colocate)",
+    ),
+    "tables": (
+        "lookups and updates of tables",
+        "spread tables over more ranks (plan.tables), or lower their dim",
+    ),
+    "forward": ("the dense model's forward pass", f"{LARGER}, or make the dense model smaller"),
+    "backward": ("the dense model's backward pass", f"{LARGER}, or make the dense model smaller"),
+    "optimizer": ("the optimizer", f"{LARGER}, or set plan.tables kernels to fused"),
+    "collectives": (
+        "collectives, which includes waiting for other ranks",
+        f"balance the tables (plan.tables), {LARGER}, or take fewer workers",
+    ),
+    "other": (
+        "what is outside the step (evaluation, saving, reports)",
+        "evaluate, save or report less often (train.eval_every_steps, checkpoint.every_s, "
+        "train.log_every_steps)",
+    ),
 }
 DEAD, DEAD_BYTES = 0.9, 2**26  # share of a table's rows, and their memory, above which its size matters
 CHANGED = 0.01  # share of ids that were clamped or hashed
@@ -189,10 +191,10 @@ def low_utilisation(lines: list[RankLine]) -> str | None:
         phase = max(PHASES, key=lambda p: shares[p])
         return (
             f"GPUs are busy {percent(fmean(busy) / 100)} of the time; {percent(shares[phase])} of it goes "
-            f"into {NAMES[phase]}: {CURES[phase]}"
+            f"into {': '.join(PHASE_TEXTS[phase])}"
         )
     if shares["data"] > DATA_WAIT:
-        return f"ranks wait for data {percent(shares['data'])} of the time: {CURES['data']}"
+        return f"ranks wait for data {percent(shares['data'])} of the time: {PHASE_TEXTS['data'][1]}"
     return None
 
 

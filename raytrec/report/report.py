@@ -1,15 +1,23 @@
-"""`raytrec report`: one page, and its pictures as files."""
+"""`raytrec report`: one page, and its pictures as files.
+
+Pages are self-contained HTML from templates. What comes from runs is data: escaped, and without the secrets
+of addresses.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
 from raytrec.checkpoint.files import FOLDER, newest
+from raytrec.common.errors import RunError
 from raytrec.common.formatting import as_dict
-from raytrec.common.redaction import hide_yaml
+from raytrec.common.processes import owner, remove_leftovers
+from raytrec.common.redaction import hide, hide_yaml
 from raytrec.metrics.results import format_result
 from raytrec.report import parts
 from raytrec.report.findings import findings
@@ -67,8 +75,6 @@ def draw(run: RunFolder) -> list[Drawn]:
 
 def write_report(run: RunFolder, drawn: list[Drawn], target: Path) -> tuple[Path, list[Path]]:
     """Writes report.html and pictures/ into a folder, which is made if need be."""
-    from raytrec.report.html import writing
-
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)
         return _write(run, drawn, target), _save(drawn, target)
@@ -129,8 +135,6 @@ def _save(drawn: list[Drawn], folder: Path) -> list[Path]:
 
 
 def _write(run: RunFolder, drawn: list[Drawn], folder: Path) -> Path:
-    from raytrec.report.html import write_page
-
     return write_page(
         folder / REPORT,
         "report.html.j2",
@@ -184,3 +188,51 @@ def made_with(folder: Path) -> dict[str, str]:
     _, index = newest(str(folder / FOLDER))
     found = as_dict(as_dict(index.get("about")).get("versions"))
     return {str(key): str(value) for key, value in found.items()}
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Gives errors of the file system, while the block writes a page or its pictures, their place.
+
+    Raises:
+        RunError: instead of any OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"cannot write the page: {error.strerror}",
+            where=str(error.filename or path),
+            do="choose another place with --out",
+        ) from None
+
+
+def write_page(path: Path, template: str, **values: Any) -> Path:
+    """Renders a template of templates/ into a file, which is written whole or not at all.
+
+    Args:
+        values: what the template shows. Texts are escaped, unless they are Markup of our own making.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    pages = Environment(
+        loader=PackageLoader("raytrec.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    text = pages.get_template(template).render(**values)
+    partial = path.with_name(f"{path.name}.{owner()}.partial")
+    remove_leftovers(path.parent, f"{path.name}.{{owner}}.partial")
+    with writing(path):
+        partial.write_text(text, encoding="utf-8", errors="replace")
+        partial.replace(path)
+    return path
+
+
+def _shown(value: Any) -> Any:
+    from markupsafe import Markup
+
+    return hide(value) if isinstance(value, str) and not isinstance(value, Markup) else value

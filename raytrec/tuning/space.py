@@ -21,8 +21,9 @@ import yaml
 from raytrec.common.errors import ConfigError, os_errors, some, unknown
 from raytrec.common.reading import NotReadable, yaml_values
 from raytrec.common.storage import read_bytes
+from raytrec.config.base import Mark
 from raytrec.config.overrides import apply_override, as_texts
-from raytrec.config.run_config import RunConfig
+from raytrec.config.run_config import RunConfig, keys_with
 from raytrec.config.trust import code_in, origin, refuse_code
 
 # Kind → how it is written.
@@ -33,11 +34,7 @@ DRAW_KINDS = {
     "choice": "a list of different values: {choice: [512, 1024]}",
 }
 EXPECTED = "lines such as optim.dense.lr: {log_uniform: [0.0001, 0.01]}"
-# The same in all trials, so that their figures can be compared and their files are apart.
-COMMON = (
-    *("run.name", "run.dir", "run.root", "data.valid", "data.test", "tracking", "checkpoint.dir"),
-    *("scaling.address", "train.eval_every_steps"),
-)
+COMMON = keys_with(Mark.COMMON)
 MOST_LISTED = 100_000  # configurations of a finite space that are listed and shuffled rather than drawn
 DIGITS = 4  # significant ones of a number that is drawn
 

@@ -7,8 +7,9 @@ import yaml
 import raytrec
 from raytrec.common.errors import ConfigError, RaytrecError, SchemaError
 from raytrec.common.reading import yaml_values
+from raytrec.config.base import Mark
 from raytrec.config.overrides import as_texts
-from raytrec.config.run_config import RunConfig, json_schema, load_config
+from raytrec.config.run_config import RunConfig, json_schema, keys_with, load_config
 from raytrec.config.schema import Schema
 
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -245,3 +246,15 @@ def test_descriptions_name_every_built_in_transform_and_loss():
     named = {"DataSection": ("transforms", BUILT_IN), "TaskSection": ("loss", loss.parts)}
     for section, (key, parts) in named.items():
         assert ", ".join(parts) in sections[section]["properties"][key]["description"]
+
+
+def test_marked_keys_are_those_that_a_resumed_run_may_change():
+    free, fixed = keys_with(Mark.FREE), keys_with(Mark.FIXED)
+    for key in ("plan.tables", "scaling.num_workers", "checkpoint.every_s", "train.on_nan", "data.schema"):
+        assert key.startswith(free) and not key.startswith(fixed)
+    for key in ("plan.qcomms.forward_precision", "checkpoint.dir"):
+        assert key.startswith(fixed)
+    for key in ("data.global_batch_size", "model.name", "optim.dense.lr", "train.epochs", "run.seed"):
+        assert not key.startswith(free)
+    for section, name in (key.split(".") for key in keys_with(Mark.COMMON) if "." in key):
+        assert name in RunConfig.model_fields[section].annotation.model_fields

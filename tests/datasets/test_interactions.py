@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from raytrec_datasets import app
 from raytrec_datasets.interactions import rows as rows_module
-from raytrec_datasets.interactions import tables, words
+from raytrec_datasets.interactions import tables
 from typer.testing import CliRunner
 
 from raytrec.common.errors import RaytrecError
@@ -107,7 +107,6 @@ LAYOUTS = [write_parquet, write_lists, write_csv, write_order, write_words]
 @pytest.fixture(params=LAYOUTS, ids=lambda layout: layout.__name__.removeprefix("write_"))
 def source(request, tmp_path, monkeypatch):
     """(events, arguments of the command), read and written in small parts."""
-    monkeypatch.setattr(words, "BLOCK_BYTES", 64)
     monkeypatch.setattr(tables, "BLOCK_BYTES", 256)
     monkeypatch.setattr(tables, "BATCH_ROWS", 16)
     monkeypatch.setattr(rows_module, "CHUNK_IDS", 64)

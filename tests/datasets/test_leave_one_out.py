@@ -234,7 +234,7 @@ def test_the_same_seed_gives_the_same_rows(tmp_path):
         ("x.test.negative", "(0,1)\t2\tx\n", "line 1 is not a user"),
         ("x.test.negative", "", "there are no users"),
         ("x.test.rating", "0\t249\t5\t1\n", "user 0 has item 249 here"),
-        ("x.test.rating", "a\tb\n", "does not parse"),
+        ("x.test.rating", "a\tb\n", "none of this layout"),
         ("pairs.parquet", None, "no pairs to train on"),
     ],
 )

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from raytrec_datasets import app
-from raytrec_datasets.movielens import download, recipe
+from raytrec_datasets.movielens import layouts, recipe
 from typer.testing import CliRunner
 
 from raytrec.common.errors import ConfigError, DataError
@@ -239,13 +239,13 @@ def test_download_verifies_and_extracts(tmp_path, capsys):
     }
     (base, md5), cache = served(tmp_path, "ml-100k.zip", files), tmp_path / "cache"
     with pytest.raises(DataError, match="checksum"):
-        download.fetch("100k", cache, base=base)
+        layouts.fetch("100k", cache, base=base)
     assert not list(cache.iterdir())
-    assert download.fetch("100k", cache, base=base, md5=md5) == cache / "ml-100k"
+    assert layouts.fetch("100k", cache, base=base, md5=md5) == cache / "ml-100k"
     assert "the licence" in capsys.readouterr().err
     assert not (tmp_path / "outside").exists() and (cache / "ml-100k/u.data").exists()
     with pytest.raises(DataError, match="cannot download"):
-        download.fetch("1m", cache, base=base)
+        layouts.fetch("1m", cache, base=base)
 
 
 def test_interrupted_extraction_does_not_look_complete(tmp_path, monkeypatch):
@@ -258,9 +258,9 @@ def test_interrupted_extraction_does_not_look_complete(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(zipfile.ZipFile, "extractall", interrupted)
-        download.fetch(*arguments)
+        layouts.fetch(*arguments)
     assert not (tmp_path / "cache/ml-25m").exists()
-    assert (download.fetch(*arguments) / "movies.csv").is_file()
+    assert (layouts.fetch(*arguments) / "movies.csv").is_file()
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["ml-25m"]
 
 

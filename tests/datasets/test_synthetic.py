@@ -6,7 +6,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from raytrec_datasets import app
-from raytrec_datasets.synthetic import model as planted
 from raytrec_datasets.synthetic import recipe
 from typer.testing import CliRunner
 
@@ -92,15 +91,15 @@ def slow_logits(table, schema, model, ranks):
         bags = [ranks[f][np.atleast_1d(row[name]).astype(int)] for f, name in enumerate(schema.sparse)]
         ids = 0.0
         for f, (bag, feature) in enumerate(zip(bags, schema.sparse.values(), strict=True)):
-            effects = [model._effects[f][r] if r < planted.EFFECT_RANKS else 0.0 for r in bag]
+            effects = [model._effects[f][r] if r < recipe.EFFECT_RANKS else 0.0 for r in bag]
             if feature.pooling == "mean":
                 ids += sum(effects) / max(len(effects), 1)
             else:
-                ids += sum(effects) / (planted.LONGEST_BAG / 2 if model.shape.is_bag(f) else 1)
+                ids += sum(effects) / (recipe.LONGEST_BAG / 2 if model.shape.is_bag(f) else 1)
         pairs = 0.0
         for (a, b), (left, right) in zip(model._pairs, model._factors, strict=True):
             r, s = bags[a][0], bags[b][0]
-            if max(r, s) < planted.PAIR_IDS:
+            if max(r, s) < recipe.PAIR_IDS:
                 pairs += left[r] @ right[s]
         parts = {"dense": dense @ model._linear + np.tanh(2 * dense[0]), "ids": ids, "pairs": pairs}
         out.append(model._bias + sum(model._scale[name] * part for name, part in parts.items()))
@@ -111,7 +110,7 @@ def test_labels_follow_the_planted_model(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "CHUNK_ROWS", 3000)
     assert run(tmp_path / "out", "--rows", 40_000, "--seed", 5, "--table-rows", 4000).exit_code == 0
     schema = Schema.load(tmp_path / "out/schema.yaml")
-    model = planted.Planted(planted.Shape.of(13, 26, 6, 4000), 5)
+    model = recipe.Planted(recipe.Shape.of(13, 26, 6, 4000), 5)
     ranks = []
     for f, name in enumerate(schema.sparse):
         ids = model.ids(f, np.arange(schema.tables[name].rows))

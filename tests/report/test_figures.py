@@ -12,7 +12,7 @@ from recorded import METRICS, PHASE_S, PHASES, interval, record, write_lines
 
 from raytrec.common.messages import Eval, Final, Train
 from raytrec.metrics.selection import figures_of
-from raytrec.report.figures import learning, phases, shards, style, tables, timeline
+from raytrec.report.figures import learning, shards, style, tables, timeline
 from raytrec.report.figures.gallery import GALLERY
 from raytrec.tracking.run_folder import RunFolder
 
@@ -110,7 +110,7 @@ def test_runs_of_one_interval_have_no_pictures_over_steps(tmp_path):
     run = learned(tmp_path, [{"ne": 0.9, "calibration": 1.0, "rows_per_s": 5.0}])
     write_lines(tmp_path / "ranks.jsonl", [interval(["t"], 0, 1, 100)])
     run = RunFolder.read(tmp_path)
-    over_steps = learning.curves, learning.ratios, phases.throughput, tables.health
+    over_steps = learning.curves, learning.ratios, timeline.throughput, tables.health
     assert [draw(run) for draw in over_steps] == [None] * 4
 
 
@@ -203,12 +203,12 @@ def test_only_the_last_group_of_workers_is_on_the_map(tmp_path):
 
 
 def test_phases_are_milliseconds_a_step(run):
-    (axes,) = phases.in_total(run).axes
+    (axes,) = timeline.in_total(run).axes
     widths = {c.get_label(): [bar.get_width() for bar in c] for c in axes.containers}
     names = [phase.replace("_", " ") for phase in PHASES]
     assert widths == {name: pytest.approx([10 * s] * 2) for name, s in zip(names, PHASE_S, strict=True)}
     assert [t.get_text() for t in axes.get_yticklabels()] == ["rank 0", "rank 1"]
-    first, second = phases.over_steps(run).axes
+    first, second = timeline.over_steps(run).axes
     assert (first.get_title("left"), second.get_title("left")) == ("rank 0", "rank 1")
     stairs = {patch.get_label(): patch.get_data() for patch in first.patches}
     assert np.allclose(stairs["backward"].edges, [0, 100, 200, 300, 400, 500])
@@ -222,7 +222,7 @@ def test_the_straggler_is_in_the_title(tmp_path):
         line["seconds"] = 73.5
         line["phases_s"]["data" if line["rank"] == 2 else "collectives"] += 70.0
     write_lines(tmp_path / "ranks.jsonl", lines)
-    made = phases.in_total(RunFolder.read(tmp_path))
+    made = timeline.in_total(RunFolder.read(tmp_path))
     assert made.get_suptitle() == "Time of a step: rank 2 is slow"
 
 
@@ -232,7 +232,7 @@ def test_many_ranks_show_those_with_the_most_time_of_their_own(tmp_path):
         line["phases_s"]["forward"] += line["rank"] / 100
         line["phases_s"]["collectives"] -= line["rank"] / 100
     write_lines(tmp_path / "ranks.jsonl", lines)
-    made = phases.in_total(RunFolder.read(tmp_path))
+    made = timeline.in_total(RunFolder.read(tmp_path))
     labels = [t.get_text() for t in made.axes[0].get_yticklabels()]
     assert labels == [f"rank {rank}" for rank in range(31, 15, -1)]
     assert "the 16 of 32 ranks" in made.get_suptitle().replace("\n", " ")
@@ -284,7 +284,7 @@ def test_timeline_shows_workers_steps_and_faults(run):
 
 
 def test_speed_is_rows_a_second(run):
-    (axes,) = phases.throughput(run).axes
+    (axes,) = timeline.throughput(run).axes
     assert axes.lines[0].get_ydata() == pytest.approx([60_000] * 25)
 
 
@@ -305,7 +305,7 @@ LONG_NAMES = ["W" * 30, "item_brand_and_manufacturer", "campaign_" + "w" * 20, "
 def test_no_texts_of_a_picture_run_into_each_other(tmp_path, names, ranks):
     run = RunFolder.read(record(tmp_path, names=names, ranks=ranks))
     with warnings.catch_warnings(action="ignore"):  # of characters that the font lacks
-        for draw in (tables.row_norms, tables.health, shards.by_memory, shards.by_load, phases.over_steps):
+        for draw in (tables.row_norms, tables.health, shards.by_memory, shards.by_load, timeline.over_steps):
             assert collisions(draw(run)) == []
 
 

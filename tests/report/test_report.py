@@ -15,8 +15,7 @@ from recorded import record, write_lines
 from raytrec.cli import main
 from raytrec.common.errors import RunError
 from raytrec.report.compare import compare, write
-from raytrec.report.html import write_page
-from raytrec.report.report import build, pictures
+from raytrec.report.report import build, pictures, write_page
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 HOSTILE = "<script>alert(1)</script>\"'&$x_1$\u202e\ud800 {{ 7*7 }}"
@@ -228,7 +227,7 @@ VALUES = {"names": ["a", "b"], "folders": ["/a", "/b"], "results": [], "config":
 KILLED = f"""
 import os, sys
 from pathlib import Path
-from raytrec.report.html import write_page
+from raytrec.report.report import write_page
 Path.replace = lambda *_: os.kill(os.getpid(), {int(signal.SIGKILL)})
 write_page(Path(sys.argv[1]), "compare.html.j2", **{VALUES!r})
 """

@@ -5,8 +5,7 @@ from math import log
 import pytest
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.run_config import RunConfig
-from raytrec.tuning.space import COMMON, Space, with_values
+from raytrec.tuning.space import Space, with_values
 
 TEXT = """\
 # learning rates
@@ -113,10 +112,3 @@ def test_values_get_their_places():
     ):
         with pytest.raises(ConfigError, match=mistake):
             with_values(plain, {key: 1})
-
-
-def test_what_trials_have_in_common_are_keys_of_the_configuration():
-    for key in COMMON:
-        section, _, name = key.partition(".")
-        kind = RunConfig.model_fields[section].annotation
-        assert not name or name in kind.model_fields

@@ -145,6 +145,30 @@ def one_dim(schema: Schema, model: str) -> int:
     return dims.pop()
 
 
+class OneDimSection(ModelSection):
+    """A model that stacks the vectors of all tables, which therefore have one dim."""
+
+    def check(self, schema: Schema) -> None:
+        one_dim(schema, self.name)
+
+
+def check_same_dim(schema: Schema, features: Sequence[str], expected: str, do: str) -> None:
+    """Check that the tables of two features have the same dim.
+
+    Raises:
+        ConfigError: The dims differ.
+    """
+    one, other = features
+    dims = [schema.dim_of(feature) for feature in features]
+    if dims[0] != dims[1]:
+        raise ConfigError(
+            f"vectors of {one} have dim {dims[0]}, and those of {other} {dims[1]}",
+            where="schema.yaml, tables",
+            expected=expected,
+            do=do,
+        )
+
+
 def matching(patterns: Sequence[str], names: Sequence[str], where: str) -> set[str]:
     """The features and dense columns that patterns such as 'user*' name.
 

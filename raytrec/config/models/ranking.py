@@ -12,18 +12,18 @@ from raytrec.config.base import Few, PositiveFloat
 from raytrec.config.models.base import (
     Dropout,
     ModelSection,
+    OneDimSection,
     Size,
     Sizes,
     check_first_order,
     matching,
     model,
-    one_dim,
 )
 from raytrec.config.schema import Schema
 
 
 @model("dlrm", "raytrec.models.dlrm:DLRM")
-class DlrmSection(ModelSection):
+class DlrmSection(OneDimSection):
     """Dot products of all pairs of embeddings (models/dlrm.py)."""
 
     name: Literal["dlrm"] = "dlrm"
@@ -33,9 +33,6 @@ class DlrmSection(ModelSection):
     """Hidden sizes between interactions and logit."""
     dropout: Dropout = 0.0
     """Dropout in the top MLP while training."""
-
-    def check(self, schema: Schema) -> None:
-        one_dim(schema, self.name)
 
 
 @model("dcn", "raytrec.models.dcn:DCN")
@@ -116,7 +113,7 @@ class WideDeepSection(ModelSection):
 
 
 @model("deepfm", "raytrec.models.first_order:DeepFM")
-class DeepFMSection(ModelSection):
+class DeepFMSection(OneDimSection):
     """A factorization machine, and an MLP over the same vectors."""
 
     name: Literal["deepfm"]
@@ -125,31 +122,18 @@ class DeepFMSection(ModelSection):
     dropout: Dropout = 0.0
     """Dropout in the MLP while training."""
 
-    def check(self, schema: Schema) -> None:
-        one_dim(schema, self.name)
-
     def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
         check_first_order(schema, self.name, tasks)
 
 
 @model("xdeepfm", "raytrec.models.first_order:XDeepFM")
-class XDeepFMSection(ModelSection):
+class XDeepFMSection(DeepFMSection):
     """A compressed interaction network, an MLP and a linear model."""
 
     name: Literal["xdeepfm"]
     cin: Annotated[Sizes, Field(min_length=1)] = Field([32, 32])
     """Feature maps of each layer of the compressed interaction network; layer k has products of k + 1
     features."""
-    top_mlp: Sizes = Field([128, 64])
-    """Hidden sizes of the MLP."""
-    dropout: Dropout = 0.0
-    """Dropout in the MLP while training."""
-
-    def check(self, schema: Schema) -> None:
-        one_dim(schema, self.name)
-
-    def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
-        check_first_order(schema, self.name, tasks)
 
 
 Stream = Annotated[Sizes, Field(min_length=1)]
@@ -207,7 +191,7 @@ class FinalMLPSection(ModelSection):
 
 
 @model("masknet", "raytrec.models.masknet:MaskNet")
-class MaskNetSection(ModelSection):
+class MaskNetSection(OneDimSection):
     """Layers whose inputs are multiplied by masks that each row's embeddings give (models/masknet.py)."""
 
     name: Literal["masknet"]
@@ -221,6 +205,3 @@ class MaskNetSection(ModelSection):
     """Hidden sizes between the blocks and the logit; [] is the serial model of the paper."""
     dropout: Dropout = 0.0
     """Dropout in the top MLP while training."""
-
-    def check(self, schema: Schema) -> None:
-        one_dim(schema, self.name)

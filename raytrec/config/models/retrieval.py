@@ -12,6 +12,7 @@ from raytrec.config.models.base import (
     Dropout,
     ModelSection,
     Sizes,
+    check_same_dim,
     feature_of,
     matching,
     model,
@@ -100,32 +101,34 @@ class SampledSection(ModelSection):
         return [*features, self.negatives]
 
 
+class PairSection(SampledSection):
+    """A model of a user and an item."""
+
+    user: str = "user"
+    """The feature of who asks."""
+    item: str = "item"
+    """The feature of what is recommended."""
+
+    def check(self, schema: Schema) -> None:
+        feature_of(schema, self.user, "model.user")
+        feature_of(schema, self.item, "model.item")
+        self.check_negatives(schema, self.item)
+
+
 @model("mf", "raytrec.models.pairs:MatrixFactorization")
-class MfSection(SampledSection):
+class MfSection(PairSection):
     """The dot product of a user's and an item's embedding."""
 
     gives_vectors: ClassVar[bool | None] = True
     retrieves: ClassVar[bool] = True
     name: Literal["mf"]
-    user: str = "user"
-    """The feature of who asks."""
-    item: str = "item"
-    """The feature of what is recommended."""
     bias: bool = True
     """The last number of each embedding is the user's or the item's bias, no factor."""
 
     def check(self, schema: Schema) -> None:
-        feature_of(schema, self.user, "model.user")
-        feature_of(schema, self.item, "model.item")
-        dims = [schema.tables[schema.sparse[f].table].dim for f in (self.user, self.item)]
-        if dims[0] != dims[1]:
-            raise ConfigError(
-                f"embeddings of {self.user} have {dims[0]} numbers, those of {self.item} {dims[1]}",
-                where="schema.yaml, tables",
-                expected="one dim: mf takes dot products between them",
-                do="give both tables the same dim",
-            )
-        self.check_negatives(schema, self.item)
+        super().check(schema)
+        expected = "one dim: mf takes dot products between them"
+        check_same_dim(schema, (self.user, self.item), expected, "give both tables the same dim")
 
     def reads_ids(self, schema: Schema) -> list[str]:
         return self._with_ids(self.item)
@@ -135,14 +138,10 @@ class MfSection(SampledSection):
 
 
 @model("ncf", "raytrec.models.pairs:NeuMF")
-class NcfSection(SampledSection):
+class NcfSection(PairSection):
     """Products of a user's and an item's embeddings, and an MLP over them: NeuMF."""
 
     name: Literal["ncf"]
-    user: str = "user"
-    """The feature of who asks."""
-    item: str = "item"
-    """The feature of what is recommended."""
     gmf_dim: NonNegativeInt | None = None
     """The first so many numbers of each embedding are for the products, the others for the MLP; 0: an MLP
     alone; all: products alone. Default: half of them."""
@@ -154,10 +153,8 @@ class NcfSection(SampledSection):
     """Dropout in the MLP while training."""
 
     def check(self, schema: Schema) -> None:
-        feature_of(schema, self.user, "model.user")
-        feature_of(schema, self.item, "model.item")
+        super().check(schema)
         self.widths(schema)
-        self.check_negatives(schema, self.item)
         if self.share_negatives:
             raise ConfigError(
                 "ncf puts user and item through an MLP together",
@@ -172,7 +169,7 @@ class NcfSection(SampledSection):
         Raises:
             ConfigError: the products would have different ones of user and item.
         """
-        dims = [schema.tables[schema.sparse[f].table].dim for f in (self.user, self.item)]
+        dims = [schema.dim_of(feature) for feature in (self.user, self.item)]
         if self.shared and self.gmf_dim is not None:
             raise ConfigError(
                 f"model.shared is true, and model.gmf_dim is {self.gmf_dim}",
@@ -181,21 +178,21 @@ class NcfSection(SampledSection):
                 do="leave gmf_dim out, or set model.shared=false",
             )
         if self.shared:
-            self._check_dims(dims, dims[0], "model.shared")
+            expected, do = (
+                "one dim: model.shared takes products of whole vectors",
+                "change a dim, or set gmf_dim",
+            )
+            check_same_dim(schema, (self.user, self.item), expected, do)
             return dims[0], dims[0], dims[1]
         products = min(dims) // 2 if self.gmf_dim is None else self.gmf_dim
         if products > min(dims):
-            self._check_dims(dims, products, "model.gmf_dim")
-        return products, dims[0] - products, dims[1] - products
-
-    def _check_dims(self, dims: list[int], products: int, key: str) -> None:
-        if products > min(dims) or (self.shared and dims[0] != dims[1]):
             raise ConfigError(
                 f"embeddings of {self.user} have {dims[0]} numbers, those of {self.item} {dims[1]}",
-                where=f"schema.yaml, tables; {key}",
+                where="schema.yaml, tables; model.gmf_dim",
                 expected=f"{products} of each for their products",
                 do="change the tables' dims, or set model.gmf_dim",
             )
+        return products, dims[0] - products, dims[1] - products
 
 
 class Towers(Section):

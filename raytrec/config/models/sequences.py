@@ -14,6 +14,7 @@ from raytrec.config.models.base import (
     Size,
     Sizes,
     check_heads,
+    check_same_dim,
     feature_of,
     model,
     one_dim,
@@ -60,15 +61,10 @@ class TargetedSection(ModelSection):
         Raises:
             ConfigError: one has not, and what `targets` raises.
         """
-        for sequence, target in self.targets(schema).items():
-            dims = [schema.tables[schema.sparse[feature].table].dim for feature in (sequence, target)]
-            if dims[0] != dims[1]:
-                raise ConfigError(
-                    f"vectors of {sequence} have dim {dims[0]}, and those of its target {target} {dims[1]}",
-                    where="schema.yaml, tables",
-                    expected="one dim: they are held against each other",
-                    do="give both tables the same dim, or set model.target to another feature",
-                )
+        for pair in self.targets(schema).items():
+            expected = "one dim: ids of a sequence and its target are held against each other"
+            do = "give both tables the same dim, or set model.target to another feature"
+            check_same_dim(schema, pair, expected, do)
 
     def _target(self, schema: Schema, sequence: str) -> str:
         bags = [feature for feature, spec in schema.sparse.items() if spec.pooling != "sequence"]
@@ -179,7 +175,7 @@ class BstSection(TargetedSection):
     def check(self, schema: Schema) -> None:
         self.check_dims(schema)
         for sequence in self.targets(schema):
-            dim = schema.tables[schema.sparse[sequence].table].dim
+            dim = schema.dim_of(sequence)
             check_heads(self.heads, dim, f"the vectors of {sequence} have dim {dim}")
 
 
@@ -223,12 +219,14 @@ class NextItemSection(SampledSection):
         same_table(schema, self.history, self.item, "model.history")
         self.check_negatives(schema, self.item)
 
-    def check_heads(self, width: int, what: str) -> None:
-        """Looks whether a width can be shared out among the heads.
+    def check_heads(self, schema: Schema, width: int | None = None) -> None:
+        """Check that the heads share out model.width, or the dim of the items' table by default.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: The width is not a multiple of the heads.
         """
+        what = f"the dim of table {schema.sparse[self.item].table}" if width is None else "model.width"
+        width = width or schema.dim_of(self.item)
         check_heads(self.heads, width, f"{what} is {width}")
 
 
@@ -244,8 +242,7 @@ class SasrecSection(NextItemSection):
 
     def check(self, schema: Schema) -> None:
         super().check(schema)
-        table = schema.sparse[self.item].table
-        self.check_heads(schema.tables[table].dim, f"the dim of table {table}")
+        self.check_heads(schema)
 
 
 @model("hstu", "raytrec.models.next_item:HSTU")
@@ -265,11 +262,7 @@ class HstuSection(NextItemSection):
 
     def check(self, schema: Schema) -> None:
         super().check(schema)
-        table = schema.sparse[self.item].table
-        if self.width is None:
-            self.check_heads(schema.tables[table].dim, f"the dim of table {table}")
-        else:
-            self.check_heads(self.width, "model.width")
+        self.check_heads(schema, self.width)
         if self.time is not None:
             self.time_place(schema)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from raytrec.report.figures import learning, phases, shards, tables, timeline
+from raytrec.report.figures import learning, shards, tables, timeline
 from raytrec.tracking.run_folder import RunFolder
 
 
@@ -40,9 +40,9 @@ GALLERY = (
     Picture("ratios", "learning", "Metrics that should be 1, over steps", learning.ratios, NO_METRICS),
     Picture("reliability", "learning", "Predicted and actual rates", learning.reliability, NO_CURVES),
     Picture("roc", "learning", "ROC curve", learning.roc, NO_CURVES),
-    Picture("speed", "speed", "Rows a second over steps", phases.throughput, NO_METRICS),
-    Picture("phases", "speed", "Time in each phase, by rank", phases.in_total, NO_RANKS),
-    Picture("phases_over_steps", "speed", "Time in each phase, over steps", phases.over_steps, NO_RANKS),
+    Picture("speed", "speed", "Rows a second over steps", timeline.throughput, NO_METRICS),
+    Picture("phases", "speed", "Time in each phase, by rank", timeline.in_total, NO_RANKS),
+    Picture("phases_over_steps", "speed", "Time in each phase, over steps", timeline.over_steps, NO_RANKS),
     Picture("memory_map", "tables", "Memory of tables by rank", shards.by_memory, NO_TABLES),
     Picture("load_map", "tables", "Lookups of tables by rank", shards.by_load, NO_TABLES),
     Picture("row_norms", "tables", "Norms of rows over steps", tables.row_norms, NO_TABLES),

@@ -163,7 +163,7 @@ def test_ctrl_c_ends_the_run_and_says_so(tiny_data, tmp_path):
 
 
 def test_job_script_is_the_same_command(tmp_path):
-    script = Path(__file__).parents[1] / "jobs/train.py"
+    script = Path(__file__).parents[2] / "jobs/train.py"
     result = subprocess.run(
         [sys.executable, script, tmp_path / "none.yaml"], capture_output=True, text=True, timeout=60
     )
