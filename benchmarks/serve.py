@@ -14,9 +14,9 @@ raytrec rows, columns, Arrow
 All run at the same time; each is asked in each round, one after the other. What is compared is the median of
 the ratios within rounds.
 
-In process. `predict(user=…, candidates=…)` against `predict(rows)` of the same 500 rows: DLRM of the above,
-of whose 26 features and dense columns 20 and all are the user's; SASRec with histories of 50 items, dim 64.
-And rows/s of `predict` in batches of 2,048, next to those of `raytrec predict` on one worker.
+In process. `predict(user=…, candidates=…)` against `predict(rows)` of the same 500 rows: SASRec with
+histories of 50 items, dim 64. And rows/s of `predict` in batches of 2,048, next to those of `raytrec predict`
+on one worker.
 
 Prints tables; writes benchmarks/results/serve.json and the tables of docs/benchmarks.md.
 """
@@ -74,7 +74,6 @@ def main(
         os.chdir(scratch)
         dlrm, data = _dlrm(table_rows)
         inside = {
-            "dlrm": _candidates(dlrm, data, DENSE + SPARSE[:20]),
             "sasrec": _candidates(*_sasrec(), ["history"]),
             "rows": _rows_per_second(dlrm),
         }
@@ -320,11 +319,11 @@ def _http_lines(rounds: list[dict]) -> list[list[str]]:
 
 def _inside_lines(inside: dict[str, dict[str, float]]) -> list[list[str]]:
     lines = [["in process", "500 rows, ms", "1 user, 500 candidates, ms", "×", "largest difference"]]
-    for name in ("dlrm", "sasrec"):
-        for form, suffix in (("mappings", ""), ("Arrow", "_arrow")):
-            rows, candidates = (inside[name][f"{way}{suffix}"] for way in ("rows", "candidates"))
-            times, apart = f"{rows / candidates:.1f}", f"{inside[name]['apart']:.0e}"
-            lines.append([f"{name}, {form}", f"{rows:.1f}", f"{candidates:.1f}", times, apart])
+    found = inside["sasrec"]
+    for form, suffix in (("mappings", ""), ("Arrow", "_arrow")):
+        rows, candidates = found[f"rows{suffix}"], found[f"candidates{suffix}"]
+        times, apart = f"{rows / candidates:.1f}", f"{found['apart']:.0e}"
+        lines.append([f"sasrec, {form}", f"{rows:.1f}", f"{candidates:.1f}", times, apart])
     return lines
 
 

@@ -34,8 +34,10 @@ def serve(
     """Serve an export over HTTP, on Ray Serve, until Ctrl-C."""
     options = {**locals()}
     from raytrec.serving.command import serve as run
+    from raytrec.serving.options import Served
 
-    run(**options)
+    of_cluster = {option: options.pop(option) for option in ("address", "replicas")}
+    run(Served(**options), **of_cluster)
 
 
 def promote(
@@ -62,7 +64,7 @@ def skew(
     json: Json = False,
 ):
     """Compare what a service has answered with its export, and what it was asked with training data."""
-    from raytrec.serving.skew import skew as compare
+    from raytrec.skew.compare import skew as compare
 
     found = compare(log, export, data=data, rows=rows, allow_code=allow_code)
     print_json(found.metrics) if json else found.show()

@@ -21,13 +21,13 @@ from raytrec.driver.datasets import check_rows_count, open_dataset
 from raytrec.exporting.trained import Trained
 from raytrec.metrics.selection import Selection
 from raytrec.scoring.lookups import Lookups
-from raytrec.scoring.manifest import Metrics, Precision
+from raytrec.scoring.manifest import Metrics, PrecisionName
 from raytrec.tasks.outputs import Outputs
 from raytrec.worker.evaluate import evaluate
 
 
 def compare_precisions(
-    trained: Trained, places: str | list[str], precision: Precision, console: RunConsole
+    trained: Trained, places: str | list[str], precision: PrecisionName, console: RunConsole
 ) -> Metrics:
     """The metrics of the run's tasks over all rows of some data, with tables of fp32 and of a precision.
 
@@ -57,7 +57,7 @@ def compare_precisions(
         features=trained.features,
     )
     found: Metrics = {figure.key: {} for figure in selection.figures}
-    precisions: list[Precision] = ["fp32", precision]
+    precisions: list[PrecisionName] = ["fp32", precision]
     for each in precisions:
 
         def tell(rows: int, each: str = each) -> None:

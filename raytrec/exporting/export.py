@@ -33,7 +33,7 @@ from raytrec.exporting.target import Target
 from raytrec.exporting.trained import Trained, read_trained, source_of, tasks_of, towers_of
 from raytrec.metrics.selection import EVAL
 from raytrec.scoring.load import open_export
-from raytrec.scoring.manifest import GOLDEN, ONNX, Manifest, Precision, ProgramEntry
+from raytrec.scoring.manifest import GOLDEN, ONNX, Manifest, PrecisionName, ProgramEntry
 
 GOLDEN_ROWS = 64
 MLFLOW_MODEL = "mlflow_model"  # the key of its URI among the figures
@@ -93,7 +93,7 @@ def export(
     out: str,
     *,
     checkpoint: str | int | None = None,
-    quantize: Precision | None = None,
+    quantize: PrecisionName | None = None,
     data: str | None = None,
     golden_rows: int = GOLDEN_ROWS,
     onnx: bool = False,
@@ -133,7 +133,7 @@ def export(
     began, out = perf_counter(), absolute(str(out))
     config, schema, folder, index = resolve_checkpoint(run, checkpoint, [], allow_code)
     places = absolute(str(data)) if data else config.data.test or config.data.valid or config.data.train
-    precision: Precision = quantize or "fp32"
+    precision: PrecisionName = quantize or "fp32"
     options = precision, golden_rows, onnx
     request = _hash(absolute(str(run)), checkpoint, *options)
     target = Target(OutputFolder(out), _hash(index["sha256"], *options), request)
@@ -182,7 +182,7 @@ def _write(
     target: Target,
     trained: Trained,
     places: str | list[str],
-    precision: Precision,
+    precision: PrecisionName,
     golden_rows: int,
     onnx: bool,
     console: RunConsole,

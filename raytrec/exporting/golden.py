@@ -15,7 +15,8 @@ from raytrec.exporting.onnx_model import ComparedProgram
 from raytrec.exporting.tables import rounding
 from raytrec.exporting.trained import Trained
 from raytrec.prediction.predict import score_names
-from raytrec.scoring.manifest import Manifest, Precision, ProgramName
+from raytrec.scoring.lookups import PRECISIONS
+from raytrec.scoring.manifest import Manifest, PrecisionName, ProgramName
 from raytrec.scoring.rows import wide
 from raytrec.scoring.scorer import Scorer
 
@@ -41,7 +42,7 @@ def golden_rows_of(dataset: Dataset, count: int) -> tuple[pa.Table, list[Part]]:
 
 
 def golden_scores(
-    trained: Trained, dataset: Dataset, parts: list[Part], precision: Precision
+    trained: Trained, dataset: Dataset, parts: list[Part], precision: PrecisionName
 ) -> dict[str, pa.Array]:
     """The scores of rows by the trainer's model, whose tables have the rows that are written."""
     names = score_names(trained.objective.tasks)
@@ -55,7 +56,7 @@ def golden_scores(
         trained.folder,
         trained.index,
         batch,
-        as_stored=rounding(precision),
+        as_stored=rounding(PRECISIONS[precision]),
     )
     found = trained.objective.predictions(logits).values()
     return {
@@ -65,7 +66,11 @@ def golden_scores(
 
 
 def check_golden(
-    trained: Trained, manifest: Manifest, golden: pa.Table, precision: Precision, onnx: ComparedProgram | None
+    trained: Trained,
+    manifest: Manifest,
+    golden: pa.Table,
+    precision: PrecisionName,
+    onnx: ComparedProgram | None,
 ) -> None:
     """Scores the golden rows by the programs, before anything is written.
 

@@ -12,8 +12,8 @@ import torch
 
 from raytrec.common.errors import ConfigError, RunError, first_line
 from raytrec.exporting.programs import Program
-from raytrec.scoring.inputs import Input
 from raytrec.scoring.late import example
+from raytrec.scoring.manifest import Input
 
 TOLERANCE = 1e-5  # of what onnxruntime gives, relative to values above 1
 MADE_UP_ROWS = (1, 3, 50)

@@ -18,8 +18,8 @@ from raytrec.common.errors import ConfigError, RaytrecError, first_line
 from raytrec.config.evaluation import TowerName
 from raytrec.models.inputs import Sequence as IdSequence
 from raytrec.models.recommender import Recommender, last_vectors
-from raytrec.scoring.inputs import Input
 from raytrec.scoring.late import example
+from raytrec.scoring.manifest import Input
 from raytrec.scoring.program_archive import NotAllowed, checked_archive
 from raytrec.tasks.objective import Objective
 

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 import torch
 
 from raytrec.checkpoint.rows import StoredTable
-from raytrec.scoring.manifest import Precision, TableEntry
-from raytrec.scoring.precision import DTYPES, decode_rows, encode_rows, stored_width
+from raytrec.scoring.lookups import PRECISIONS, TablePrecision
+from raytrec.scoring.manifest import PrecisionName, TableEntry
 
 FILE_BYTES, PIECE_BYTES = 4 << 30, 32 << 20  # of a file, and of what is in work at a time
 NAMES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}  # of safetensors
 
 
-def plan_table(name: str, rows: int, dim: int, precision: Precision) -> TableEntry:
+def plan_table(name: str, rows: int, dim: int, precision: PrecisionName) -> TableEntry:
     """The files of a table."""
-    row_bytes = stored_width(dim, precision) * DTYPES[precision].itemsize
+    row_bytes = PRECISIONS[precision].width(dim) * PRECISIONS[precision].dtype.itemsize
     block_rows = max(1, min(rows, FILE_BYTES // row_bytes))
     name = re.sub(r"[^\w-]", "_", name)
     files = [f"tables/{name}-{number:05d}.safetensors" for number in range(-(-rows // block_rows))]
@@ -33,7 +33,8 @@ def block_bytes(table: StoredTable, entry: TableEntry, number: int) -> Iterator[
     """
     first = number * entry.block_rows
     rows = min(entry.block_rows, table.rows - first)
-    dtype, width = DTYPES[entry.precision], stored_width(table.dim, entry.precision)
+    precision = PRECISIONS[entry.precision]
+    dtype, width = precision.dtype, precision.width(table.dim)
     about = {
         "dtype": NAMES[dtype],
         "shape": [rows, width],
@@ -45,7 +46,7 @@ def block_bytes(table: StoredTable, entry: TableEntry, number: int) -> Iterator[
     band = max(1, PIECE_BYTES // (4 * table.dim))
     for start in range(first, first + rows, band):
         values = torch.from_numpy(table.read(start, min(start + band, first + rows)))
-        yield encode_rows(values, entry.precision).numpy().tobytes()
+        yield precision.encode(values).numpy().tobytes()
 
 
 class CheckpointTable:
@@ -55,7 +56,7 @@ class CheckpointTable:
         table: of the checkpoint.
     """
 
-    def __init__(self, table: StoredTable, precision: Precision):
+    def __init__(self, table: StoredTable, precision: TablePrecision):
         self._table, self._as_stored = table, rounding(precision)
 
     def vectors(self, rows_N: torch.Tensor) -> torch.Tensor:
@@ -64,6 +65,6 @@ class CheckpointTable:
         return self._as_stored(torch.from_numpy(self._table.take(used.tolist())))[places_N]
 
 
-def rounding(precision: Precision) -> Callable[[torch.Tensor], torch.Tensor]:
+def rounding(precision: TablePrecision) -> Callable[[torch.Tensor], torch.Tensor]:
     """What becomes of rows, float32 [n, dim], that are written in a precision and read again."""
-    return lambda rows_ND: decode_rows(encode_rows(rows_ND, precision), precision)
+    return lambda rows_ND: precision.decode(precision.encode(rows_ND))

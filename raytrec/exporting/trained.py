@@ -23,9 +23,8 @@ from raytrec.exporting.programs import Program, make_program
 from raytrec.exporting.tables import CheckpointTable
 from raytrec.models.recommender import Recommender
 from raytrec.prediction.predict import score_names
-from raytrec.scoring.inputs import inputs_of
-from raytrec.scoring.lookups import IdRows, Lookups
-from raytrec.scoring.manifest import ExportSource, Precision, ProgramName, TaskEntry
+from raytrec.scoring.lookups import PRECISIONS, IdRows, Lookups
+from raytrec.scoring.manifest import ExportSource, PrecisionName, ProgramName, TaskEntry, inputs_of
 from raytrec.tasks.objective import Objective
 
 
@@ -53,7 +52,7 @@ class Trained:
         return resolve_features(self.schema, self.config.model)
 
     @contextmanager
-    def lookups(self, precision: Precision, checked: bool = True) -> Iterator[Lookups]:
+    def lookups(self, precision: PrecisionName, checked: bool = True) -> Iterator[Lookups]:
         """Lookups in the checkpoint's tables, whose rows are rounded as the export has them.
 
         Args:
@@ -67,7 +66,7 @@ class Trained:
             tables = {}
             for name in self.schema.tables:
                 stored = files.enter_context(StoredTable(self.folder, self.index, name, checked=checked))
-                tables[name] = CheckpointTable(stored, precision)
+                tables[name] = CheckpointTable(stored, PRECISIONS[precision])
             yield Lookups(self.features, tables, ids)
 
 

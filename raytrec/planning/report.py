@@ -208,8 +208,8 @@ def draw(plans: Plans, path: str | Path) -> None:
         ConfigError: another kind of file, or no plan.
     """
     from raytrec.planning.held import held
-    from raytrec.report.report import writing
     from raytrec.report.figures import shards, style
+    from raytrec.report.report import writing
 
     path = Path(path)
     if path.suffix not in (".svg", ".png"):

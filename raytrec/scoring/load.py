@@ -23,9 +23,8 @@ from raytrec.common.processes import owner, remove_leftovers
 from raytrec.common.storage import absolute, open_filesystem
 from raytrec.config.transforms import Python
 from raytrec.embeddings.hashing import keys_of
-from raytrec.scoring.lookups import BlockTable, IdRows, Lookups
+from raytrec.scoring.lookups import PRECISIONS, BlockTable, IdRows, Lookups
 from raytrec.scoring.manifest import EXPORT, GOLDEN, Manifest, TableEntry, read_manifest
-from raytrec.scoring.precision import DTYPES, stored_width
 from raytrec.scoring.program_archive import load_program
 from raytrec.scoring.rows import wide
 from raytrec.scoring.scorer import Scorer
@@ -206,23 +205,23 @@ def open_table(folder: Path, entry: TableEntry, rows: int, dim: int) -> BlockTab
     """
     from safetensors import SafetensorError, safe_open
 
-    blocks = []
+    precision, blocks = PRECISIONS[entry.precision], []
     for number, name in enumerate(entry.files):
-        shape = min(entry.block_rows, rows - number * entry.block_rows), stored_width(dim, entry.precision)
+        shape = min(entry.block_rows, rows - number * entry.block_rows), precision.width(dim)
         try:
             with safe_open(folder / name, framework="pt") as file:
                 block = file.get_tensor("rows")
         except (OSError, SafetensorError) as error:
             raise RunError(f"{name} cannot be read: {error}", where=str(folder)) from None
-        if (block.shape, block.dtype) != (shape, DTYPES[entry.precision]):
+        if (block.shape, block.dtype) != (shape, precision.dtype):
             raise RunError(
                 f"{name} has {block.dtype} {list(block.shape)}",
                 where=str(folder),
-                expected=f"{DTYPES[entry.precision]} {list(shape)}",
+                expected=f"{precision.dtype} {list(shape)}",
             )
         expect_scattered(block.data_ptr(), block.nbytes)
         blocks.append(block)
-    return BlockTable(blocks, entry.block_rows, entry.precision)
+    return BlockTable(blocks, entry.block_rows, precision)
 
 
 def _ids(file: Path, manifest: Manifest, table: str) -> IdRows:

@@ -1,21 +1,101 @@
-"""What a model's programs take, looked up for rows: bags and sequences, in plain torch."""
+"""Inputs of a model's programs, looked up for rows: bags and sequences, in plain torch.
+
+Rows of tables are stored in files in one of four precisions:
+
+    fp32, fp16     [n, dim]
+    int8           uint8 [n, dim + 8]: steps of 0 to 255, then scale and offset, float32
+    int4           uint8 [n, dim ÷ 2 + 4]: two steps of 0 to 15 a byte, the first in the low bits, then scale
+                   and offset, float16
+
+A value is step · scale + offset. The layouts of int8 and int4 are those of FBGEMM's row-wise quantization:
+each row contains its own scale and offset.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from raytrec.common.errors import ConfigError
 from raytrec.config.features import Features
 from raytrec.config.schema import Table
 from raytrec.data.assemble import Assembled
 from raytrec.embeddings.hashing import fallback_of, keys_of
-from raytrec.scoring.inputs import InputKind
-from raytrec.scoring.manifest import Precision
-from raytrec.scoring.precision import decode_rows
+from raytrec.scoring.manifest import InputKind, PrecisionName
 
-Tensors = dict[tuple[InputKind, str], torch.Tensor]  # of an input's kind and feature; see inputs.Input
+MAX_HALF = 65_504  # the largest float16; int4 stores scale and offset in float16
+Tensors = dict[tuple[InputKind, str], torch.Tensor]  # by kind and feature; see manifest.Input
+
+
+@dataclass(frozen=True)
+class TablePrecision:
+    """Format of a table's rows in files.
+
+    Attributes:
+        dtype: dtype of the stored rows.
+        bits: Bits of a quantized value; 0: values are not quantized.
+        side: dtype of a quantized row's scale and offset.
+    """
+
+    dtype: torch.dtype
+    bits: int = 0
+    side: torch.dtype = torch.float32
+
+    def width(self, dim: int) -> int:
+        """Return the number of stored elements of a row of `dim` values."""
+        return dim * self.bits // 8 + 2 * self.side.itemsize if self.bits else dim
+
+    def encode(self, rows_ND: torch.Tensor) -> torch.Tensor:
+        """Return rows as they are stored.
+
+        Args:
+            rows_ND: float32 [n, dim].
+
+        Raises:
+            ConfigError: A value is too large for the precision.
+        """
+        halves = torch.float16 in (self.dtype, self.side)
+        if halves and not bool((rows_ND.abs() <= MAX_HALF).all()):
+            name = next(name for name, each in PRECISIONS.items() if each == self)
+            raise ConfigError(
+                f"a table has values beyond ±{MAX_HALF:,}, or NaN",
+                where=f"--quantize {name}",
+                expected="values that float16 holds",
+                do="use int8 or fp32",
+            )
+        if not self.bits:
+            return rows_ND.to(self.dtype)
+        levels = 2**self.bits - 1
+        offsets_N1 = rows_ND.amin(1, keepdim=True).to(self.side)
+        spans_N1 = rows_ND.amax(1, keepdim=True) - offsets_N1.float()
+        scales_N1 = (spans_N1 / levels).to(self.side)
+        divisors_N1 = scales_N1.float().where(scales_N1 > 0, 1.0)
+        steps_ND = ((rows_ND - offsets_N1.float()) / divisors_N1).round().clamp(0, levels).byte()
+        if self.bits == 4:
+            steps_ND = steps_ND[:, ::2] | steps_ND[:, 1::2] << 4
+        return torch.cat([steps_ND, scales_N1.view(torch.uint8), offsets_N1.view(torch.uint8)], 1)
+
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return the values of stored rows: float32 [n, dim]."""
+        if not self.bits:
+            return stored.float()
+        width = stored.shape[1] - 2 * self.side.itemsize
+        scale_offset_N2 = stored[:, width:].contiguous().view(self.side).float()
+        steps_ND = stored[:, :width]
+        if self.bits == 4:
+            steps_ND = torch.stack([steps_ND & 15, steps_ND >> 4], 2).flatten(1)
+        return torch.addcmul(scale_offset_N2[:, 1:], steps_ND.float(), scale_offset_N2[:, :1])
+
+
+PRECISIONS: dict[PrecisionName, TablePrecision] = {
+    "fp32": TablePrecision(torch.float32),
+    "fp16": TablePrecision(torch.float16),
+    "int8": TablePrecision(torch.uint8, bits=8),
+    "int4": TablePrecision(torch.uint8, bits=4, side=torch.float16),
+}
 
 
 class TableRows(Protocol):
@@ -30,17 +110,19 @@ class BlockTable:
     """A table in blocks of rows.
 
     Args:
-        blocks: [block_rows, …] each, the last fewer, as precision.py has them.
-        block_rows: of each but the last.
+        blocks: Stored rows, [block_rows, …] each; the last block has fewer.
+        block_rows: Rows of each block but the last.
+        precision: Format of the stored rows.
     """
 
-    def __init__(self, blocks: Sequence[torch.Tensor], block_rows: int, precision: Precision):
+    def __init__(self, blocks: Sequence[torch.Tensor], block_rows: int, precision: TablePrecision):
         self._blocks, self._block_rows, self._precision = list(blocks), block_rows, precision
 
     def vectors(self, rows_N: torch.Tensor) -> torch.Tensor:
         """Rows: int64 [N] → float32 [N, dim]."""
+        decode = self._precision.decode
         if len(self._blocks) == 1:
-            return decode_rows(self._blocks[0].index_select(0, rows_N), self._precision)
+            return decode(self._blocks[0].index_select(0, rows_N))
         sorted_N, order_N = rows_N.sort()
         starts = torch.arange(len(self._blocks) + 1) * self._block_rows
         counts = torch.searchsorted(sorted_N, starts).diff().tolist()
@@ -51,8 +133,8 @@ class BlockTable:
             if len(part)
         ]
         if not parts:
-            return decode_rows(self._blocks[0][:0], self._precision)
-        found = decode_rows(torch.cat(parts), self._precision)
+            return decode(self._blocks[0][:0])
+        found = decode(torch.cat(parts))
         return torch.empty_like(found).index_copy_(0, order_N, found)
 
 

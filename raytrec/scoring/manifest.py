@@ -4,7 +4,7 @@ DIR/manifest.json              this; there when all else is complete
 DIR/predict.pt2                rows → predictions (torch.export); query.pt2, item.pt2: vectors of towers
 DIR/model.onnx                 what predict.pt2 is, where it was asked for
 DIR/tables/TABLE-00000.safetensors
-                               blocks of a table's rows (precision.py), which are mapped into memory
+                               blocks of a table's rows (lookups.TablePrecision), which are mapped into memory
 DIR/ids/TABLE.parquet          of managed ids: id and row, in the order of keys (embeddings/hashing.py)
 DIR/vocabularies/0.parquet     files that transforms name
 DIR/golden.arrow               some rows as they were read, with their scores; its types are the columns'
@@ -27,13 +27,45 @@ from raytrec.config.evaluation import TowerName
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform
-from raytrec.scoring.inputs import Input
 
 EXPORT_FORMAT: Literal[1] = 1
 EXPORT, GOLDEN, ONNX = "manifest.json", "golden.arrow", "model.onnx"
-Precision = Literal["fp32", "fp16", "int8", "int4"]
+PrecisionName = Literal["fp32", "fp16", "int8", "int4"]
 ProgramName = Literal["predict", "query", "item"]
-Metrics = dict[str, dict[Precision, float | None]]
+InputKind = Literal["dense", "bag", "vectors", "present", "side_features"]
+Metrics = dict[str, dict[PrecisionName, float | None]]
+
+
+class Input(Section):
+    """One input tensor of a program, of B rows.
+
+    Attributes:
+        kind: dense: float32 [B, width], the dense columns of the schema in its order. bag: float32
+            [B, width], the pooled embedding of a feature. Of a sequence feature, most recent id first:
+            vectors, float32 [B, length, width]; present, bool [B, length], True for positions with an id;
+            side_features, float64 [B, length, width].
+    """
+
+    kind: InputKind
+    feature: str = ""
+    length: int = 0
+    width: int = 0
+
+
+def inputs_of(features: Features) -> list[Input]:
+    """Return all inputs of a model, in the order of the schema."""
+    schema = features.schema
+    found = [Input(kind="dense", width=len(schema.dense))]
+    for name, spec in schema.sparse.items():
+        width, length = schema.tables[spec.table].dim, features.sequences.get(name)
+        if length is None:
+            found.append(Input(kind="bag", feature=name, width=width))
+            continue
+        found.append(Input(kind="vectors", feature=name, length=length, width=width))
+        found.append(Input(kind="present", feature=name, length=length))
+        if sides := features.side_features.get(name):
+            found.append(Input(kind="side_features", feature=name, length=length, width=sides))
+    return found
 
 
 class FileEntry(Section):
@@ -53,7 +85,7 @@ class ProgramEntry(Section):
 class TableEntry(Section):
     """A table: files of `block_rows` rows each; the last has the rest."""
 
-    precision: Precision
+    precision: PrecisionName
     block_rows: PositiveInt
     files: list[str]
 

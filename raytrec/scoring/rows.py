@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import types
 
@@ -47,13 +48,12 @@ class RowReader:
         self.columns = pa.schema([columns.field(name) for name in self.form.columns])
         self._checked: pa.Schema | None = None  # of the last rows, whose columns and types are right
 
-    def read(self, rows: Any) -> Rows:
-        """Rows, as `to_table` takes them.
+    def read(self, table: pa.Table) -> Rows:
+        """Return the canonical form of rows.
 
         Raises:
-            DataError: what the schema does not allow; names the column and the row.
+            DataError: The schema does not allow a value. The error names the column and the row.
         """
-        table = to_table(rows, self.columns)
         given, plan = table.schema, self.form.plan
         is_known = given == self._checked
         if not is_known:
@@ -107,6 +107,14 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
             where=THE_ROWS,
             expected="mappings of columns to values, a pandas.DataFrame or a pyarrow.Table",
         ) from None
+
+
+def with_user(candidates: pa.Table, user: pa.Table, names: Sequence[str]) -> pa.Table:
+    """Return candidates with columns of the user's single row, repeated in each row."""
+    for name in names:
+        value = user[name].take(pa.array(np.zeros(len(candidates), np.int64)))
+        candidates = candidates.append_column(user.schema.field(name), value)
+    return candidates
 
 
 def _column(rows: Sequence[Any], field: pa.Field) -> pa.Array:

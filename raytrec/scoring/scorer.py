@@ -18,7 +18,7 @@ from raytrec.data.assemble import Assembler, Rows
 from raytrec.scoring.late import Program, compute_once
 from raytrec.scoring.lookups import Lookups, Tensors
 from raytrec.scoring.manifest import Manifest, ProgramName
-from raytrec.scoring.rows import THE_ROWS, RowReader, to_table
+from raytrec.scoring.rows import THE_ROWS, RowReader, to_table, with_user
 
 TOLERANCE = 1e-6  # of the scores of golden rows, relative to those above 1
 MOST_SPLITS = 16  # ways to divide columns between user and candidates that are kept
@@ -89,8 +89,8 @@ class Scorer:
                 expected="predict(rows) or predict(user=…, candidates=…)",
             )
         if rows is not None:
-            return self.as_table(self.score([self.reader.read(rows)]))
-        return self.as_table(self.rank(user, candidates))
+            return self.as_table(self.score([self.reader.read(to_table(rows, self.reader.columns))]))
+        return self.as_table(self.rank(*self.ranking_tables(user, candidates)))
 
     def vectors(self, rows: Any, *, tower: TowerName = "query") -> np.ndarray:
         """The vectors that a model of two towers gives rows, for `Index.search`.
@@ -105,7 +105,13 @@ class Scorer:
         Raises:
             ConfigError: the model gives no vectors of query and item. DataError: as in `predict`.
         """
-        return self.score([self.reader_of(tower).read(rows)], tower)[0]
+        reader = self.reader_of(tower)
+        return self.score([reader.read(to_table(rows, reader.columns))], tower)[0]
+
+    @cached_property
+    def version(self) -> str:
+        """The manifest's version."""
+        return self.manifest.version
 
     @cached_property
     def reader(self) -> RowReader:
@@ -156,22 +162,26 @@ class Scorer:
         inputs = self.manifest.programs[program].inputs
         return _run(self._programs[program].forward, [tensors[each.kind, each.feature] for each in inputs])
 
-    def rank(self, user: Any, candidates: Any) -> list[np.ndarray]:
-        """Predictions of one user's candidates, as in `score`: what the user has is looked up once."""
+    def ranking_tables(self, user: Any, candidates: Any) -> tuple[pa.Table, pa.Table]:
+        """Return a user and candidates, in any form that `predict` takes, as tables for `rank`.
+
+        Raises:
+            DataError: The user is not a single row with some of the model's columns, candidates repeat one of
+                them, or a value does not fit its column.
+        """
         if isinstance(user, Mapping):
             user = to_table(user, pa.schema([field for field in self.columns if field.name in user]))
         user = to_table(user, self.columns)
-        names = frozenset(name for name in user.column_names if name in self.columns.names)
+        names = self._known(user)
         if not names or len(user) != 1:
             raise DataError(
                 f"user has {len(user):,} rows" if names else "user has none of the model's columns",
                 where="user",
                 expected=f"one row with some of {', '.join(self.columns.names)}",
             )
-        split = self._split(names)
         first = candidates[:1] if isinstance(candidates, list | tuple) else [candidates]
         given = {name for row in first if isinstance(row, Mapping) for name in row}
-        others = [field for field in split.candidates.columns if field.name not in names]
+        others = [field for field in self._split(names).candidates.columns if field.name not in names]
         candidates = to_table(candidates, pa.schema(others))
         if twice := sorted(names & (given | set(candidates.column_names))):
             raise DataError(
@@ -179,12 +189,24 @@ class Scorer:
                 where="user, candidates",
                 expected="each column in one of them",
             )
-        for name in split.repeated:
-            value = user[name].take(pa.array(np.zeros(len(candidates), np.int64)))
-            candidates = candidates.append_column(user.schema.field(name), value)
+        return user, candidates
+
+    def rank(self, user: pa.Table, candidates: pa.Table) -> list[np.ndarray]:
+        """Return predictions of one user's candidates, as `score` does. The user is looked up once.
+
+        Args:
+            user: One row.
+            candidates: Rows with the model's other columns.
+        """
+        split = self._split(self._known(user))
+        candidates = with_user(candidates, user, split.repeated)
         of_user = self._look_up(split.user, [split.user.read(user)], 1)
         of_rows = self._look_up(split.candidates, [split.candidates.read(candidates)], len(candidates))
         return _run(split.program, self._joined(split, of_user, of_rows, len(candidates)))
+
+    def _known(self, user: pa.Table) -> frozenset[str]:
+        """Return the columns of a user that the model has."""
+        return frozenset(user.column_names) & frozenset(self.columns.names)
 
     def _make_split(self, names: frozenset[str]) -> _Split:
         """What follows from the user's columns."""
@@ -263,14 +285,14 @@ class Scorer:
         if largest > TOLERANCE:
             raise RunError(
                 f"the golden rows' scores differ by {largest:.2g} from those that were exported",
-                where=f"{self.manifest.version}, {THE_ROWS}",
+                where=f"{self.version}, {THE_ROWS}",
                 expected=f"at most {TOLERANCE:g}",
                 do="export the run again",
             )
         return largest
 
     def __repr__(self) -> str:
-        return f"<Scorer: {self.manifest.version}>"
+        return f"<Scorer: {self.version}>"
 
 
 def _run(program: Program, tensors: list[torch.Tensor]) -> list[np.ndarray]:

@@ -7,44 +7,31 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from raytrec.common.errors import DataError, RunError
-from raytrec.scoring.manifest import ProgramName
-from raytrec.scoring.scorer import Scorer
-from raytrec.serving.bodies import Asked, Refused
+from raytrec.serving.bodies import Query, Refused
 
 RETRY_S = 1  # after which a request that was turned away may come again
 LEAST_ROWS = 32  # that are scored together, however long they take
 
 
 @dataclass(eq=False)
-class _Work:
-    """Some rows of a request.
+class _Piece:
+    """Rows of a query that are scored together; `done` receives their scores."""
 
-    Attributes:
-        asked: the request. rows: those of it, as it has them.
-        done: gets their scores.
-    """
-
-    scorer: Scorer
-    program: ProgramName
-    asked: Asked
-    rows: Any
+    query: Query
+    rows: pa.Table
     done: asyncio.Future
 
-    def joins(self, other: _Work) -> bool:
-        """Whether its rows can be scored together with another's."""
-        if (self.scorer, self.program) != (other.scorer, other.program):
+    def joins(self, other: _Piece) -> bool:
+        """Return True if the rows can be scored together with those of another piece."""
+        mine, theirs = self.query, other.query
+        if (mine.scorer, mine.program) != (theirs.scorer, theirs.program):
             return False
-        if self.asked.user is not None or other.asked.user is not None:
-            return False
-        if isinstance(self.rows, list) or isinstance(other.rows, list):
-            return type(self.rows) is type(other.rows)
-        return self.rows.schema.equals(other.rows.schema)
+        return mine.user is None and theirs.user is None and self.rows.schema.equals(other.rows.schema)
 
 
 class Batcher:
@@ -70,37 +57,36 @@ class Batcher:
         observe: Callable[[int], object] = lambda rows: None,
     ):
         self._budget_s, self._most_waiting, self._observe = budget_s, most_waiting, observe
-        self._queue: deque[_Work] = deque()
+        self._queue: deque[_Piece] = deque()
         self._row_s = budget_s / 1024  # that a row takes, by the last batches
         self._running = False
         self.waiting = 0
 
-    async def score(self, scorer: Scorer, program: ProgramName, asked: Asked) -> list[np.ndarray]:
-        """Scores of a request's rows, as Scorer.score; or of a user's candidates, as Scorer.rank.
+    async def score(self, query: Query) -> list[np.ndarray]:
+        """Return the scores of a query's rows, as Scorer.score does.
 
         Raises:
-            Refused: too many rows wait. DataError: what is wrong with the rows.
+            Refused: Too many rows wait.
+            DataError: A value does not fit the model.
         """
-        rows = asked.given
+        rows, most = query.rows, self._most_rows
         self._admit(len(rows))
-        loop, most = asyncio.get_running_loop(), self._most_rows
-        works = [
-            _Work(scorer, program, asked, part, loop.create_future())
-            for part in ([rows] if len(rows) <= most else _parts(rows, most))
-        ]
+        loop, whole = asyncio.get_running_loop(), len(rows) <= most
+        parts = [rows] if whole else [rows.slice(at, most) for at in range(0, len(rows), most)]
+        pieces = [_Piece(query, part, loop.create_future()) for part in parts]
         try:
-            self._queue.extend(works)
+            self._queue.extend(pieces)
             if not self._running:
                 self._running = True
                 loop.create_task(self._run())
-            if len(works) == 1:
-                return await works[0].done
-            parts = await asyncio.gather(*(work.done for work in works))
-            return [np.concatenate(each) for each in zip(*parts, strict=True)]
+            if whole:
+                return await pieces[0].done
+            scores = await asyncio.gather(*(piece.done for piece in pieces))
+            return [np.concatenate(each) for each in zip(*scores, strict=True)]
         finally:
             self.waiting -= len(rows)
-            for work in works:  # what a client that has left, or one with a wrong row, no longer needs
-                work.done.cancel()
+            for piece in pieces:  # a client that has left, or one with a wrong row, no longer needs them
+                piece.done.cancel()
 
     @property
     def _most_rows(self) -> int:
@@ -119,52 +105,48 @@ class Batcher:
                     await asyncio.sleep(0)
                 began, batch = perf_counter(), self._next()
                 self._score(batch)
-                seconds, rows = perf_counter() - began, sum(len(work.rows) for work in batch)
+                seconds, rows = perf_counter() - began, sum(len(piece.rows) for piece in batch)
                 self._observe(rows)
                 if rows >= LEAST_ROWS:
                     self._row_s += (seconds / rows - self._row_s) / 8
         finally:
             self._running = False
 
-    def _next(self) -> list[_Work]:
+    def _next(self) -> list[_Piece]:
         """The first of the queue, and those after it that go together with it."""
         batch, rows, most = [], 0, self._most_rows
         while self._queue:
-            work = self._queue[0]
-            if work.done.cancelled():
+            piece = self._queue[0]
+            if piece.done.cancelled():
                 self._queue.popleft()
                 continue
-            rows += len(work.rows)
-            if batch and (rows > most or not work.joins(batch[0])):
+            rows += len(piece.rows)
+            if batch and (rows > most or not piece.joins(batch[0])):
                 break
             batch.append(self._queue.popleft())
         return batch
 
-    def _score(self, batch: list[_Work]) -> None:
-        """Gives a batch its scores, or each request its error."""
+    def _score(self, batch: list[_Piece]) -> None:
+        """Give each piece of a batch its scores, or its error."""
         if not batch:
             return
-        first = batch[0]
+        parts = [piece.rows for piece in batch]
         try:
-            found = _scores(first, _joined([work.rows for work in batch]))
+            scores = batch[0].query.score(parts[0] if len(parts) == 1 else pa.concat_tables(parts))
         except DataError as error:
             if len(batch) == 1:
-                whole = first.rows is first.asked.given
-                first.done.set_exception(error if whole else _of_request(first) or error)
-            for work in batch if len(batch) > 1 else ():
-                self._score([work])
+                batch[0].done.set_exception(_of_whole(batch[0]) or error)
+            for piece in batch if len(batch) > 1 else ():
+                self._score([piece])
             return
         except Exception as error:
-            for work in batch:
-                work.done.set_exception(error)
-            return
-        if len(batch) == 1:
-            first.done.set_result(found)
+            for piece in batch:
+                piece.done.set_exception(error)
             return
         start = 0
-        for work in batch:
-            stop = start + len(work.rows)
-            work.done.set_result([values[start:stop] for values in found])
+        for piece in batch:
+            stop = start + len(piece.rows)
+            piece.done.set_result([values[start:stop] for values in scores])
             start = stop
 
 
@@ -174,32 +156,12 @@ def too_busy(what: str, expected: str | None = None) -> Refused:
     return Refused(429, error, **{"Retry-After": str(RETRY_S)})
 
 
-def _parts(rows: Any, most: int) -> list[Any]:
-    cut = rows.slice if isinstance(rows, pa.Table) else lambda at, size: rows[at : at + size]
-    return [cut(at, most) for at in range(0, len(rows), most)]
-
-
-def _joined(parts: list[Any]) -> Any:
-    """Rows of several requests: lists, or tables of one schema."""
-    if len(parts) == 1:
-        return parts[0]
-    return [row for part in parts for row in part] if isinstance(parts[0], list) else pa.concat_tables(parts)
-
-
-def _scores(work: _Work, rows: Any) -> list[np.ndarray]:
-    scorer = work.scorer
-    if work.asked.user is not None:
-        return scorer.rank(work.asked.user, rows)
-    return scorer.score([scorer.reader_of(work.program).read(rows)], work.program)
-
-
-def _of_request(work: _Work) -> DataError | None:
-    """What is wrong with a request that is scored in parts: its place is counted from the first of them."""
+def _of_whole(piece: _Piece) -> DataError | None:
+    """Return the error of a query that is scored in parts, whose row is counted from the first part on."""
+    if piece.rows is piece.query.rows:
+        return None
     try:
-        if work.asked.rows is not None:
-            work.scorer.reader_of(work.program).read(work.asked.rows)
-        else:
-            work.scorer.rank(work.asked.user, work.asked.candidates)
+        piece.query.score(piece.query.rows)
     except DataError as error:
         return error
     return None

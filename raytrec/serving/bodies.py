@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,9 @@ from pydantic_core import from_json, to_json
 
 from raytrec.common.errors import DataError, RaytrecError, first_line
 from raytrec.data.arrow import is_list
-from raytrec.scoring.rows import THE_ROWS, to_array
+from raytrec.scoring.manifest import ProgramName
+from raytrec.scoring.rows import THE_ROWS, to_array, to_table
+from raytrec.scoring.scorer import Scorer
 from raytrec.serving.arrow_bodies import TooMuch, read_stream
 
 JSON, ARROW = "application/json", "application/vnd.apache.arrow.stream"
@@ -50,38 +52,50 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a request asks for.
+class Query:
+    """Rows that a request asks a model to score.
 
     Attributes:
-        rows: a table, or a list of mappings; None: there are a user and candidates.
+        scorer: Model that answers.
+        program: Program of the model: predict, or a tower.
+        rows: Rows; of a user, the candidates.
+        user: The user's single row, whose columns the candidates do not repeat; None: rows are complete.
     """
 
-    rows: Any = None
-    user: Any = None
-    candidates: Any = None
+    scorer: Scorer
+    program: ProgramName
+    rows: pa.Table
+    user: pa.Table | None = None
 
-    @property
-    def given(self) -> Any:
-        """What gets scores: the rows, or the candidates."""
-        return self.candidates if self.rows is None else self.rows
+    def score(self, rows: pa.Table) -> list[np.ndarray]:
+        """Return the scores of some of the rows, as Scorer.score does.
+
+        Raises:
+            DataError: A value does not fit the model.
+        """
+        if self.user is not None:
+            return self.scorer.rank(self.user, rows)
+        return self.scorer.score([self.scorer.reader_of(self.program).read(rows)], self.program)
 
 
-def read_body(content_type: str, body: bytes, columns: pa.Schema, limits: Limits) -> Asked:
-    """What a body asks for.
-
-    Args:
-        columns: of the model, with their types.
+def decode_request(
+    content_type: str, body: bytes, scorer: Scorer, program: ProgramName, limits: Limits
+) -> Query:
+    """Return the query of a request.
 
     Raises:
-        Refused: it is none, or has too much.
+        Refused: The body is malformed, or exceeds a limit.
+        DataError: A value does not fit its column.
     """
+    user = None
     if check_type(content_type, JSON, ARROW) == ARROW:
-        asked = Asked(rows=_arrow(body, columns, limits))
+        rows = _decode_arrow(body, scorer.columns, limits)
     else:
-        asked = _json(body, columns, limits)
-    _check_size(asked, columns, limits)
-    return asked
+        rows, user = _decode_json(body, scorer, program, limits)
+    _check_count(rows, limits)
+    for table in (rows, user):
+        _check_lists(table, limits)
+    return Query(scorer, program, rows, user)
 
 
 def check_type(content_type: str, *known: str) -> str:
@@ -97,7 +111,7 @@ def check_type(content_type: str, *known: str) -> str:
     return kind
 
 
-def _arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
+def _decode_arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
     try:
         return read_stream(body, columns.names, limits.body_bytes)
     except ValueError as error:
@@ -107,7 +121,10 @@ def _arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
         raise _bad(what, "the body", f"at most {expected:,} bytes", 413) from None
 
 
-def _json(body: bytes, columns: pa.Schema, limits: Limits) -> Asked:
+def _decode_json(
+    body: bytes, scorer: Scorer, program: ProgramName, limits: Limits
+) -> tuple[pa.Table, pa.Table | None]:
+    """Return (rows or candidates, the user or None)."""
     if body.count(b"{") > 10 * limits.rows:  # which would take seconds to read
         raise _bad("too many objects", "the body", f"{limits.rows:,} rows", 413)
     try:
@@ -118,23 +135,27 @@ def _json(body: bytes, columns: pa.Schema, limits: Limits) -> Asked:
         ) from None
     if not isinstance(values, dict):
         raise _bad("the body is not an object", "the body", f"an object with {FORMS}")
-    forms = {frozenset(("rows",)), frozenset(("columns",)), frozenset(("user", "candidates"))}
-    if frozenset(values) not in forms:
+    if set(values) not in ({"rows"}, {"columns"}, {"user", "candidates"}):
         raise _bad(f"the body has {', '.join(sorted(values)[:8]) or 'nothing'}", "the body", FORMS)
     if "columns" in values:
-        return Asked(rows=_of_columns(values["columns"], columns))
-    if not isinstance(values.get("rows", values.get("candidates")), list):
+        return _of_columns(values["columns"], scorer.columns), None
+    rows = values.get("rows", values.get("candidates"))
+    if not isinstance(rows, list):
         raise _bad("rows are not a list", "rows or candidates", "a list of objects")
+    _check_count(rows, limits)  # before they take memory in another form
     if "rows" in values:
-        return Asked(rows=values["rows"])
+        return to_table(rows, scorer.reader_of(program).columns), None
+    if program != "predict":
+        raise _bad("vectors are of rows", "the body", "rows or columns")
     if not isinstance(values["user"], dict):
         raise _bad("user is not an object", "user", "an object of columns and values")
-    return Asked(user=values["user"], candidates=values["candidates"])
+    user, candidates = scorer.ranking_tables(values["user"], rows)
+    return candidates, user
 
 
 def _of_columns(given: Any, columns: pa.Schema) -> pa.Table:
-    """Columns of a body as a table; those that are not the model's are passed over."""
-    if not isinstance(given, Mapping) or not all(isinstance(values, list) for values in given.values()):
+    """Return the model's columns of a body as a table; others are ignored."""
+    if not isinstance(given, dict) or not all(isinstance(values, list) for values in given.values()):
         raise _bad("columns is not an object of lists", "columns", "a list of values for each column")
     arrays = {}
     for field in columns:
@@ -148,40 +169,34 @@ def _of_columns(given: Any, columns: pa.Schema) -> pa.Table:
     return pa.table(arrays)
 
 
-def _check_size(asked: Asked, columns: pa.Schema, limits: Limits) -> None:
-    """Raises Refused where a request has no rows, too many, or too many ids in a row."""
-    rows = asked.given
+def _check_count(rows: Sized, limits: Limits) -> None:
+    """Raise Refused if a request has no rows, or too many."""
     if not len(rows):
         raise _bad("there are no rows", THE_ROWS, "at least one")
     if len(rows) > limits.rows:
         raise _bad(f"{len(rows):,} rows", THE_ROWS, f"at most {limits.rows:,} a request", 413)
-    for name, longest in _lengths(rows, columns):
-        if longest > limits.ids:
-            raise _bad(f"a row of '{name}' has {longest:,} values", name, f"at most {limits.ids:,}", 413)
-    if asked.user is not None:
-        _check_size(Asked(rows=[asked.user]), columns, limits)
 
 
-def _lengths(rows: Any, columns: pa.Schema) -> list[tuple[str, int]]:
-    """(column of the model, how many values a list of it has)."""
-    if isinstance(rows, pa.Table):
-        return [
-            (field.name, pc.max(pc.list_value_length(rows.column(place))).as_py() or 0)
-            for place, field in enumerate(rows.schema)
-            if is_list(field.type)
-        ]
-    lists = [field.name for field in columns if field.type.num_fields]
-    found = ((name, row.get(name)) for name in lists for row in rows if isinstance(row, dict))
-    return [(name, len(value)) for name, value in found if isinstance(value, list)]
+def _check_lists(table: pa.Table | None, limits: Limits) -> None:
+    """Raise Refused if a row has a list with too many values."""
+    for place, field in enumerate(table.schema if table is not None else ()):
+        if is_list(field.type):
+            longest = pc.max(pc.list_value_length(table.column(place))).as_py() or 0
+            if longest > limits.ids:
+                what = f"a row of '{field.name}' has {longest:,} values"
+                raise _bad(what, field.name, f"at most {limits.ids:,}", 413)
 
 
-def write_body(
+def encode_response(
     accept: str, version: str, names: Sequence[str], values: Sequence[np.ndarray]
 ) -> tuple[str, bytes]:
-    """(type, body) of an answer.
+    """Return the type and the body of a response.
 
     Args:
-        names, values: of columns, [rows] or [rows, width].
+        accept: Header Accept of the request; Arrow if the header names Arrow, else JSON.
+        version: Version of the model.
+        names: Columns of the response.
+        values: Values of each column, [rows] or [rows, width].
     """
     if ARROW in accept:
         arrays = [pa.array(each if each.ndim == 1 else list(each)) for each in values]

@@ -8,84 +8,50 @@ import shlex
 import signal
 import urllib.error
 import urllib.request
-from pathlib import Path
 from threading import Event
 from typing import Any
 
-from raytrec.cluster.access import make_token
 from raytrec.cluster.head import check_ports
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import absolute, open_filesystem
-from raytrec.scoring.manifest import read_manifest
-from raytrec.serving.bodies import JSON
+from raytrec.serving.options import TOKEN, Served, read_token, token_file
 
-TOKEN = "RAYTREC_SERVE_TOKEN"
 PROMOTION_S = 1800  # that a promotion may take, in which all replicas load tables
 
 
-def serve(
-    uri: str,
-    *,
-    name: str | None = None,
-    address: str | None = None,
-    replicas: str = "1",
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    no_token: bool = False,
-    allow_code: bool = False,
-    log_requests: str | None = None,
-    log_sample: float = 0.01,
-    promote_from: str | None = None,
-) -> None:
-    """Serves an export until SIGINT or SIGTERM.
+def serve(served: Served, address: str | None = None, replicas: str = "1") -> None:
+    """Serve an export until SIGINT or SIGTERM.
 
     Args:
-        uri: of the export; all nodes must reach it.
-        name: of the service; default: the run's.
-        address: of a Ray cluster; default: a new local one, which ends with the service.
-        replicas: processes that answer: N, or MIN:MAX by load.
-        host: that replicas listen on.
-        no_token: answer without a token.
-        allow_code: transforms of the export may name code.
-        log_requests: folder of a sample of requests and their scores; all nodes must reach it.
-        log_sample: the share of requests that is written.
-        promote_from: Folder of the exports that `promote` may name; default: the one that contains `uri`.
+        served: Options of the service.
+        address: Address of a Ray cluster; default: a new local one, which ends with the service.
+        replicas: Processes that answer: N, or MIN:MAX by load.
 
     Raises:
-        RunError: there is no export, Ray Serve is not installed, or the port is taken. ConfigError: replicas.
-        DataError: the folder's address is none.
+        RunError: There is no export, Ray Serve is not installed, or the port is taken.
+        ConfigError: `replicas` is malformed.
+        DataError: The address of the log is malformed.
     """
     least, most = _numbers(replicas)
-    uri, log_requests = absolute(uri), log_requests and absolute(log_requests)
-    if log_requests:
-        open_filesystem(log_requests)
-    name = name or read_manifest(uri).source.run
-    check_ports({"--port": port})
-    token = None if no_token else _token(name)
+    if served.log_requests:
+        open_filesystem(served.log_requests)
+    served = served.named()
+    check_ports({"--port": served.port})
+    token = None if served.no_token else read_token(served.name)
     _require_serve()
     from raytrec.cluster.session import ray_session
-    from raytrec.serving.deployment import Served, deploy, end, print_news
+    from raytrec.serving.deployment import deploy, end, print_news
 
-    served = Served(
-        uri=uri,
-        name=name,
-        host=host,
-        port=port,
-        allow_code=allow_code,
-        log_requests=log_requests,
-        log_sample=log_sample,
-        promote_from=promote_from and absolute(promote_from),
-    )
     with ray_session(address, 1 + most):
         stop = Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         try:
             deploy(served, (least, most), token)
-            _say(name, f"http://{host}:{port}", token is not None)
-            print_news(name, stop)
+            _say(served.name, f"http://{served.host}:{served.port}", token is not None)
+            print_news(served.name, stop)
         finally:
-            end(name)
+            end(served.name)
 
 
 def _numbers(replicas: str) -> tuple[int, int]:
@@ -110,19 +76,6 @@ def _require_serve() -> None:
             expected="raytrec[serve]",
             do="pip install --no-deps -r requirements/serve.txt (docs/serving.md)",
         ) from None
-
-
-def token_file(name: str) -> Path:
-    """Where this user's token of a service is."""
-    home = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(home) if home else Path.home() / ".config") / "raytrec" / f"serve-{name}.token"
-
-
-def _token(name: str) -> str:
-    """RAYTREC_SERVE_TOKEN, else that of the service's file, which is made where there is none."""
-    if given := os.environ.get(TOKEN):
-        return given
-    return make_token(token_file(name))
 
 
 def _say(name: str, url: str, has_token: bool) -> None:
@@ -151,8 +104,8 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
         raise ConfigError(
             "promote takes a URI, or --rollback", where="raytrec promote", expected="one of the two"
         )
-    token = os.environ.get(TOKEN) or (name and token_file(name).exists() and _token(name)) or ""
-    headers = {"Content-Type": JSON} | ({"Authorization": f"Bearer {token}"} if token else {})
+    token = os.environ.get(TOKEN) or (name and token_file(name).exists() and read_token(name)) or ""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     body = json.dumps({} if uri is None else {"uri": absolute(uri)}).encode()
     request = urllib.request.Request(f"{service.rstrip('/')}/promote", body, headers, method="POST")
     try:

@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from copy import copy
 from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any
@@ -24,7 +23,6 @@ from prometheus_client.metrics_core import Metric
 
 from raytrec.common.errors import RaytrecError, RunError
 from raytrec.serving.figures import write_metrics
-from raytrec.serving.versions import Export, Versions
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +30,14 @@ FOLLOW_S = 5.0  # after which a replica that has nothing to do asks again
 GONE_S = 15.0  # after which a replica that has not asked is taken for ended
 LOAD_S = 1800.0  # that loading may take
 MAX_ENDED = 1  # replicas that may end while an export is loaded: with more, loading is taken for the cause
+
+
+@dataclass(frozen=True)
+class Export:
+    """Where an export is, and its manifest's version."""
+
+    uri: str
+    version: str
 
 
 @dataclass(frozen=True)
@@ -238,27 +244,3 @@ class Coordinator:
         now = monotonic()
         self._replicas = {name: seen for name, seen in self._replicas.items() if now - seen.at < GONE_S}
         return self._replicas
-
-
-def carry_out(versions: Versions, order: Order, before: Report) -> Report:
-    """Carries out an order.
-
-    Args:
-        before: the report of the order before it.
-    """
-    answer, prepared, error = order.answer, None, None
-    try:
-        if versions.current.version != answer.version:
-            if before.prepared != answer.version:
-                versions.prepare(answer.uri)
-            versions.commit(answer.version)
-        if order.prepare:
-            prepared = versions.prepare(order.prepare)
-        else:
-            versions.forget()
-    except RaytrecError as failed:
-        error = copy(failed)  # its traceback would keep the exports of its frames
-    except Exception as failed:
-        log.exception("an order could not be carried out")
-        error = RunError(f"{type(failed).__name__}: {failed}", where=order.prepare or answer.uri)
-    return Report(order.number, versions.current.version, prepared, error)

@@ -12,25 +12,26 @@ from dataclasses import replace
 from threading import Event, Lock, Thread
 from time import perf_counter, process_time
 from typing import Any
+from urllib.parse import unquote
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from pydantic import Field
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
-from raytrec.config.base import Section
+from raytrec.common.storage import absolute, chooses_server, open_filesystem
 from raytrec.scoring.manifest import read_manifest
-from raytrec.serving.app import App, Endpoint, Service
+from raytrec.scoring.scorer import Scorer
+from raytrec.serving.app import Service, json_response
 from raytrec.serving.bodies import JSON, Refused, check_type
-from raytrec.serving.command import TOKEN
-from raytrec.serving.coordinator import FOLLOW_S, LOAD_S, Coordinator, Order, Report, carry_out
+from raytrec.serving.coordinator import FOLLOW_S, LOAD_S, Coordinator, Export, Order, Report
 from raytrec.serving.figures import about_model
 from raytrec.serving.listener import Listener
-from raytrec.serving.places import containing_folder, resolve_export
+from raytrec.serving.openapi import Endpoint
+from raytrec.serving.options import TOKEN, Served
 from raytrec.serving.request_log import RequestLog
-from raytrec.serving.versions import Export, Loaded, load_either
+from raytrec.serving.versions import carry_out, load_either
 
 NAMESPACE = "raytrec-serve"
 BUSY = 0.6  # share of the time that replicas score, which their number is kept near
@@ -55,29 +56,26 @@ class Replica:
         versions, failed = load_either(now, before, served.allow_code)
         if failed:
             ray.get(self._coordinator.fall_back.remote(now, failed))
-        self.service = Service(versions, token)
-        if served.log_requests:
-            figures = self.service.figures
-            self.service.request_log = RequestLog(
-                served.log_requests, served.log_sample, self._id, figures.logged, figures.not_logged
-            )
+        endpoints = [
+            Endpoint("POST", "/promote", self._promote, "Answer with the export at uri; {}: the one before."),
+            Endpoint("GET", "/versions", self._versions, "The version that each replica answers with."),
+            Endpoint("GET", "/metrics", self._metrics, "Metrics of all replicas, for Prometheus."),
+            Endpoint("GET", "/model", self._model, "The model that answers, and the version before it."),
+        ]
+        self.service = Service(versions, token, more=endpoints)
+        if folder := served.log_requests:
+            self.service.request_log = RequestLog(folder, served.log_sample, self._id, self.service.figures)
         self._promote_from = served.promote_from or served.uri
         self._join()
-        more: dict[tuple[str, str], Endpoint] = {
-            ("POST", "/promote"): self._promote,
-            ("GET", "/versions"): self._versions,
-            ("GET", "/metrics"): self._metrics,
-            ("GET", "/model"): self._model,
-        }
         self._busy = perf_counter(), process_time()
-        self._listener = Listener(App(self.service, more), served.host, served.port)
+        self._listener = Listener(self.service, served.host, served.port)
 
     def _join(self) -> None:
         """Follows the coordinator from now on: promotions wait for this replica, too. Returns when it has the
         version that all answer with, because another may have been promoted while it loaded."""
         # Orders are carried out one after the other in a thread; meanwhile another one reports.
         self._loads, self._reports = ThreadPoolExecutor(1, "load"), Lock()
-        self._done, self._settled = Report(-1, self.service.versions.current.version), Event()
+        self._done, self._settled = Report(-1, self.service.versions.version), Event()
         Thread(target=self._follow, name="follow", daemon=True).start()
         if not self._settled.wait(LOAD_S):
             raise self._done.error or RunError("the coordinator does not answer", where="the service")
@@ -101,9 +99,9 @@ class Replica:
             if self.service.request_log:
                 self.service.request_log.close()
 
-    async def _promote(self, request: Request, now: Loaded) -> Response:
-        """POST /promote {"uri": …}, or {} for the version before. As JSON alone: a page of another site can
-        have a browser send forms and plain text to a service on loopback that wants no token."""
+    async def _promote(self, request: Request, scorer: Scorer) -> Response:
+        # JSON alone, because a page of another site can make a browser send forms and plain text to a service
+        # on loopback that requires no token.
         check_type(request.headers.get("content-type", ""), JSON)
         try:
             values = from_json(await self.service.read(request))
@@ -114,20 +112,18 @@ class Replica:
             raise Refused(400, DataError("no uri", where="the body", expected='{"uri": "URI"}, or {}'))
         uri = resolve_export(given, self._promote_from) if "uri" in values else None
         version = await self._asking(lambda: self._coordinator.promote.remote(uri))
-        return _json({"version": version})
+        return json_response({"version": version})
 
-    async def _versions(self, request: Request, now: Loaded) -> Response:
-        """GET /versions: what each replica answers with."""
-        return _json(await self._asking(self._coordinator.versions.remote))
+    async def _versions(self, request: Request, scorer: Scorer) -> Response:
+        return json_response(await self._asking(self._coordinator.versions.remote))
 
-    async def _metrics(self, request: Request, now: Loaded) -> Response:
-        """GET /metrics, of Prometheus: all replicas, as of their last reports."""
+    async def _metrics(self, request: Request, scorer: Scorer) -> Response:
         text = await self._asking(self._coordinator.metrics.remote)
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    async def _model(self, request: Request, now: Loaded) -> Response:
-        """GET /model: the model that answers, the version before it, and what each replica answers with."""
-        return _json(await self._asking(self._coordinator.overview.remote) | {"model": about_model(now)})
+    async def _model(self, request: Request, scorer: Scorer) -> Response:
+        overview = await self._asking(self._coordinator.overview.remote)
+        return json_response(overview | {"model": about_model(scorer)})
 
     async def _asking(self, ask: Callable[[], Any]) -> Any:
         """What the coordinator answers; its errors are the client's."""
@@ -157,7 +153,7 @@ class Replica:
             except Exception:  # the coordinator is being started again, or this process ends
                 time.sleep(1)
                 continue
-            failed = work and work.done() and versions.current.version != order.answer.version
+            failed = work and work.done() and versions.version != order.answer.version
             if order.number != given or failed:
                 given, work = order.number, self._loads.submit(self._carry_out, order)
 
@@ -170,39 +166,49 @@ class Replica:
             self._settled.set()
 
     def _report(self) -> Report:
-        service, now = self.service, self.service.versions.current
-        figures = tuple(service.figures.collect(about_model(now), service.batcher.waiting))
-        return replace(self._done, version=now.version, figures=figures)
+        service, scorer = self.service, self.service.versions.current.scorer
+        figures = tuple(service.figures.collect(about_model(scorer), service.batcher.waiting))
+        return replace(self._done, version=scorer.version, figures=figures)
 
 
-def _json(values: Any) -> Response:
-    return Response(to_json(values), media_type=JSON)
+def containing_folder(uri: str) -> str:
+    """Return the folder that contains an export; the bucket if the export fills a bucket."""
+    place, query = _split(uri)
+    parent = place.rpartition("/")[0] or "/"
+    return (place if parent.endswith(":/") else parent) + query
+
+
+def resolve_export(uri: str, folder: str) -> str:
+    """Return the place of an export, with links resolved, if it is in a folder and on the folder's server.
+
+    Args:
+        uri: Local path or URI that a client has sent.
+        folder: Local path or URI of the folder.
+
+    Raises:
+        Refused: The export is elsewhere, or the URI chooses another server.
+    """
+    (place, query), (root, own_query) = _split(uri), _split(folder)
+    root, same_server = root.rstrip("/") + "/", not (chooses_server(uri) or chooses_server(folder))
+    inner = unquote(place.removeprefix(root)).split("/")
+    if place.startswith(root) and (same_server or query == own_query) and not {"", ".", ".."} & {*inner}:
+        return place + query
+    what = "the export is not in the folder of the service, or on another server"
+    raise Refused(403, RunError(what, where=uri, expected=f"an export in {folder} (--promote-from)"))
+
+
+def _split(uri: str) -> tuple[str, str]:
+    """Return (path with links resolved, nothing) of a local place, (the rest, ?query) of a URI."""
+    if "://" not in uri or uri.startswith("file:///"):
+        return os.path.realpath(open_filesystem(absolute(uri))[1]), ""
+    place, mark, query = uri.partition("?")
+    return place.rstrip("/"), mark + query
 
 
 def replicas_for(context: Any) -> tuple[float, dict]:
     """Serve's policy of a service by load: so many replicas that each is busy BUSY of the time."""
     busy = (context.aggregated_metrics or {}).get("busy", {})
     return (sum(busy.values()) / BUSY if busy else context.current_num_replicas), {}
-
-
-class Served(Section):
-    """What a service is made of."""
-
-    uri: str
-    """Of the export; every node must reach it. Another one is promoted, on the replicas that there are."""
-    name: str
-    host: str = "127.0.0.1"
-    """That replicas listen on, on each node that has one."""
-    port: int = 8000
-    no_token: bool = False
-    """Answer without a token; else RAYTREC_SERVE_TOKEN is it."""
-    allow_code: bool = False
-    """Transforms of the export may name code."""
-    promote_from: str | None = None
-    """Folder of the exports that POST /promote accepts; default: the one that contains uri."""
-    log_requests: str | None = None
-    """Folder of a sample of requests and their scores."""
-    log_sample: float = Field(default=0.01, gt=0, le=1)
 
 
 def app(args: dict[str, Any]) -> Any:
@@ -220,7 +226,7 @@ def app(args: dict[str, Any]) -> Any:
             expected="the token that clients send",
             do=f"set {TOKEN} on all nodes, from a Secret; or no_token: true, where others guard the service",
         )
-    return build(served, None if served.no_token else token)
+    return build(served.named(), None if served.no_token else token)
 
 
 def build(served: Served, token: str | None, **scaling: Any) -> Any:

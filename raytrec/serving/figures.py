@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from raytrec.serving.versions import Loaded
+from raytrec.scoring.scorer import Scorer
 
 # Bounds of the histogram of times: 0.5 ms to 7 s, close enough for percentiles.
 SECONDS = (5e-4, *(m * 10**e for e in (-3, -2, -1, 0) for m in (1, 1.5, 2, 3, 5, 7)))
@@ -53,12 +53,12 @@ class Figures:
         return [*counted, waits, version, age]
 
 
-def about_model(now: Loaded) -> dict[str, Any]:
-    """Version, run and step of a model; when it was exported, and how long ago."""
-    manifest = now.scorer.manifest
+def about_model(scorer: Scorer) -> dict[str, Any]:
+    """Return version, run and step of a model, the time of its export, and its age in seconds."""
+    manifest = scorer.manifest
     age = (datetime.now(UTC) - datetime.fromisoformat(manifest.made)).total_seconds()
     return {
-        "version": now.version,
+        "version": scorer.version,
         "run": manifest.source.run,
         "step": manifest.source.step,
         "made": manifest.made,

@@ -1,12 +1,16 @@
-"""The service's OpenAPI document, of the columns that a model takes."""
+"""The service's endpoints, and the OpenAPI document that describes them with the model's columns."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 from pyarrow import types
 from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
 
 from raytrec.data.arrow import list_element
 from raytrec.scoring.scorer import Scorer
@@ -14,48 +18,76 @@ from raytrec.serving.bodies import ARROW, JSON
 
 ERRORS = {
     "400": "A body, column or value that does not fit; names field and reason.",
-    "401": "No token, or another.",
     "413": "More bytes, rows or ids than are taken.",
     "429": "Too many rows wait; Retry-After has seconds.",
 }
 
 
-def describe(scorer: Scorer) -> dict[str, Any]:
-    """The document as plain values."""
-    manifest = scorer.manifest
+class Endpoint(NamedTuple):
+    """One entry of the table by which requests are dispatched and documented.
+
+    Attributes:
+        answer: (request, model that answers) → response.
+        summary: One sentence of the OpenAPI document.
+        is_open: True if no token is required.
+    """
+
+    method: str
+    path: str
+    answer: Callable[[Request, Scorer], Awaitable[Response]]
+    summary: str
+    is_open: bool = False
+
+
+def describe(scorer: Scorer, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
+    """Return the OpenAPI document as plain values."""
+    manifest, paths = scorer.manifest, defaultdict(dict)
     row = {"type": "object", "properties": {field.name: _type(field.type) for field in scorer.columns}}
     rows = {"type": "array", "items": row}
     lists = {field.name: {"type": "array", "items": _type(field.type)} for field in scorer.columns}
-    body = {
-        "oneOf": [
-            _object(rows=rows),
-            _object(columns={"type": "object", "properties": lists}),
-            _object(user=row, candidates=rows),
-        ]
+    columns = _object(columns={"type": "object", "properties": lists})
+    users = _object(user=row, candidates=rows)
+    arrow = {ARROW: {"schema": {"type": "string", "format": "binary"}}}
+    example = {"example": {"rows": example_rows(scorer)}}
+    bodies = {
+        "/predict": arrow | {JSON: {"schema": {"oneOf": [_object(rows=rows), columns, users]}} | example},
+        "/vectors": arrow | {JSON: {"schema": {"oneOf": [_object(rows=rows), columns]}}},
+        "/promote": {JSON: {"schema": {"type": "object", "properties": {"uri": {"type": "string"}}}}},
     }
-    example = {"rows": example_rows(scorer)}
-    paths = {"/predict": _post("Predictions of rows, or of one user's candidates.", body, example)}
-    if manifest.towers:
-        tower = {"name": "tower", "in": "query", "schema": {"enum": ["query", "item"]}}
-        paths["/vectors"] = _post("Vectors of rows.", _object(rows=rows), None) | {"parameters": [tower]}
+    tower = {"name": "tower", "in": "query", "schema": {"enum": ["query", "item"]}}
+    for each in endpoints:
+        if each.path == "/vectors" and not manifest.towers:
+            continue
+        content = bodies.get(each.path)
+        body = {"requestBody": {"required": True, "content": content}} if content else {}
+        errors = (ERRORS if body else {}) | ({} if each.is_open else {"401": "No token, or another."})
+        paths[each.path][each.method.lower()] = {
+            "summary": each.summary,
+            "responses": {
+                status: {"description": text} for status, text in {"200": each.summary, **errors}.items()
+            },
+            **({"security": []} if each.is_open else {}),
+            **({"parameters": [tower]} if each.path == "/vectors" else {}),
+            **body,
+        }
     return {
         "openapi": "3.1.0",
-        "info": {"title": manifest.source.run, "version": manifest.version},
-        "paths": {path: {"post": operation} for path, operation in paths.items()},
+        "info": {"title": manifest.source.run, "version": scorer.version},
+        "paths": paths,
         "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
         "security": [{"token": []}],
     }
 
 
-def example_rows(scorer: Scorer, count: int = 1) -> list[dict[str, Any]]:
-    """Rows to try: golden ones, else made up ones."""
+def example_rows(scorer: Scorer) -> list[dict[str, Any]]:
+    """Return a row to try: a golden one, else a made up one."""
     if len(scorer.golden):
-        return scorer.golden.select(scorer.columns.names).slice(0, count).to_pylist()
+        return scorer.golden.select(scorer.columns.names).slice(0, 1).to_pylist()
     return [{field.name: _value(field.type) for field in scorer.columns}]
 
 
 def example_text(scorer: Scorer) -> str:
-    """A body of /predict to try, a column a line."""
+    """Return a body of /predict to try, one column a line."""
     (row,) = example_rows(scorer)
     columns = (f"{_json(name)}: {_json(value)}" for name, value in row.items())
     return '{"rows": [{\n  ' + ",\n  ".join(columns) + "\n}]}\n"
@@ -67,21 +99,6 @@ def _json(value: Any) -> str:
 
 def _object(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-def _post(summary: str, body: dict[str, Any], example: Any) -> dict[str, Any]:
-    content: dict[str, Any] = {
-        JSON: {"schema": body},
-        ARROW: {"schema": {"type": "string", "format": "binary"}},
-    }
-    if example is not None:
-        content[JSON]["example"] = example
-    return {
-        "summary": summary,
-        "requestBody": {"required": True, "content": content},
-        "responses": {"200": {"description": "Version and columns."}}
-        | {status: {"description": text} for status, text in ERRORS.items()},
-    }
 
 
 def _type(kind: pa.DataType) -> dict[str, Any]:

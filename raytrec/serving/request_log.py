@@ -12,7 +12,6 @@ from queue import Empty, SimpleQueue
 from random import random
 from threading import Lock, Thread
 from time import monotonic
-from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import numpy as np
@@ -23,18 +22,14 @@ from raytrec.common.output_folder import OutputFolder
 from raytrec.common.redaction import hide
 from raytrec.common.storage import absolute
 from raytrec.data.arrow import pick_columns
-from raytrec.scoring.rows import to_table
-from raytrec.serving.bodies import Asked
-from raytrec.serving.versions import Loaded
-
-if TYPE_CHECKING:
-    from prometheus_client import Counter
+from raytrec.scoring.rows import with_user
+from raytrec.serving.bodies import Query
+from raytrec.serving.figures import Figures
+from raytrec.skew.rows import REQUEST, VERSION
 
 _log = logging.getLogger(__name__)
 MOST_WAITING = 20_000  # rows between requests and the thread
 CLOSE_S = 15.0  # that the last files may take: Serve kills a replica after 20 s
-VERSION = b"raytrec.version"  # of a file's rows, in its metadata
-REQUEST = "_request"
 
 
 @dataclass(frozen=True)
@@ -42,8 +37,7 @@ class Logged:
     """A request that was answered."""
 
     path: str
-    now: Loaded
-    asked: Asked
+    query: Query
     scores: Sequence[np.ndarray]
     id: str = field(default_factory=lambda: uuid4().hex)
     time: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -60,7 +54,7 @@ class RequestLog:
         uri: the folder; local, s3:// or gs://.
         sample: the share of requests that is written.
         writer: is part of the files' names; no other process may have it.
-        written, dropped: count rows.
+        figures: count the rows that are written or dropped.
         every_s, most_rows: after which a file is closed.
     """
 
@@ -69,22 +63,25 @@ class RequestLog:
         uri: str,
         sample: float,
         writer: str,
-        written: Counter,
-        dropped: Counter,
+        figures: Figures,
         *,
         every_s: float = 60.0,
         most_rows: int = 10_000,
     ):
         self._uri, self._sample, self._writer = absolute(uri), sample, writer
-        self._written, self._dropped = written, dropped
+        self._written, self._dropped = figures.logged, figures.not_logged
         self._every_s, self._most_rows = every_s, most_rows
         self._queue: SimpleQueue[Logged | None] = SimpleQueue()  # None: the end
         self._waiting, self._lock, self._files = 0, Lock(), 0
         self._thread = Thread(target=self._run, name="request-log", daemon=True)
         self._thread.start()
 
-    def offer(self, path: str, now: Loaded, asked: Asked, scores: Sequence[np.ndarray]) -> str | None:
-        """Takes a request that was answered, if it is of the sample; its id in the log, or None."""
+    def offer(self, path: str, query: Query, scores: Sequence[np.ndarray]) -> str | None:
+        """Add a request that was answered to the log if it is in the sample.
+
+        Returns:
+            Its id in the log; None: it is not logged.
+        """
         if random() >= self._sample:
             return None
         rows = len(scores[0])
@@ -94,7 +91,7 @@ class RequestLog:
         if not fits:
             self._dropped.inc(rows)
             return None
-        self._queue.put(logged := Logged(path, now, asked, scores))
+        self._queue.put(logged := Logged(path, query, scores))
         return logged.id
 
     def close(self) -> None:
@@ -113,7 +110,7 @@ class RequestLog:
             except Empty:
                 pass
             if logged is not None and (table := self._as_table(logged)) is not None:
-                tables[logged.now.version].append(table)
+                tables[logged.query.scorer.version].append(table)
                 rows += len(table)
             if ended or rows >= self._most_rows or monotonic() >= due:
                 for version, parts in tables.items():
@@ -155,10 +152,11 @@ def logged_rows(logged: Logged) -> pa.Table:
     Raises:
         ArrowException, RaytrecError: a value has no place in the type of its column.
     """
-    scorer, asked = logged.now.scorer, logged.asked
+    query, scorer, table = logged.query, logged.query.scorer, logged.query.rows
     columns = scorer.reader.columns
-    rows = asked.rows if asked.user is None else [each | asked.user for each in asked.candidates]
-    table = pick_columns(to_table(rows, columns), columns.names).cast(columns)
+    if query.user is not None:
+        table = with_user(table, query.user, query.user.column_names)
+    table = pick_columns(table, columns.names).cast(columns)
     scores = scorer.as_table(logged.scores)
     for name in scores.column_names:
         table = table.append_column(name, scores[name])
@@ -166,7 +164,7 @@ def logged_rows(logged: Logged) -> pa.Table:
         REQUEST: (logged.id, pa.string()),
         "_time": (logged.time, pa.timestamp("us", "UTC")),
         "_path": (logged.path, pa.string()),
-        "_version": (logged.now.version, pa.string()),
+        "_version": (scorer.version, pa.string()),
     }
     for name, (value, kind) in about.items():
         table = table.append_column(name, pa.repeat(pa.scalar(value, kind), len(table)))

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
-from functools import cached_property
+import logging
+from copy import copy
 from threading import Lock
+from typing import NamedTuple
 
 from raytrec.common.errors import RaytrecError, RunError
 from raytrec.scoring.load import load
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
+from raytrec.serving.coordinator import Export, Order, Report
+
+log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Export:
-    """Where an export is, and its manifest's version."""
-
-    uri: str
-    version: str
-
-
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """An export in memory."""
 
     uri: str
     scorer: Scorer
-
-    @cached_property
-    def version(self) -> str:
-        """Its manifest's."""
-        return self.scorer.manifest.version
 
 
 class Versions:
@@ -53,6 +43,11 @@ class Versions:
     def _load(self, uri: str) -> Loaded:
         return Loaded(uri, load(uri, check_tables=True, allow_code=self._allow_code))
 
+    @property
+    def version(self) -> str:
+        """The version that answers."""
+        return self.current.scorer.version
+
     def prepare(self, uri: str) -> str:
         """Loads a further export, and compares checksums and golden rows; its version.
 
@@ -61,9 +56,9 @@ class Versions:
         """
         with self._lock:
             wanted, known = (uri, read_manifest(uri).version), (self.current, self.previous, self._prepared)
-            found = next((each for each in known if each and (each.uri, each.version) == wanted), None)
+            found = next((each for each in known if each and (each.uri, each.scorer.version) == wanted), None)
             self._prepared = found or self._load(uri)
-            return self._prepared.version
+            return self._prepared.scorer.version
 
     def commit(self, version: str) -> None:
         """Lets the prepared export answer.
@@ -72,8 +67,8 @@ class Versions:
             RunError: it is not that one.
         """
         with self._lock:
-            if self.current.version != version:
-                if self._prepared is None or self._prepared.version != version:
+            if self.version != version:
+                if self._prepared is None or self._prepared.scorer.version != version:
                     raise RunError(f"{version} is not prepared", where="the service", do="prepare it first")
                 self.current, self.previous = self._prepared, self.current
             self._prepared = None
@@ -99,10 +94,34 @@ def load_either(now: Export, before: Export | None, allow_code: bool) -> tuple[V
     for export in filter(None, (now, before)):
         try:
             versions = Versions(export.uri, allow_code)
-            if (found := versions.current.version) == export.version:
+            if (found := versions.version) == export.version:
                 return versions, str(errors[0]) if errors else None
             what = f"the export has been changed in place, from {export.version} to {found}"
             errors.append(RunError(what, where=export.uri))
         except RaytrecError as error:
             errors.append(error)
     raise errors[0]
+
+
+def carry_out(versions: Versions, order: Order, before: Report) -> Report:
+    """Carries out an order.
+
+    Args:
+        before: the report of the order before it.
+    """
+    answer, prepared, error = order.answer, None, None
+    try:
+        if versions.version != answer.version:
+            if before.prepared != answer.version:
+                versions.prepare(answer.uri)
+            versions.commit(answer.version)
+        if order.prepare:
+            prepared = versions.prepare(order.prepare)
+        else:
+            versions.forget()
+    except RaytrecError as failed:
+        error = copy(failed)  # its traceback would keep the exports of its frames
+    except Exception as failed:
+        log.exception("an order could not be carried out")
+        error = RunError(f"{type(failed).__name__}: {failed}", where=order.prepare or answer.uri)
+    return Report(order.number, versions.version, prepared, error)

@@ -18,7 +18,8 @@ from launching import ROOT, Planner
 from pydantic import BaseModel, ConfigDict, Field
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-from raytrec.serving.deployment import Served, replicas_for
+from raytrec.serving.deployment import replicas_for
+from raytrec.serving.options import Served
 
 FOLDER, KUBERNETES = ROOT / "deploy" / "kuberay", "1.33"
 WORKER, READER = {"CPU": 1, "GPU": 1}, {"CPU": 1}

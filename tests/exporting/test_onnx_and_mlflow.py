@@ -23,7 +23,7 @@ from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.exporting.mlflow_model import REQUIRED, signature_of
 from raytrec.exporting.onnx_model import make_onnx
 from raytrec.exporting.programs import Program
-from raytrec.scoring.inputs import Input
+from raytrec.scoring.manifest import Input
 
 
 @pytest.fixture(scope="module")

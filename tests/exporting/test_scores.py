@@ -12,6 +12,7 @@ from served import Http, assert_same
 
 import raytrec
 from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.scoring.rows import to_table
 
 ROWS = 300
 SCHEMA = {
@@ -141,26 +142,27 @@ def test_rows_in_every_form_score_as_the_run_predicts(folder, made, model):
 
 @pytest.mark.survive
 def test_a_request_log_has_the_models_types_and_is_compared_column_by_column(folder, made, model, tmp_path):
-    from prometheus_client import CollectorRegistry, Counter
-
-    from raytrec.serving.bodies import Asked
+    from raytrec.serving.bodies import Query
+    from raytrec.serving.figures import Figures
     from raytrec.serving.request_log import RequestLog
-    from raytrec.serving.skew import skew
-    from raytrec.serving.versions import Loaded
+    from raytrec.skew.compare import skew
 
-    counters = [Counter(name, "-", registry=CollectorRegistry()) for name in ("written", "dropped")]
-    log = RequestLog(str(tmp_path), 1.0, "writer", *counters)
-    table, loaded = pq.read_table(folder / "data/train"), Loaded(str(made[2]), model)
+    figures = Figures()
+    log = RequestLog(str(tmp_path), 1.0, "writer", figures)
+    table = pq.read_table(folder / "data/train")
     scores = model.score([model.reader.read(table)])
     rows = as_rows(table)
     user = {name: rows[0][name] for name in ("user", "history")}
     others = [{k: v for k, v in row.items() if k not in user} for row in rows[:9]]
-    log.offer("/predict", loaded, Asked(user=user, candidates=others), model.rank(user, others))
+    of_user, candidates = model.ranking_tables(user, others)
+    query = Query(model, "predict", candidates, of_user)
+    log.offer("/predict", query, query.score(candidates))
     for at in range(len(table)):
         each = [values[at : at + 1] for values in scores]
-        log.offer("/predict", loaded, Asked(rows=table.slice(at, 1) if at % 2 else rows[at : at + 1]), each)
+        part = table.slice(at, 1) if at % 2 else to_table(rows[at : at + 1], model.columns)
+        log.offer("/predict", Query(model, "predict", part), each)
     log.close()
-    assert [each._value.get() for each in counters] == [len(table) + 9, 0]
+    assert [each._value.get() for each in (figures.logged, figures.not_logged)] == [len(table) + 9, 0]
     logged = pq.read_table(tmp_path)
     assert logged.select(model.columns.names).schema.equals(model.columns)
     found = skew(str(tmp_path), str(made[2]), data=str(folder / "data/train")).metrics

@@ -12,7 +12,6 @@ import object_stores
 import pyarrow.parquet as pq
 import pytest
 from exports import trained
-from prometheus_client import CollectorRegistry, Counter
 from test_models import Modelled
 
 import raytrec
@@ -20,10 +19,10 @@ from raytrec.common.errors import RunError
 from raytrec.common.output_folder import OutputFolder
 from raytrec.common.processes import owner
 from raytrec.common.storage import open_filesystem
-from raytrec.serving.bodies import Asked
+from raytrec.serving.bodies import Query
+from raytrec.serving.figures import Figures
 from raytrec.serving.request_log import RequestLog
-from raytrec.serving.skew import skew
-from raytrec.serving.versions import Loaded
+from raytrec.skew.compare import skew
 
 pytestmark = [pytest.mark.survive, pytest.mark.processes]
 
@@ -137,12 +136,11 @@ def test_what_a_killed_process_has_copied_is_removed(bucket, made, copies):
 
 def test_a_log_of_requests_goes_to_a_store_and_is_read_there(bucket, made):
     _, local, table = made
-    loaded = Loaded(str(local), raytrec.load(local))
-    counters = [Counter(name, "-", registry=CollectorRegistry()) for name in ("written", "dropped")]
-    log = RequestLog(f"{bucket}/log", 1.0, "writer", *counters)
-    log.offer("/predict", loaded, Asked(rows=table), loaded.scorer.score([loaded.scorer.reader.read(table)]))
+    query, figures = Query(raytrec.load(local), "predict", table), Figures()
+    log = RequestLog(f"{bucket}/log", 1.0, "writer", figures)
+    log.offer("/predict", query, query.score(table))
     log.close()
-    assert [each._value.get() for each in counters] == [len(table), 0]
+    assert [each._value.get() for each in (figures.logged, figures.not_logged)] == [len(table), 0]
     filesystem, path = open_filesystem(f"{bucket}/data")
     pq.write_table(table, f"{path}/rows.parquet", filesystem=filesystem)
     found = skew(f"{bucket}/log", str(local), data=f"{bucket}/data").metrics

@@ -7,7 +7,7 @@ import urllib.request
 import numpy as np
 import pyarrow as pa
 
-from raytrec.serving.app import App, Service
+from raytrec.serving.app import Service
 from raytrec.serving.bodies import ARROW, JSON
 from raytrec.serving.listener import Listener
 from raytrec.serving.versions import Versions
@@ -24,7 +24,7 @@ class Http:
 
     def __init__(self, service=None):
         self.service = service = service or Service(None, TOKEN)
-        self._listener = Listener(App(service), "127.0.0.1", 0)
+        self._listener = Listener(service, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._listener.port}"
 
     def serve(self, export):

@@ -6,6 +6,8 @@ import re
 import shutil
 import textwrap
 import threading
+from base64 import b64encode
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +17,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from served import TOKEN, Http, assert_same, stream
 from test_models import Modelled
+from waiting import wait_for
 
 import raytrec
 from raytrec.common.errors import RunError
 from raytrec.scoring.manifest import read_manifest
-from raytrec.serving.app import Service
+from raytrec.serving.app import Service, make_page
 from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import ARROW, JSON, Limits
-from raytrec.serving.coordinator import Export, Order, Report, carry_out
+from raytrec.serving.coordinator import Export, Order, Report
 from raytrec.serving.figures import about_model
-from raytrec.serving.versions import Versions, load_either
+from raytrec.serving.versions import Versions, carry_out, load_either
 
 LIMITS = Limits(body_bytes=200_000, rows=100, ids=50)
 
@@ -125,7 +128,9 @@ def test_health_and_the_document(http, made):
     assert http.ask("/openapi.json", token="")[0] == 401
     document = json.loads(http.ask("/openapi.json")[1])
     body = document["paths"]["/predict"]["post"]["requestBody"]["content"][JSON]
-    assert http.scores(body["example"])["score_y"] and "/vectors" in document["paths"]
+    assert http.scores(body["example"])["score_y"]
+    documented = {(method.upper(), path) for path, of in document["paths"].items() for method in of}
+    assert documented == {(each.method, each.path) for each in http.service.endpoints}
     example = http.ask("/example")[1]
     assert json.loads(example) == body["example"] and http.scores(example)["score_y"]
 
@@ -193,10 +198,10 @@ def test_a_full_queue_turns_requests_away(made):
 
 def test_a_replica_that_has_missed_a_promotion_answers_with_it_after_the_next_order(made):
     versions, small = Versions(made[0]), made[0].replace("export", "small")
-    first, second = versions.current.version, read_manifest(small).version
+    first, second = versions.version, read_manifest(small).version
     order = Order(7, Export(small, second), prepare=str(Path(small) / "nothing"))
     report = carry_out(versions, order, Report(-1, first))
-    assert (report.done, report.version, versions.current.version) == (7, second, second)
+    assert (report.done, report.version, versions.version) == (7, second, second)
     assert report.prepared is None and "there is no export here" in str(report.error)
     report = carry_out(versions, Order(8, Export(small, second), prepare=made[0]), report)
     assert (report.version, report.prepared, report.error) == (second, first, None)
@@ -217,11 +222,11 @@ def test_an_export_that_was_changed_in_place_gives_way_to_the_one_before(made, t
     path, small = Path(shutil.copytree(made[0], tmp_path / "export")), made[0].replace("export", "small")
     now, before = (Export(str(each), read_manifest(str(each)).version) for each in (path, small))
     versions, why = load_either(now, before, False)
-    assert (versions.current.version, why) == (now.version, None)
+    assert (versions.version, why) == (now.version, None)
     del versions
     change(path, small) if change is replace_by_another else change(path)
     versions, why = load_either(now, before, False)
-    assert versions.current.version == before.version and str(path) in why
+    assert versions.version == before.version and str(path) in why
     for other in (None, Export(str(tmp_path / "nothing"), "films-1")):
         with pytest.raises(RunError) as caught:
             load_either(now, other, False)
@@ -231,9 +236,18 @@ def test_an_export_that_was_changed_in_place_gives_way_to_the_one_before(made, t
 def test_the_page_is_open_and_the_model_is_described(http):
     status, content, headers = http.ask("/", token="")
     assert (status, headers["Content-Security-Policy"][:19]) == (200, "default-src 'none';")
-    about = about_model(http.service.versions.current)
+    about = about_model(http.service.versions.current.scorer)
     assert about["version"].encode() not in content
     assert (about["run"], about["step"]) == ("small", 2) and 0 <= about["age_s"] < 600
+
+
+def refusals(service):
+    return service.figures.requests.labels("/predict", 429)._value.get()
+
+
+def make_room_after_a_refusal(service):
+    wait_for(lambda: refusals(service) > 0, "a 429", 60)
+    service.batcher.waiting = 0
 
 
 def test_the_documents_client_repeats_what_is_turned_away(http, model, made, monkeypatch):
@@ -243,22 +257,51 @@ def test_the_documents_client_repeats_what_is_turned_away(http, model, made, mon
     monkeypatch.setattr("raytrec.serving.batching.RETRY_S", 0)
     monkeypatch.setattr(http.service, "batcher", Batcher(most_waiting=3))
     http.service.batcher.waiting = 2
-    threading.Timer(0.15, lambda: setattr(http.service.batcher, "waiting", 0)).start()
+    threading.Thread(target=make_room_after_a_refusal, args=[http.service]).start()
     names = {"token": TOKEN, "rows": good(made)}
     exec(textwrap.dedent(block).replace("http://127.0.0.1:8000", http.url), names)
     assert_same(names["answer"]["predictions"], model.predict(good(made)))
-    about = about_model(http.service.versions.current)
-    samples = (each for metric in http.service.figures.collect(about, 0) for each in metric.samples)
-    assert any(each.labels.get("status") == "429" and each.value > 0 for each in samples)
+    assert refusals(http.service) > 0
 
 
 def test_another_version_answers_when_it_is_committed(made, tmp_path):
     first = Versions(made[0])
     small = made[0].replace("export", "small")
-    before, version = first.current.version, first.prepare(small)
-    assert first.current.version == before != version
+    before, version = first.version, first.prepare(small)
+    assert first.version == before != version
     first.commit(version)
-    assert first.current.version == version and first.previous.version == before
+    assert first.version == version and first.previous.scorer.version == before
     assert first.prepare(made[0]) == before
     first.commit(before)
-    assert first.current.version == before
+    assert first.version == before
+
+
+def test_the_page_refers_to_nothing_outside():
+    html, _ = make_page()
+    assert not re.search(r"https?://", html)
+    assert re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]*)""", html) == ["data:,"]
+    assert "@import" not in html and "url(" not in html and "//cdn" not in html
+
+
+def test_a_browser_runs_its_script_and_style_alone():
+    html, headers = make_page()
+    policy = dict(each.split(" ", 1) for each in headers["Content-Security-Policy"].split("; "))
+    for tag, what in (("script", "script-src"), ("style", "style-src")):
+        ((text),) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        assert policy.pop(what) == f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+    assert policy == {
+        "default-src": "'none'", "img-src": "data:", "connect-src": "'self'",
+        "base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'",
+    }  # fmt: skip
+    assert "style=" not in html and not re.search(r"\son[a-z]+=", html)
+
+
+def test_what_comes_from_data_is_never_html():
+    html, _ = make_page()
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(", html)
+
+
+def test_the_token_goes_into_one_header_alone():
+    html, _ = make_page()
+    (line,) = re.findall(r".*\$\{token\}.*", html)
+    assert "Authorization: `Bearer ${token}`" in line and "location" not in html

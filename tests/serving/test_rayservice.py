@@ -13,7 +13,7 @@ from services import TOKEN, Running
 from test_service import Load, exports  # noqa: F401
 from waiting import wait_for
 
-from raytrec.serving.skew import skew
+from raytrec.skew.compare import skew
 
 pytestmark = [pytest.mark.survive, pytest.mark.timeout(900)]
 SPEC = yaml.safe_load((Path(__file__).parents[2] / "deploy/kuberay/rayservice.yaml").read_text())["spec"]

@@ -22,9 +22,10 @@ from raytrec.data.partitions import find_in_folders, in_folders
 from raytrec.data.rows import decode_columns
 from raytrec.scoring.rows import RowReader
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.distributions import Ids
-from raytrec.serving.request_log import REQUEST, VERSION
+from raytrec.skew.distributions import Ids
 
+REQUEST = "_request"  # column of a log: id of the request
+VERSION = b"raytrec.version"  # of a log's rows, in the metadata of their file
 MOST_GROUPS = 64  # row groups that are read, where each has enough
 SCORED_ROWS = 2048  # rows that are scored together
 

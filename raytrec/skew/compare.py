@@ -15,8 +15,8 @@ from raytrec.common.storage import absolute
 from raytrec.common.terminal import bold, open_console, plain
 from raytrec.scoring.load import load
 from raytrec.scoring.scorer import TOLERANCE, Scorer
-from raytrec.serving.distributions import LENGTHS, MODERATE, TOP, chance, in_bins, of_ids, of_numbers, psi
-from raytrec.serving.row_stats import RowStats, find_groups, read_rows
+from raytrec.skew.distributions import LENGTHS, MODERATE, TOP, chance, in_bins, of_ids, of_numbers, psi
+from raytrec.skew.rows import RowStats, find_groups, read_rows
 
 SAMPLE_ROWS = 50_000  # of the log and of the data that are looked at
 

@@ -1,14 +1,16 @@
 """Small bodies that stand for much: they are refused before they are taken apart."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pyarrow as pa
 import pytest
 from served import ARROW, stream
 
 from raytrec.common.errors import DataError
-from raytrec.serving.bodies import Limits, Refused, read_body
+from raytrec.serving.bodies import Limits, Refused, decode_request
 
-COLUMNS = pa.schema([("ids", pa.list_(pa.int64())), ("text", pa.string())])
+MODEL = SimpleNamespace(columns=pa.schema([("ids", pa.list_(pa.int64())), ("text", pa.string())]))
 LIMITS = Limits(body_bytes=1 << 20, rows=2_000, ids=1_000)
 ROWS, TEXT = 2_000, "x" * 500_000
 TWICE = np.zeros(ROWS, np.int32)  # every row has the first value
@@ -37,7 +39,7 @@ def test_values_that_rows_share_count_for_each(array):
     assert len(body) < LIMITS.body_bytes
     before = pa.total_allocated_bytes()
     with pytest.raises((Refused, DataError), match=r"rows share values|is of type"):
-        read_body(ARROW, body, COLUMNS, LIMITS)
+        decode_request(ARROW, body, MODEL, "predict", LIMITS)
     assert pa.total_allocated_bytes() - before < 4 << 20
 
 
@@ -47,5 +49,5 @@ def test_compressed_buffers_are_refused(codec):
     assert len(body) < LIMITS.body_bytes
     before = pa.total_allocated_bytes()
     with pytest.raises(DataError, match="compressed"):
-        read_body(ARROW, body, COLUMNS, LIMITS)
+        decode_request(ARROW, body, MODEL, "predict", LIMITS)
     assert pa.total_allocated_bytes() - before < 1 << 20

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from raytrec.common.errors import ConfigError
-from raytrec.scoring.lookups import BlockTable
-from raytrec.scoring.precision import DTYPES, decode_rows, encode_rows, stored_width
+from raytrec.scoring.lookups import PRECISIONS, BlockTable
 
 torch.manual_seed(0)
 ROWS = torch.randn(40, 16)
@@ -28,11 +27,12 @@ def of_fbgemm(rows, precision):
     return torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(packed, 4)
 
 
-@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_rows_are_as_near_as_they_can_be(precision):
-    stored = encode_rows(ROWS, precision)
-    assert stored.shape == (40, stored_width(16, precision)) and stored.dtype == DTYPES[precision]
-    off = (decode_rows(stored, precision) - ROWS).abs()
+    form = PRECISIONS[precision]
+    stored = form.encode(ROWS)
+    assert stored.shape == (40, form.width(16)) and stored.dtype == form.dtype
+    off = (form.decode(stored) - ROWS).abs()
     span = ROWS.amax(1, keepdim=True) - ROWS.amin(1, keepdim=True)
     allowed = {"fp32": 0, "fp16": 2e-3, "int8": span / 255 * 0.51, "int4": span / 15 * 0.52 + 2e-3}[precision]
     assert (off <= allowed).all()
@@ -40,9 +40,9 @@ def test_rows_are_as_near_as_they_can_be(precision):
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_it_is_fbgemms_quantization(precision):
-    ours = decode_rows(encode_rows(ROWS, precision), precision)
+    packed = PRECISIONS[precision].encode(ROWS)
+    ours = PRECISIONS[precision].decode(packed)
     torch.testing.assert_close(ours, of_fbgemm(ROWS, precision), rtol=1e-5, atol=1e-5)
-    packed = encode_rows(ROWS, precision)
     if precision == "int8":
         theirs = torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(packed)
     else:
@@ -51,10 +51,10 @@ def test_it_is_fbgemms_quantization(precision):
 
 
 @pytest.mark.parametrize("name", ODD)
-@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_odd_rows(precision, name):
     rows = ODD[name]
-    found = decode_rows(encode_rows(rows, precision), precision)
+    found = PRECISIONS[precision].decode(PRECISIONS[precision].encode(rows))
     share = {"fp32": 0, "int8": 0.01, "fp16": 1e-3, "int4": 0.1}[precision]
     assert found.isfinite().all()
     assert (found - rows).abs().max() <= share * 2 * rows.abs().max() + 1e-7 * (share > 0)
@@ -63,15 +63,15 @@ def test_odd_rows(precision, name):
 @pytest.mark.parametrize("precision", ["fp16", "int4"])
 def test_values_beyond_half_precision_are_refused(precision):
     with pytest.raises(ConfigError, match="65,504"):
-        encode_rows(torch.tensor([[1e6] * 8]), precision)
+        PRECISIONS[precision].encode(torch.tensor([[1e6] * 8]))
 
 
 def test_rows_of_several_blocks():
     places = torch.tensor([39, 0, 12, 13, 13, 25, 26, 38, 1])
-    for precision in DTYPES:
-        stored = encode_rows(ROWS, precision)
+    for precision in PRECISIONS.values():
+        stored = precision.encode(ROWS)
         whole = BlockTable([stored], 40, precision).vectors(places)
         blocks = BlockTable(stored.split(13), 13, precision)
-        assert torch.equal(whole, decode_rows(stored, precision)[places])
+        assert torch.equal(whole, precision.decode(stored)[places])
         assert torch.equal(blocks.vectors(places), whole)
         assert blocks.vectors(places[:0]).shape == (0, 16)

@@ -1,0 +1,60 @@
+"""Options of a service, and its token."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from raytrec.cluster.access import make_token
+from raytrec.common.storage import absolute
+from raytrec.config.base import Section
+from raytrec.scoring.manifest import read_manifest
+
+TOKEN = "RAYTREC_SERVE_TOKEN"
+Location = Annotated[str, AfterValidator(absolute)]  # local path or URI
+
+
+class Served(Section):
+    """Options of a service: of `raytrec serve`, and the arguments of its application on KubeRay."""
+
+    uri: Location
+    """Export; every node must reach it. Another one is promoted on the running replicas."""
+    name: str | None = None
+    """Name of the service; default: the run's."""
+    host: str = "127.0.0.1"
+    """Address that replicas listen on, on each node that has one."""
+    port: int = 8000
+    no_token: bool = False
+    """Answer without a token; else RAYTREC_SERVE_TOKEN is required."""
+    allow_code: bool = False
+    """Transforms of the export may name code."""
+    promote_from: Location | None = None
+    """Folder of the exports that POST /promote accepts; default: the one that contains uri."""
+    log_requests: Location | None = None
+    """Folder of a sample of requests and their scores; every node must reach it."""
+    log_sample: float = Field(default=0.01, gt=0, le=1)
+    """Share of requests that is logged."""
+
+    def named(self) -> Served:
+        """Return the options with the name of the service.
+
+        Raises:
+            RunError: There is no export.
+        """
+        return self.model_copy(update={"name": self.name or read_manifest(self.uri).source.run})
+
+
+def token_file(name: str) -> Path:
+    """Return the file of this user's token of a service."""
+    home = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(home) if home else Path.home() / ".config") / "raytrec" / f"serve-{name}.token"
+
+
+def read_token(name: str) -> str:
+    """Return RAYTREC_SERVE_TOKEN, else the token in the service's file, which is created if it is missing."""
+    if given := os.environ.get(TOKEN):
+        return given
+    return make_token(token_file(name))
