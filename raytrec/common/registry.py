@@ -79,7 +79,8 @@ class Registry(Generic[T]):
     def parts(self) -> dict[str, T]:
         """The package's, in alphabetical order of their names."""
         if not self._complete:
-            import_all(self._package)
+            for module in modules_of(self._package):
+                import_module(f"{self._package}.{module}")
             self._complete = True
         return dict(sorted(self._parts.items()))
 
@@ -106,12 +107,6 @@ def modules_of(package: str) -> list[str]:
     """The names of a package's modules, in alphabetical order; none of them is imported."""
     found = find_spec(package)
     return sorted(module.name for module in pkgutil.iter_modules(found.submodule_search_locations))
-
-
-def import_all(package: str) -> None:
-    """Imports every module of a package, in alphabetical order."""
-    for module in modules_of(package):
-        import_module(f"{package}.{module}")
 
 
 def find_code(path: str, kind: str, where: str, folder: str | None = None) -> Any:

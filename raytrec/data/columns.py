@@ -130,9 +130,22 @@ def _finite(values: np.ndarray, name: str, place: Place, rows: Callable[[int], i
 Tally = dict[str, tuple[int, int]]
 
 
-def single(
-    column: pa.ChunkedArray, name: str, spec: Sparse, table: Table, place: Place, tally: Tally, no_id: int
-) -> np.ndarray:
+@dataclass(frozen=True)
+class Feature:
+    """A sparse feature whose ids are read.
+
+    Attributes:
+        place: of the first row. tally: receives its counts.
+    """
+
+    name: str
+    spec: Sparse
+    table: Table
+    place: Place
+    tally: Tally
+
+
+def single(column: pa.ChunkedArray, feature: Feature, no_id: int) -> np.ndarray:
     """Return a sparse column with one id a row: valid ids [n] of any integer type; `no_id` for nulls.
 
     Whole floats (integers with nulls, as pandas writes them) are ids, and NaN is a null.
@@ -140,30 +153,22 @@ def single(
     array = one_array(column)
     if is_list(array.type):
         raise DataError(
-            f"feature '{name}' is a list here",
-            where=place.of(name),
+            f"feature '{feature.name}' is a list here",
+            where=feature.place.of(feature.name),
             expected="one id a row, as when the files' columns were looked at",
             do="do not change the files while they are read",
         )
-    array = _whole_floats(array, name, spec, place)
+    array = _whole_floats(array, feature)
     if array.null_count == 0 and pa.types.is_integer(array.type):
-        return _in_range(array.to_numpy(), name, spec, table, place, int, tally)
+        return _in_range(array.to_numpy(), feature, int)
     offsets, flat = unnest(array)
     ids = np.full(len(array), no_id, np.int64)
-    valid = _in_range(_ids(flat, table), name, spec, table, place, rows_of(offsets), tally)
-    ids[np.diff(offsets) > 0] = valid
-    _count_text(flat, name, table, tally)
+    ids[np.diff(offsets) > 0] = _ids(flat, feature, rows_of(offsets))
     return ids
 
 
 def bags(
-    column: pa.ChunkedArray,
-    weights: pa.ChunkedArray | None,
-    name: str,
-    spec: Sparse,
-    table: Table,
-    place: Place,
-    tally: Tally,
+    column: pa.ChunkedArray, weights: pa.ChunkedArray | None, feature: Feature
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """A sparse column as bags of valid ids.
 
@@ -171,22 +176,21 @@ def bags(
         offsets int32 [n + 1] from 0, ids (of any integer type) [offsets[n]], weights float32 or None. A null
         row is an empty bag.
     """
-    offsets, flat = unnest(_whole_floats(one_array(column), name, spec, place))
-    rows = rows_of(offsets)
+    offsets, flat = unnest(_whole_floats(one_array(column), feature))
+    name, spec, rows = feature.name, feature.spec, rows_of(offsets)
     if (at := first_null(flat)) is not None:
         raise DataError(
             f"feature '{name}' has a null inside a list",
-            where=place.of(name, rows(at)),
+            where=feature.place.of(name, rows(at)),
             expected="ids; an empty list, or null for the whole list, when there are none",
             do=f"data.transforms: {{do: drop_null, columns: [{scalar(spec.column or name)}]}}",
         )
-    ids = _in_range(_ids(flat, table), name, spec, table, place, rows, tally)
-    _count_text(flat, name, table, tally)
+    ids = _ids(flat, feature, rows)
     if weights is None:
         return offsets, ids, None
-    per_id = _one_for_each(weights, spec.weights, name, offsets, place)
+    per_id = _one_for_each(weights, spec.weights, name, offsets, feature.place)
     per_id = per_id.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
-    _finite(per_id, spec.weights, place, rows)
+    _finite(per_id, spec.weights, feature.place, rows)
     return offsets, ids, per_id
 
 
@@ -230,13 +234,7 @@ def rows_of(offsets: np.ndarray) -> Callable[[int], int]:
     return lambda at: int(np.searchsorted(offsets, at, side="right")) - 1
 
 
-def _count_text(flat: pa.Array, name: str, table: Table, tally: Tally) -> None:
-    """Text that has been hashed into a table's rows counts as brought into range."""
-    if is_text(flat.type) and not table.ids:
-        tally[name] = len(flat), len(flat)
-
-
-def _whole_floats(array: pa.Array, name: str, spec: Sparse, place: Place) -> pa.Array:
+def _whole_floats(array: pa.Array, feature: Feature) -> pa.Array:
     """Return a column of floats, which are ids, as int64, with nulls for NaN; other columns as they are.
 
     Raises:
@@ -248,10 +246,10 @@ def _whole_floats(array: pa.Array, name: str, spec: Sparse, place: Place) -> pa.
     missing = np.isnan(values)
     exact = missing | ((np.abs(values) < EXACT) & (values == np.floor(values)))
     if (row := first_true(~exact)) is not None:
-        column = scalar(spec.column or name)
+        column = scalar(feature.spec.column or feature.name)
         raise DataError(
-            f"feature '{name}' has {values[row]:.17g}",
-            where=place.of(name, row),
+            f"feature '{feature.name}' has {values[row]:.17g}",
+            where=feature.place.of(feature.name, row),
             expected="ids: whole numbers below 2**53 in a column of floats",
             do=f"list it under dense; or data.transforms: {{do: bucketize, columns: [{column}], boundaries: "
             "[…]}; or skip such rows: data.on_error=skip",
@@ -259,31 +257,31 @@ def _whole_floats(array: pa.Array, name: str, spec: Sparse, place: Place) -> pa.
     return pa.array(np.where(missing, 0, values).astype(np.int64), mask=missing)
 
 
-def _ids(flat: pa.Array, table: Table) -> np.ndarray:
-    """Ids as integers of unchanged width (uint64 stays uint64); text hashed to rows, or where ids are managed
-    to 64 bits."""
+def _ids(flat: pa.Array, feature: Feature, rows: Callable[[int], int]) -> np.ndarray:
+    """Valid ids as integers; text is hashed to rows, or where ids are managed to 64 bits.
+
+    Args:
+        rows: see `_in_range`.
+    """
+    table = feature.table
     if pa.types.is_null(flat.type):  # all rows, or lists, are empty
         flat = flat.cast(pa.int64())
     if not is_text(flat.type):
-        return flat.to_numpy(zero_copy_only=False)
-    return hash_text_bits(flat) if table.ids else hash_text(flat, table.rows)
+        return _in_range(flat.to_numpy(zero_copy_only=False), feature, rows)
+    ids = _in_range(hash_text_bits(flat) if table.ids else hash_text(flat, table.rows), feature, rows)
+    if not table.ids:  # text that has been hashed into a table's rows counts as brought into range
+        feature.tally[feature.name] = len(flat), len(flat)
+    return ids
 
 
-def _in_range(
-    ids: np.ndarray,
-    name: str,
-    spec: Sparse,
-    table: Table,
-    place: Place,
-    rows: Callable[[int], int],
-    tally: Tally,
-) -> np.ndarray:
-    """Ids that are all in [0, table.rows): the table's policy for others. Managed ones are int64 of any
-    value, of the same bits.
+def _in_range(ids: np.ndarray, feature: Feature, rows: Callable[[int], int]) -> np.ndarray:
+    """Ids of unchanged width that are all in [0, table.rows): the table's policy for others. Managed ones are
+    int64 of any value, of the same bits.
 
     Args:
         rows: position in `ids` → row, for errors.
     """
+    name, table, tally = feature.name, feature.table, feature.tally
     tally[name] = 0, len(ids)
     if table.ids:
         return np.maximum(ids.astype(np.int64), NO_MANAGED_ID + 1)
@@ -292,13 +290,13 @@ def _in_range(
     outside = (ids < 0) | (ids >= table.rows)
     tally[name] = int(outside.sum()), len(ids)
     if table.out_of_range == "error":
-        at = int(outside.argmax())
+        at, key = int(outside.argmax()), f"tables.{feature.spec.table}"
         raise DataError(
-            f"id {ids[at]} of feature '{name}' is not in table '{spec.table}'",
-            where=place.of(name, rows(at)),
-            expected=f"0 ≤ id < {table.rows} (tables.{spec.table}.rows)",
-            do=f"correct the data or tables.{spec.table}.rows, or set tables.{spec.table}.out_of_range to "
-            f"clamp or hash, or tables.{spec.table}.ids to managed",
+            f"id {ids[at]} of feature '{name}' is not in table '{feature.spec.table}'",
+            where=feature.place.of(name, rows(at)),
+            expected=f"0 ≤ id < {table.rows} ({key}.rows)",
+            do=f"correct the data or {key}.rows, or set {key}.out_of_range to clamp or hash, or {key}.ids to "
+            "managed",
         )
     if table.out_of_range == "clamp":
         return np.clip(ids, 0, table.rows - 1).astype(np.int64)

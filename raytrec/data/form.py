@@ -34,6 +34,7 @@ from raytrec.data.arrow import one_array
 from raytrec.data.columns import NO_MANAGED_ID, Tally
 from raytrec.data.read_plan import ReadPlan
 
+Columns = Sequence[np.ndarray | int]
 RESERVED_PREFIX = "reserved."  # begins the names of reserved columns
 
 
@@ -158,22 +159,22 @@ class Form:
 
     def table(
         self,
-        labels: list[np.ndarray],
-        dense: list[np.ndarray],
-        singles: list[np.ndarray],
+        labels: Columns,
+        dense: Columns,
+        singles: Columns,
         bags: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
         rows: int,
         tally: Tally | None = None,
-        task_weights: Sequence[np.ndarray] = (),
-        keys: Sequence[np.ndarray] = (),
+        task_weights: Columns = (),
+        keys: Columns = (),
         reserved: Sequence[pa.Array] = (),
         side_features: Mapping[str, np.ndarray] | None = None,
-        candidates: tuple[np.ndarray, Sequence[np.ndarray]] | None = None,
+        candidates: tuple[np.ndarray, Columns] | None = None,
     ) -> pa.Table:
         """A table of this form.
 
         Args:
-            labels, dense, singles: n values for each column.
+            labels, dense, singles: n values for each column, or one for all rows.
             bags: (offsets int32 [n + 1] from 0, ids [offsets[n]], weights or None) for each.
             rows: n.
             tally: of ids that were brought into range.
@@ -221,28 +222,22 @@ class Form:
 
     def nothing(self, rows: int) -> pa.Table:
         """Rows in which there is nothing."""
-        zeros, none = np.zeros(rows, np.float32), np.full(rows, self.no_id, self.id_dtype)
-        bags = []
-        for name in self.bags:
-            weights = np.empty(0, np.float32) if self.schema.sparse[name].weights else None
-            bags.append((np.zeros(rows + 1, np.int32), np.empty(0, self.id_dtype), weights))
-        each, candidates = zeros, None  # of labels and task weights
-        if self.schema.candidates:
-            each = np.empty(0, np.float32)
-            candidates = np.zeros(rows + 1, np.int32), [each] * self.of_candidates[1]
+        schema, plan = self.schema, self.plan
+        offsets, none = np.zeros(rows + 1, np.int32), np.empty(0, np.float32)
         return self.table(
-            [each] * len(self.plan.labels),
-            [zeros] * len(self.schema.of_requests(self.schema.dense)),
-            [none] * len(self.singles),
-            bags,
+            [0] * len(plan.labels),
+            [0] * len(schema.of_requests(schema.dense)),
+            [self.no_id] * len(self.singles),
+            [(offsets, none, none if schema.sparse[name].weights else None) for name in self.bags],
             rows,
-            task_weights=[each] * (len(self.plan.tasks) if self.plan.weighs_tasks else 0),
-            keys=[np.zeros(rows, np.int64)] * len(self.plan.reserved.keys),
-            reserved=[pa.nulls(rows, self.types.get(name, pa.null())) for name in self.plan.reserved.columns],
+            task_weights=[0] * (len(plan.tasks) if plan.weighs_tasks else 0),
+            keys=[0] * len(plan.reserved.keys),
+            reserved=[pa.nulls(rows, self.types.get(name, pa.null())) for name in plan.reserved.columns],
             side_features={
-                n: np.empty((0, len(self.schema.sparse[n].side_features))) for n in self.with_side_features
+                name: np.empty((0, len(schema.sparse[name].side_features)))
+                for name in self.with_side_features
             },
-            candidates=candidates,
+            candidates=(offsets, [0] * self.of_candidates[1]) if schema.candidates else None,
         )
 
 
@@ -260,7 +255,7 @@ def shuffled(table: pa.Table, rng: np.random.Generator) -> pa.Table:
     return pa.table(columns)
 
 
-def _matrix(columns: Sequence[np.ndarray], rows: int, dtype: type) -> pa.FixedSizeListArray:
+def _matrix(columns: Columns, rows: int, dtype: type) -> pa.FixedSizeListArray:
     """Columns of n values as n lists."""
     packed = np.empty((rows, len(columns)), dtype)
     for i, column in enumerate(columns):

@@ -187,13 +187,10 @@ class _Layout:
         size = self.order.window if self.order.shuffle == "window" else 1
         window: list[Part] = []
         for _, part in self.parts(start, stop):
-            if window and part.is_cut:
+            if window and (part.is_cut or window[-1].is_cut or len(window) == size):
                 yield tuple(window)
                 window = []
             window.append(part)
-            if len(window) == size or part.is_cut:
-                yield tuple(window)
-                window = []
         if window:
             yield tuple(window)
 
@@ -220,16 +217,14 @@ class _Layout:
     def slices(self, low: int, high: int, start_step: int) -> list[Item]:
         """File order: a rank's slice of every batch, one item for each piece that it touches."""
         order = self.order
-        per_piece: dict[int, list[Part]] = {}
-        first_step: dict[int, int] = {}
+        per_piece: dict[int, tuple[int, list[Part]]] = {}  # the first step that needs it, and its parts
         for step in range(start_step, self.full + (self.rest > 0)):
             batch = order.batch_rows if step < self.full else self.rest
             begin = step * order.batch_rows
             span = begin + offset(batch, low, order.lanes), begin + offset(batch, high, order.lanes)
             for i, part in self.parts(*span) if span[0] < span[1] else ():
-                per_piece.setdefault(i, []).append(part)
-                first_step.setdefault(i, step)
-        return [Item(0, first_step[i], tuple(parts), None, draw=self.draw) for i, parts in per_piece.items()]
+                per_piece.setdefault(i, (step, []))[1].append(part)
+        return [Item(0, step, tuple(parts), None, draw=self.draw) for step, parts in per_piece.values()]
 
 
 @lru_cache(maxsize=64)  # an epoch has two sizes of batches: it is asked for at every step

@@ -54,14 +54,9 @@ class TaskRows:
     @property
     def columns(self) -> list[TaskColumn]:
         """What it reads in addition to the label."""
-        found = []
-        if self.mask:
-            found.append(TaskColumn(self.mask, "mask", f"mask of task {self.name}"))
-        if self.sample_weight:
-            found.append(
-                TaskColumn(self.sample_weight, "sample weight", f"sample_weight of task {self.name}")
-            )
-        return found
+        mask = TaskColumn(self.mask, "mask", f"mask of task {self.name}")
+        weight = TaskColumn(self.sample_weight, "sample weight", f"sample_weight of task {self.name}")
+        return [read for read in (mask, weight) if read.column]
 
 
 Range = tuple[float, float]

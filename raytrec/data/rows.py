@@ -17,8 +17,7 @@ import pyarrow as pa
 
 from raytrec.common.errors import DataError
 from raytrec.common.memory import give_back, keep_memory
-from raytrec.config.schema import Sparse, Table
-from raytrec.data.columns import Place, Tally, bags, scaled, side_features, single
+from raytrec.data.columns import Feature, Place, Tally, bags, scaled, side_features, single
 from raytrec.data.decode import Faults, decode
 from raytrec.data.examples import CandidatePlace, candidates_of, label_of, task_weights
 from raytrec.data.form import Form, shuffled
@@ -207,8 +206,10 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
     """
     schema, tally = form.schema, Tally()
 
-    def spec(name: str) -> tuple[str, Sparse, Table, Place, Tally]:
-        return name, schema.sparse[name], schema.tables[schema.sparse[name].table], place, tally
+    features = {
+        name: Feature(name, spec, schema.tables[spec.table], place, tally)
+        for name, spec in schema.sparse.items()
+    }
 
     def weights(name: str) -> pa.ChunkedArray | None:
         column = schema.sparse[name].weights
@@ -218,14 +219,14 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
         return [scaled(of[name], name, at, schema.scale.get(name)) for name in names]
 
     examples, at = candidates_of(table, form, place) if schema.candidates else (table, place)
-    lists = [bags(table[schema.column_of(name)], weights(name), *spec(name)) for name in form.bags]
+    lists = [bags(table[schema.column_of(name)], weights(name), features[name]) for name in form.bags]
     ends = {name: offsets for name, (offsets, _, _) in zip(form.bags, lists, strict=True)}
     labels = {name: label_of(examples[name], name, form, at) for name in form.plan.labels}
     reserved = {name: reserved_array(table, name, form, place) for name in form.plan.reserved.names}
     return form.table(
         [values for values, _ in labels.values()],
         dense(schema.of_requests(schema.dense), table, place),
-        [single(table[schema.column_of(name)], *spec(name), form.no_id) for name in form.singles],
+        [single(table[schema.column_of(name)], features[name], form.no_id) for name in form.singles],
         lists,
         table.num_rows,
         tally,

@@ -280,29 +280,29 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
         ConfigError: there is no such metric; the class is not a metric, or has the name of another one; k is
             missing, not above 0, or not wanted.
     """
-    name, at, places = reference.partition("@")
+    (name, at, places), where = reference.partition("@"), f"{WHERE}: {reference}"
     found = METRICS.find(name, WHERE, folder)
     # Registered itself, not through what it inherits from.
     if not (isinstance(found, type) and issubclass(found, Metric) and vars(found).get("name")):
         raise ConfigError(
             "not a metric class",
-            where=f"{WHERE}: {reference}",
+            where=where,
             expected=f"a subclass of {NAMES_OF_KINDS} with @metric (raytrec/metrics/registry.py)",
         )
     if METRICS.parts.get(found.name, found) is not found:
         raise ConfigError(
             f"raytrec has a metric of the name '{found.name}'",
-            where=f"{WHERE}: {reference}",
+            where=where,
             expected="another name in @metric",
         )
     if not found.at_k and not at:
         return found
     if not found.at_k:
-        raise ConfigError(f"{name} has no places to count", where=f"{WHERE}: {reference}", expected=name)
+        raise ConfigError(f"{name} has no places to count", where=where, expected=name)
     if not re.fullmatch(r"[1-9]\d{0,8}", places):
         raise ConfigError(
             f"{name} counts the first k places, and k is {places or 'missing'}",
-            where=f"{WHERE}: {reference}",
+            where=where,
             expected=f"a whole number of at least 1 after @, as in {name}@10",
         )
     return at_places(found, int(places))

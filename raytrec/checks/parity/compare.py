@@ -122,9 +122,11 @@ def compare(
     bounds = cuts(rows, dist.get_world_size(), balance)
     tasks = resolve_tasks(config.tasks, schema)
     choices = [random_batches(schema, rows, CANDIDATES, seed * steps + step, tasks) for step in range(steps)]
-    return _gradient(build, config, schema, device, choices[0], bounds) + _steps(
-        build, config, schema, device, choices, bounds
-    )
+
+    def shard(config: RunConfig) -> Sharded:
+        return Sharded(build, config, schema, device, bounds)
+
+    return _gradient(shard, config, choices[0]) + _steps(shard, config, choices)
 
 
 def _clear_of_kinks(one: Reference | None, choices: list[GlobalBatch]) -> GlobalBatch:
@@ -138,7 +140,7 @@ def _clear_of_kinks(one: Reference | None, choices: list[GlobalBatch]) -> Global
 
 
 def _gradient(
-    build, config: RunConfig, schema: Schema, device, choices: list[GlobalBatch], bounds
+    shard: Callable[[RunConfig], Sharded], config: RunConfig, choices: list[GlobalBatch]
 ) -> list[Finding]:
     """Pooled embeddings and the gradient of one batch, without clipping."""
     config = config.model_copy(deep=True)
@@ -147,7 +149,7 @@ def _gradient(
     config.optim.tables, config.optim.embeddings.weight_decay = {}, 0.0
     config.optim.dense.weight_decay, config.train.max_grad_norm = 0.0, None
     config.optim.schedule = Schedule()
-    run = Sharded(build, config, schema, device, bounds)
+    run = shard(config)
     before, one = run.weights(), run.reference()
     batch = _clear_of_kinks(one, choices)
     pooled = run.pooled(batch)  # before the pipeline takes the model over
@@ -158,7 +160,7 @@ def _gradient(
     found = []
     for feature, expected in one.pooled(batch).items():
         vectors = expected.vectors if isinstance(expected, Sequence) else expected
-        table = schema.sparse[feature].table
+        table = run.schema.sparse[feature].table
         found.append(_finding(run, "forward", feature, pooled[feature], vectors.detach(), table))
     parameters = run.named(one)
     sizes = reference.largest_of_a_row(one, batch, list(parameters.values()))
@@ -171,7 +173,7 @@ def _gradient(
 
 
 def _steps(
-    build, config: RunConfig, schema: Schema, device, choices: list[list[GlobalBatch]], bounds
+    shard: Callable[[RunConfig], Sharded], config: RunConfig, choices: list[list[GlobalBatch]]
 ) -> list[Finding]:
     """Weights and optimizer state after all steps, with the configuration's own optimizers.
 
@@ -181,7 +183,7 @@ def _steps(
     """
     config = config.model_copy(deep=True)
     config.optim.schedule = config.optim.schedule.over(len(choices))
-    run = Sharded(build, config, schema, device, bounds)
+    run = shard(config)
     start, one = run.weights(), run.reference()
     optimizers = _optimizers(run, one) if one else {}
     rates = [(group, group["lr"]) for each in optimizers.values() for group in each.param_groups]
