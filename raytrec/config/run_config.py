@@ -115,6 +115,21 @@ class RunConfig(Section):
         """The resolved whole, every default included, in the file's own spelling."""
         return yaml.safe_dump(self.model_dump(by_alias=True, mode="json"), sort_keys=False)
 
+    def own_values(self) -> dict[str, Any]:
+        """Return the plain values that are not defaults.
+
+        A configuration and its resolved form, which spells out all defaults, have the same values here.
+        """
+        return self.model_dump(by_alias=True, mode="json", exclude_defaults=True)
+
+    def with_(self, overrides: Overrides) -> RunConfig:
+        """Return a copy with overrides; another kind of model does not inherit the defaults of this one.
+
+        Raises:
+            ConfigError: as in `load_config`.
+        """
+        return load_config(self.own_values(), overrides)
+
 
 def load_config(
     source: str | Path | dict | RunConfig,

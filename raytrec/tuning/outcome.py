@@ -21,7 +21,6 @@ from raytrec.tracking.store import Store
 from raytrec.tracking.translate import NOT_IN_NAMES, Record
 from raytrec.tuning.folder import OUTCOME, SPACE
 from raytrec.tuning.search import BEST, OVER, Search, Trial
-from raytrec.tuning.space import plain_values, with_values
 
 MLFLOW_PATIENCE_S = 60.0  # with an MLflow server that does not answer
 
@@ -56,7 +55,7 @@ def best_text(search: Search, best: Trial) -> str:
         *(f"# {key}: {value}" for key, value in best.last_figures().items() if not isnan(number(value))),
         *(f"# {key} = {value}" for key, value in best.values.items()),
     ]
-    values = with_values(plain_values(search.config), best.values)
+    values = search.config.with_(best.values).own_values()
     values["run"] = {key: value for key, value in values["run"].items() if key not in ("name", "dir")}
     values = {section: inner for section, inner in values.items() if inner != {}}
     return "\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

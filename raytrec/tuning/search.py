@@ -14,14 +14,14 @@ from raytrec.cluster.session import stays_here
 from raytrec.common.errors import ConfigError, RaytrecError
 from raytrec.common.messages import METRICS, Eval, Final
 from raytrec.common.reading import read_json_dict
-from raytrec.config.run_config import RunConfig, load_config
+from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.driver.datasets import open_data
 from raytrec.driver.preflight import check_fit
 from raytrec.driver.prepare import check_nothing_hidden, resolve
 from raytrec.metrics.selection import EVAL, Figure, Selection
 from raytrec.tracking.run_folder import RESULT, RunFolder
-from raytrec.tuning.space import Space, plain_values, with_values
+from raytrec.tuning.space import Space
 from raytrec.worker.loop import total_steps
 
 BEST = "best.yaml"
@@ -237,10 +237,9 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
         return able.best(each.checkpoint.best_metric) if key is None else able.best(key, "--metric")
 
     search = Search(config, schema, space, settings, check(config))
-    plain = plain_values(config)
     for draw, value in space.extremes:  # one at a time, so that an error names the key and its line
         with _as_mistake_of(f"{draw.key} = {value}", draw.where):
-            check(load_config(with_values(plain, {draw.key: value})))
+            check(config.with_({draw.key: value}))
     for index, values in enumerate(space.configurations(settings.trials, settings.seed), 1):
         hint = "draw values that depend on each other as one: a choice of whole sections, such as "
         hint += "optim.schedule: {choice: [{}, {decay: linear}]}"
@@ -272,7 +271,7 @@ def trial_config(base: RunConfig, drawn: dict[str, Any], number: int) -> RunConf
     Args:
         base: resolved, of the whole search; its run is the MLflow parent of all trials.
     """
-    config = load_config(with_values(plain_values(base), drawn))
+    config = base.with_(drawn)
     folder = Path(base.run.dir) / f"trial-{number:03}"
     config.run.name, config.run.dir = f"{base.run.name}-{number:03}", str(folder)
     config.tracking.parent_run, config.tracking.report = base.run.name, False

@@ -9,19 +9,19 @@ tasks.bought.weight: {uniform: [0.1, 1]}         # of the task of that name
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import product
-from math import exp, isfinite, log, prod
+from math import exp, log, prod
 from random import Random
 from typing import Any
 
 import yaml
+from pydantic import ConfigDict, StrictInt, TypeAdapter, ValidationError
 
 from raytrec.common.errors import ConfigError, os_errors, some, unknown
 from raytrec.common.reading import NotReadable, yaml_values
 from raytrec.common.storage import read_bytes
-from raytrec.config.base import Mark
+from raytrec.config.base import Mark, Number
 from raytrec.config.overrides import apply_override, as_texts
 from raytrec.config.run_config import RunConfig, keys_with
 from raytrec.config.trust import code_in, origin, refuse_code
@@ -35,6 +35,9 @@ DRAW_KINDS = {
 }
 EXPECTED = "lines such as optim.dense.lr: {log_uniform: [0.0001, 0.01]}"
 COMMON = keys_with(Mark.COMMON)
+# Also numbers that YAML 1.1 takes for text (1e-3), but neither true nor infinite ones.
+ENDS = TypeAdapter(tuple[Number, Number], config=ConfigDict(allow_inf_nan=False))
+WHOLE_ENDS = TypeAdapter(tuple[StrictInt, StrictInt])
 MOST_LISTED = 100_000  # configurations of a finite space that are listed and shuffled rather than drawn
 DIGITS = 4  # significant ones of a number that is drawn
 
@@ -144,26 +147,12 @@ class Space:
             ConfigError: lists it.
         """
         if elsewhere := origin(self.place):
-            plain = plain_values(config)
+            known = code_in(config.own_values()).items()
             for draw, value in self.extremes:
-                drawn = with_values(plain, {draw.key: value})
-                refuse_code(dict(code_in(drawn).items() - code_in(plain).items()), drawn, elsewhere)
-
-
-def plain_values(config: RunConfig) -> dict[str, Any]:
-    """Return the values of a configuration that are not defaults, so that another kind of model fits in.
-
-    A configuration and its resolved form, which spells out all defaults, have the same values here.
-    """
-    return config.model_dump(by_alias=True, mode="json", exclude_defaults=True)
-
-
-def with_values(plain: dict[str, Any], drawn: dict[str, Any]) -> dict[str, Any]:
-    """Plain values of a configuration with those of a trial in their places."""
-    values = deepcopy(plain)
-    for override in as_texts(drawn):
-        apply_override(values, override, RunConfig.model_fields)
-    return values
+                drawn = config.own_values()  # which need not be valid
+                (override,) = as_texts({draw.key: value})
+                apply_override(drawn, override, RunConfig.model_fields)
+                refuse_code(dict(code_in(drawn).items() - known), drawn, elsewhere)
 
 
 def _draw(key: str, how: Any, where: str) -> Draw:
@@ -172,36 +161,34 @@ def _draw(key: str, how: Any, where: str) -> Draw:
     ((kind, values),) = how.items()
     if kind not in DRAW_KINDS:
         raise unknown(f"{key}: there is no way to draw '{kind}'", str(kind), DRAW_KINDS, where)
-    found = tuple(values) if isinstance(values, list) else ()
-    found = found if kind == "choice" else tuple(_number(value, kind) for value in found)
-    if mistake := _mistake(kind, found):
-        raise ConfigError(
-            f"{key}: {kind} {mistake} (got {some(values)})", where=where, expected=DRAW_KINDS[kind]
-        )
+    try:
+        found = _choices(values) if kind == "choice" else _ends(kind, values)
+    except ValueError as error:
+        what = f"{key}: {kind} {error} (got {some(values)})"
+        raise ConfigError(what, where=where, expected=DRAW_KINDS[kind]) from None
     return Draw(key, kind, found, where)
 
 
-def _mistake(kind: str, values: tuple[Any, ...]) -> str:
-    """What is wrong with the ends of a range or the values of a choice; empty if nothing is."""
-    if kind == "choice":
-        twice = any(v == w and type(v) is type(w) for i, v in enumerate(values) for w in values[:i])
-        return "has a value twice" if twice else "needs values" if not values else ""
-    if len(values) != 2 or None in values:
-        return "needs two numbers"
-    if values[0] >= values[1]:
-        return "needs the lower number first"
-    return "needs a lower bound above 0" if kind == "log_uniform" and values[0] <= 0 else ""
+def _choices(values: Any) -> tuple[Any, ...]:
+    found = tuple(values) if isinstance(values, list) else ()
+    if not found:
+        raise ValueError("needs values")
+    if any(v == w and type(v) is type(w) for i, v in enumerate(found) for w in found[:i]):
+        raise ValueError("has a value twice")
+    return found
 
 
-def _number(value: Any, kind: str) -> int | float | None:
-    """A finite number, also one that YAML 1.1 takes for text (1e-3); None for anything else."""
-    if isinstance(value, bool) or kind == "integer":
-        return value if type(value) is int else None
+def _ends(kind: str, values: Any) -> tuple[Any, ...]:
+    """Return the two ends of a range."""
     try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    return number if isfinite(number) else None
+        low, high = (WHOLE_ENDS if kind == "integer" else ENDS).validate_python(values)
+    except ValidationError:
+        raise ValueError("needs two numbers") from None
+    if low >= high:
+        raise ValueError("needs the lower number first")
+    if kind == "log_uniform" and low <= 0:
+        raise ValueError("needs a lower bound above 0")
+    return low, high
 
 
 def _check_key(draw: Draw, draws: list[Draw]) -> None:

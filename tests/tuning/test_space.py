@@ -5,7 +5,9 @@ from math import log
 import pytest
 
 from raytrec.common.errors import ConfigError
-from raytrec.tuning.space import Space, with_values
+from raytrec.config.models.base import MODELS
+from raytrec.config.run_config import load_config
+from raytrec.tuning.space import Space
 
 TEXT = """\
 # learning rates
@@ -100,15 +102,24 @@ def test_a_file_that_cannot_be_read(tmp_path):
 
 
 def test_values_get_their_places():
-    plain = {"tasks": [{"label": "clicked"}, {"name": "buy", "label": "bought"}], "data": {"train": "d"}}
-    drawn = {"optim.dense.lr": 0.5, "tasks.buy.weight": 0.1, "tasks.clicked.weight": 0.2}
-    values = with_values(plain, drawn)
-    assert values["optim"] == {"dense": {"lr": 0.5}} and "optim" not in plain
-    assert [task["weight"] for task in values["tasks"]] == [0.2, 0.1]
+    tasks = [{"label": "clicked"}, {"name": "buy", "label": "bought"}]
+    config = load_config({"tasks": tasks, "data": {"train": "d"}})
+    drawn = config.with_({"optim.dense.lr": 0.5, "tasks.buy.weight": 0.1, "tasks.clicked.weight": 0.2})
+    assert drawn.optim.dense.lr == 0.5 != config.optim.dense.lr
+    assert [task.weight for task in drawn.tasks] == [0.2, 0.1]
     for key, mistake in (
         ("tasks.by.weight", "did you mean 'buy'"),
         ("data.train.x", "a value"),
         ("tasks.x", "no keys"),
     ):
         with pytest.raises(ConfigError, match=mistake):
-            with_values(plain, {key: 1})
+            config.with_({key: 1})
+
+
+@pytest.mark.parametrize("name", MODELS.parts)
+def test_a_trial_keeps_the_model_of_its_search(name):
+    kind = MODELS.parts[name]
+    keys = {key: "x" for key, field in kind.model_fields.items() if field.is_required()}
+    keys |= {"towers": {"query": ["user"], "item": ["item"]}} if name == "two_tower" else {}
+    config = load_config({"data": {"train": "d"}, "model": keys | {"name": name}})
+    assert type(config.with_({"optim.dense.lr": 0.5}).model) is kind

@@ -39,7 +39,7 @@ class DlrmSection(OneDimSection):
 class DcnSection(ModelSection):
     """Cross layers over all embeddings side by side: DCN-V2 (models/dcn.py)."""
 
-    name: Literal["dcn"] = "dcn"
+    name: Literal["dcn"]
     bottom_mlp: Sizes = Field([])
     """Sizes of layers over the dense columns; []: the columns enter as they are."""
     cross_layers: Annotated[Few, Field(le=1000)] = 3
@@ -112,11 +112,9 @@ class WideDeepSection(ModelSection):
         return found
 
 
-@model("deepfm", "raytrec.models.first_order:DeepFM")
-class DeepFMSection(OneDimSection):
-    """A factorization machine, and an MLP over the same vectors."""
+class FirstOrderSection(OneDimSection):
+    """A model of first-order weights, products of vectors, and an MLP over the same vectors."""
 
-    name: Literal["deepfm"]
     top_mlp: Sizes = Field([128, 64])
     """Hidden sizes of the MLP."""
     dropout: Dropout = 0.0
@@ -126,8 +124,15 @@ class DeepFMSection(OneDimSection):
         check_first_order(schema, self.name, tasks)
 
 
+@model("deepfm", "raytrec.models.first_order:DeepFM")
+class DeepFMSection(FirstOrderSection):
+    """A factorization machine, and an MLP over the same vectors."""
+
+    name: Literal["deepfm"]
+
+
 @model("xdeepfm", "raytrec.models.first_order:XDeepFM")
-class XDeepFMSection(DeepFMSection):
+class XDeepFMSection(FirstOrderSection):
     """A compressed interaction network, an MLP and a linear model."""
 
     name: Literal["xdeepfm"]
