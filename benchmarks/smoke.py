@@ -39,7 +39,7 @@ TARGETS = {
     "test-survive": f"{PYTEST} tests/worker/test_nonfinite.py -m survive -k leaves_the_steps_out",
     "mutations": f"{PYTEST} '{MUTATIONS}[3]' -m mutations",
     "cluster-test": f"{PYTEST} tests/client/test_run.py -m 'cluster or not cluster'",
-    "cluster-test: notebooks": f"{PYTEST} tests/notebooks/test_notebooks.py -m cluster -k 'jobs or own_model'",
+    "cluster-test: notebooks": f"{PYTEST} tests/notebooks -m cluster -k 'jobs or own_model'",
     "cluster-test: nodes": f"{PYTEST} tests/cluster/test_autoscaling.py -m cluster",
     "weight": "benchmarks/weight.py",
     "golden": f"{PYTEST} tests/golden -k own",
