@@ -89,7 +89,7 @@ smoke: install
 	$(BIN)/python -W ignore benchmarks/smoke.py
 
 cluster-test: install
-	$(BIN)/pytest tests/cluster -m "cluster or not cluster"
+	$(BIN)/pytest $(addprefix tests/,cluster client deploy images notebooks security) -m "cluster or not cluster"
 
 test-survive: install
 	$(BIN)/pytest -m survive

@@ -91,3 +91,14 @@ def tiny_data(tmp_path_factory):
     import parquet
 
     return parquet.dataset(tmp_path_factory.mktemp("tiny") / "d")
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    """A Ray head on loopback, with parquet.dataset as data/tiny below its root."""
+    import parquet
+    from heads import Head
+
+    with Head(tmp_path_factory.mktemp("head") / "h") as head:
+        parquet.dataset(head.root / "data" / "tiny")
+        yield head

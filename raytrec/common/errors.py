@@ -9,6 +9,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from raytrec.common.redaction import hide
 
@@ -38,10 +39,9 @@ class RaytrecError(Exception):
         self, what: str, *, where: str | None = None, expected: str | None = None, do: str | None = None
     ):
         self.what = _shown(what, "what")
-        self.where, self.expected, self.do = (
-            part and _shown(part, name)
-            for name, part in (("where", where), ("expected", expected), ("do", do))
-        )
+        self.where = where and _shown(where, "where")
+        self.expected = expected and _shown(expected, "expected")
+        self.do = do and _shown(do, "do")
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -61,11 +61,7 @@ class RaytrecError(Exception):
         return [f"error: {self}"]
 
     def __reduce__(self):
-        return _rebuild, (type(self), self.what, self.where, self.expected, self.do)
-
-
-def _rebuild(cls, what, where, expected, do):
-    return cls(what, where=where, expected=expected, do=do)
+        return partial(type(self), **self.parts), (), self.__dict__
 
 
 class ConfigError(RaytrecError):
@@ -80,15 +76,6 @@ class GpuFailed(ConfigError):
     """
 
     place = "", ""
-
-    def __reduce__(self):
-        return _rebuild_at, (super().__reduce__(), self.place)
-
-
-def _rebuild_at(parts, place):
-    error = parts[0](*parts[1])
-    error.place = place
-    return error
 
 
 class SchemaError(RaytrecError):

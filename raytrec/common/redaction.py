@@ -205,14 +205,10 @@ def _secret_values(text: str) -> Iterator[tuple[int, int]]:
     """Where the values of secret parameters begin and end; one may have ?, ; or # in it."""
     end = 0
     for found in PARAMETER.finditer(text):
-        if found.start() >= end and _is_secret_parameter(found[1]):
+        name = unquote_plus(found[1])
+        if found.start() >= end and (is_secret(name) or "key" in name.lower()):
             end = VALUE.match(text, found.end()).end()
             yield found.end(), end
-
-
-def _is_secret_parameter(name: str) -> bool:
-    plain = unquote_plus(name)
-    return is_secret(plain) or "key" in plain.lower()
 
 
 def _setting(found: re.Match) -> str:

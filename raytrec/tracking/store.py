@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from raytrec.common.errors import ConfigError
@@ -232,10 +231,8 @@ def _sqlite_file(uri: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
+        with suppress(OSError):  # a file system without locks
             fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError:
-            logging.getLogger(__name__).debug("no lock on %s", folder)
         _try_to_write(path)
         yield
     finally:
