@@ -72,7 +72,7 @@ def _of_gpus(read: Callable[[str], T]) -> list[T]:
 
 
 def _answer_of_nvml(ask: Callable[[Any], T]) -> T | None:
-    """What NVML answers; None where there is no library, no driver or no answer."""
+    """Return the answer of NVML; None without library, driver or answer, or of a MIG instance."""
     try:
         import pynvml
 
@@ -81,7 +81,7 @@ def _answer_of_nvml(ask: Callable[[Any], T]) -> T | None:
         return None
     try:
         return ask(pynvml)
-    except (pynvml.NVMLError, ValueError):
+    except (pynvml.NVMLError, ValueError, AttributeError):  # AttributeError: an older library
         return None
     finally:
         pynvml.nvmlShutdown()
@@ -158,20 +158,16 @@ _RECOVERIES = {
 
 
 def awaits_recovery(device: str) -> str | None:
-    """What a device of torch's needs before it can be relied on; None where that is nothing, or not
-    known."""
-    try:
-        import pynvml
+    """Return the recovery that a device of torch needs before it is used again; None if none, or unknown."""
 
-        pynvml.nvmlInit()
-        (field,) = pynvml.nvmlDeviceGetFieldValues(
-            cuda_handle(device), [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
-        )
-    except Exception:  # no library or driver, older ones, a MIG instance
-        return None
-    names = {getattr(pynvml, f"NVML_GPU_RECOVERY_ACTION_{name}", None): name for name in _RECOVERIES}
-    known = field.nvmlReturn == pynvml.NVML_SUCCESS
-    return _RECOVERIES.get(names.get(field.value.uiVal, "")) if known else None
+    def ask(nvml: Any) -> str | None:
+        asked = [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
+        (field,) = nvml.nvmlDeviceGetFieldValues(cuda_handle(device), asked)
+        names = {getattr(nvml, f"NVML_GPU_RECOVERY_ACTION_{name}", None): name for name in _RECOVERIES}
+        known = field.nvmlReturn == nvml.NVML_SUCCESS
+        return _RECOVERIES.get(names.get(field.value.uiVal, "")) if known else None
+
+    return _answer_of_nvml(ask)
 
 
 def installed(package: str) -> str | None:

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
 from itertools import combinations
@@ -53,38 +53,35 @@ def check_interfaces(nodes: ThisHost) -> Found:
     loopback = [ip_address(address).is_loopback for address in nodes.addresses]
     answers = nodes.ask(look_at_interfaces, each=each)
     for name, address, local, found in zip(nodes.names, nodes.addresses, loopback, answers, strict=True):
-        for result, what, do in _judge(found, address, local and not all(loopback), len(answers) > 1):
-            yield Diagnosis(result, what, do, hosts=(name,))
+        judged = _judge(found, address, local and not all(loopback), len(answers) > 1)
+        yield Diagnosis(*judged, hosts=(name,))
 
 
-def _judge(found: Any, address: str, lost: bool, several: bool) -> Iterator[tuple[str, str, str]]:
-    """Result, finding and what to do, of one node.
+def _judge(found: Any, address: str, lost: bool, several: bool) -> tuple[str, str, str]:
+    """Return result, finding and repair of one node.
 
     Args:
-        lost: whether its address is loopback, and another's is not. several: whether there are other nodes.
+        lost: True if its address is loopback, and that of another node is not.
+        several: True if there are other nodes.
     """
     if isinstance(found, Exception):
-        yield FAILURE, f"its interfaces are not known: {found}", NO_ANSWER
-        return
+        return FAILURE, f"its interfaces are not known: {found}", NO_ANSWER
     have, own = found["have"], found["own"]
     for variable, value in found["chosen"].items():
         wanted = tuple(each.partition(":")[0] for each in value.lstrip("=").split(","))
         if value.startswith("^") or any(name.startswith(wanted) for name in have):
             continue
         do = f"set {variable} to one of {', '.join(sorted(have))}, or unset it, where Ray is started"
-        yield FAILURE, f"{variable}={value}, and there is no such interface", do
-        return
+        return FAILURE, f"{variable}={value}, and there is no such interface", do
     names = ", ".join(dict.fromkeys(value.lstrip("=") for value in found["chosen"].values())) or own
     if several and names and BRIDGES.match(names):
-        what = f"gloo and NCCL take {names} ({address}), a bridge inside this host"
-        yield FAILURE, what, DO_ADDRESS
-    elif lost:
-        yield FAILURE, f"Ray knows this node as {address}, where other nodes cannot reach it", DO_ADDRESS
-    elif not names:
+        return FAILURE, f"gloo and NCCL take {names} ({address}), a bridge inside this host", DO_ADDRESS
+    if lost:
+        return FAILURE, f"Ray knows this node as {address}, where other nodes cannot reach it", DO_ADDRESS
+    if not names:
         what = f"no interface has the node's address {address}: gloo and NCCL choose one by themselves"
-        yield WARNING, what, DO_ADDRESS
-    else:
-        yield OK, f"gloo and NCCL take {names}, the node's address", ""
+        return WARNING, what, DO_ADDRESS
+    return OK, f"gloo and NCCL take {names}, the node's address", ""
 
 
 def listen(address: str, keep: bool = True) -> int:

@@ -113,18 +113,16 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
             with session_of(config):
                 for setting in _lower_precisions(config):
                     console.note(f"checked in fp32: rounding by {setting} would hide errors")
-                watch = Watch(console)
-                found = run_group(check_worker, config, schema, {}, "", watch)
-            seconds = round(perf_counter() - began, 3)
+                found = run_group(check_worker, config, schema, {}, "", Watch(console))
             result = CheckResult(
                 config.run.name,
-                found["findings"],
-                found["plan"],
-                folder,
-                found["world_size"],
-                seconds,
-                delivery.run_id if delivery else None,
-                [f"look at it   mlflow ui --backend-store-uri {short(delivery.uri)}"] if delivery else [],
+                path=folder,
+                seconds=round(perf_counter() - began, 3),
+                mlflow_run_id=delivery.run_id if delivery else None,
+                next_steps=[f"look at it   mlflow ui --backend-store-uri {short(delivery.uri)}"]
+                if delivery
+                else [],
+                **found,
             )
             write_json(
                 folder / CHECK_RESULT, result.metrics | {"plan": result.plan, "findings": result.findings}
@@ -155,12 +153,8 @@ COMPARED = {
 }
 
 
-def print_check(result: Any) -> None:
-    """The worst comparison of each check as a table on stdout, then every one that failed.
-
-    Args:
-        result: check.CheckResult.
-    """
+def print_check(result: CheckResult) -> None:
+    """Print a table of the worst comparison of each check to stdout, then each comparison that failed."""
     console = open_console()
     console.print(
         bold(result.name) + Text(f": {result.world_size} workers against one process"), soft_wrap=True

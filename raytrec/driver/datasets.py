@@ -7,9 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-import pyarrow as pa
-
 from raytrec.checkpoint.index import INDEX, read_index
 from raytrec.checkpoint.table_starts import schema_of
 from raytrec.common.errors import ConfigError, DataError
@@ -19,23 +16,20 @@ from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.transform_columns import needed_transforms
-from raytrec.data.arrow import find_column, is_list, is_text, plain, type_at, value_type
-from raytrec.data.columns import Place
+from raytrec.data.arrow import find_column, is_list, plain, type_at
 from raytrec.data.decode import SKIPPED, Faults
 from raytrec.data.footers import read_footer
 from raytrec.data.fragments import Dataset, scan
-from raytrec.data.hashing import NULL_KEY
 from raytrec.data.listing import list_files, name_of
 from raytrec.data.read_plan import ReadPlan, Reserved
 from raytrec.data.rows import check_accused
 from raytrec.driver.base_rates import log_odds
 from raytrec.driver.console import RunConsole
-from raytrec.driver.item_ids import check_item_ids, read_keys
+from raytrec.driver.item_ids import check_item_ids, check_item_types, check_items
 from raytrec.tasks.columns import check_counts, check_reserved, read_plan
 from raytrec.tasks.task import resolve_tasks
 
 MOST_HELD_ROWS = 100_000  # of data.holdout: auto
-ITEMS = "items"  # the name of their dataset among those of a run
 
 
 def part_of_tower(config: RunConfig, schema: Schema, tower: TowerName, where: str) -> Schema:
@@ -119,67 +113,20 @@ def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Datase
         "items" → the dataset; empty without eval.retrieval.
 
     Raises:
-        ConfigError, DataError: As in `part_of_tower`, `open_inputs`, `check_items` and `check_item_ids`, or
-            the rows name items in another type.
+        ConfigError, DataError: As in `part_of_tower`, `open_inputs` and the checks of item_ids.py.
     """
     section = config.eval.retrieval
     if section is None:
         return {}
-    key = "eval.retrieval.items"
     part = part_of_tower(config, schema, "item", "eval.retrieval")
-    items = open_inputs(config, part, section.items, key, (section.item,), "eval.retrieval.item")
+    places = "eval.retrieval.items"
+    items = open_inputs(config, part, section.items, places, (section.item,), "eval.retrieval.item")
     check_items(items, section.item)
-    kind = items.form.types[section.item]
     for name, dataset in evaluated.items():
-        types = dataset.form.types
-        for column in (section.right_column, *section.seen):
-            other = types.get(column) and value_type(types[column])
-            if other is not None and is_text(other) != is_text(kind) and not pa.types.is_null(other):
-                raise DataError(
-                    f"'{column}' holds {other}, and items are named by {kind}",
-                    where=f"{dataset.uri}, {key}={section.items}",
-                    expected="items named alike everywhere",
-                    do="name another column in eval.retrieval, or use data.transforms: {do: cast, …}",
-                )
+        check_item_types(section, items, dataset)
         if name != "train":
             check_item_ids(section, items, dataset)
-    return {ITEMS: items}
-
-
-def check_items(items: Dataset, column: str) -> None:
-    """Reads the items' keys: each item has one, and no two the same.
-
-    Raises:
-        DataError: names the file, row group and row of one that has none, or the same as one before it.
-    """
-    if column in items.form.from_folders:
-        raise DataError(
-            f"the items' key '{column}' is not a column, but in the names of their folders",
-            where=items.uri,
-            expected="a column with a unique key for each item",
-        )
-    keys = read_keys(items, column)
-    if len(missing := np.flatnonzero(keys == NULL_KEY)):
-        raise DataError(
-            "an item has no key", where=_place(items, column, int(missing[0])), expected="a value"
-        )
-    order = np.argsort(keys, kind="stable")
-    if len(twice := order[1:][keys[order[1:]] == keys[order[:-1]]]):
-        raise DataError(
-            f"{len(twice):,} items have the key of an item before them",
-            where=_place(items, column, int(twice.min())),
-            expected="one row for each item",
-            do="leave the others out, or name another column",
-        )
-
-
-def _place(items: Dataset, column: str, row: int) -> str:
-    """Where a row of the dataset is, in words."""
-    for group in items.groups:
-        if row < group.rows:
-            break
-        row -= group.rows
-    return Place(group.path, group.index, 0).of(column, row)
+    return {"items": items}
 
 
 def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Dataset]) -> None:

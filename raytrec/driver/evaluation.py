@@ -23,7 +23,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.trust import checkpoint_origin, code_in
 from raytrec.data.rows import check_accused
 from raytrec.driver.console import Result, RunConsole
-from raytrec.driver.datasets import check_rows_count, note_files, open_dataset, open_items
+from raytrec.driver.datasets import check_rows_count, note_files, note_left_out, open_dataset, open_items
 from raytrec.driver.launch import run_group
 from raytrec.driver.recorder import Watch
 from raytrec.driver.session import session_of
@@ -160,11 +160,10 @@ def evaluate(
         160
     """
     began = perf_counter()
-    folder, index = find(place)
     changes = [f"scaling.num_workers={workers}"] if workers else []
     changes += [f"data.global_batch_size={batch_size}"] if batch_size else []
     changes += as_texts(overrides)
-    config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
+    config, schema, folder, _ = resolve_checkpoint(place, None, changes, allow_code)
     places = absolute(data) if data else config.data.test or config.data.valid
     if not places:
         raise ConfigError("there is nothing to evaluate on", where=folder, expected="--data PARQUET")
@@ -175,11 +174,10 @@ def evaluate(
     for dataset in datasets.values():
         check_accused(dataset)
         check_rows_count(dataset)
-    left_out = [error for dataset in datasets.values() for error in dataset.left_out]
     with scratch_folder() as config.run.dir, RunConsole(config.run.name) as console, session_of(config):
         note_files(console, datasets)
-        for error in left_out:
-            console.warn(f"skipped {error.where}: {error.what}")
+        for line in (left_out := note_left_out(Path(config.run.dir), datasets)):
+            console.warn(line)
         figures = run_group(evaluate_worker, config, schema, datasets, folder, Watch(console))
     metrics = {
         **figures,
@@ -193,22 +191,26 @@ def evaluate(
 def resolve_checkpoint(
     place: str | Path, checkpoint: str | int | None, changes: list[str], allow_code: bool
 ) -> tuple[RunConfig, Schema, str, dict[str, Any]]:
-    """(configuration, schema, folder of the checkpoint, its index)."""
-    if checkpoint is None or checkpoint == "newest":
-        folder, index = find(place)
-    elif checkpoint == "best":
-        folder, index = find(place)
-        config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
-        by = Selection.of_config(config, schema).best(config.checkpoint.best_metric)
-        folder, index = find_best(place, by)
-    elif str(checkpoint).isdecimal():
-        folder, index = find_step(place, int(checkpoint))
-    else:
+    """Return the configuration, the schema, the folder of the checkpoint and its index.
+
+    Args:
+        place: Run folder or checkpoint folder.
+        checkpoint: Step, "best" or "newest" of a run; default: the newest.
+        changes: Overrides as in `evaluation_config`.
+        allow_code: True if the configuration may name code (trust.py).
+    """
+    is_step = str(checkpoint).isdecimal()
+    if not is_step and checkpoint not in (None, "newest", "best"):
         raise ConfigError(
             f"--checkpoint is '{checkpoint}'",
             where="--checkpoint",
             expected="a step such as 1200, best, or newest",
             do="or give the folder of a checkpoint in place of the run's",
         )
+    folder, index = find_step(place, int(checkpoint)) if is_step else find(place)
     config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
+    if checkpoint == "best":
+        by = Selection.of_config(config, schema).best(config.checkpoint.best_metric)
+        folder, index = find_best(place, by)
+        config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
     return config, schema, folder, index

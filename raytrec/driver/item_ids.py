@@ -1,4 +1,4 @@
-"""Check that evaluated rows name items by the key column of eval.retrieval. No torch here."""
+"""Checks of the items of eval.retrieval, and of the rows that name them by their key. No torch here."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from raytrec.common.errors import DataError
 from raytrec.config.evaluation import RetrievalSection
 from raytrec.config.transform_columns import columns_before, needed_transforms
 from raytrec.config.transforms import Sample
-from raytrec.data.arrow import is_text, one_array, plain
+from raytrec.data.arrow import is_text, one_array, plain, value_type
+from raytrec.data.columns import Place
 from raytrec.data.footers import read_footer
 from raytrec.data.fragments import Dataset, RowGroup
-from raytrec.data.hashing import group_keys, keys_of_rows
+from raytrec.data.hashing import NULL_KEY, group_keys, keys_of_rows
 from raytrec.data.rows import decode_columns
 from raytrec.data.transform import apply_transforms
 
@@ -36,6 +37,61 @@ def read_keys(items: Dataset, column: str) -> np.ndarray:
     """Read a column of all items as group keys: int64 [items]."""
     tables = (read_columns(items, group, [column], group.rows) for group in items.groups)
     return np.concatenate([group_keys(one_array(table[column])) for table in tables])
+
+
+def check_items(items: Dataset, column: str) -> None:
+    """Check that each item has a key, and no two items have the same key. All keys are read.
+
+    Raises:
+        DataError: Names the file, row group and row of the first item without a key, or with the key of an
+            item before it.
+    """
+    if column in items.form.from_folders:
+        raise DataError(
+            f"the items' key '{column}' is not a column, but in the names of their folders",
+            where=items.uri,
+            expected="a column with a unique key for each item",
+        )
+    keys = read_keys(items, column)
+    if len(missing := np.flatnonzero(keys == NULL_KEY)):
+        raise DataError(
+            "an item has no key", where=_place(items, column, int(missing[0])), expected="a value"
+        )
+    order = np.argsort(keys, kind="stable")
+    if len(twice := order[1:][keys[order[1:]] == keys[order[:-1]]]):
+        raise DataError(
+            f"{len(twice):,} items have the key of an item before them",
+            where=_place(items, column, int(twice.min())),
+            expected="one row for each item",
+            do="leave the others out, or name another column",
+        )
+
+
+def _place(items: Dataset, column: str, row: int) -> str:
+    """Return the place of a row of the dataset in words."""
+    for group in items.groups:
+        if row < group.rows:
+            break
+        row -= group.rows
+    return Place(group.path, group.index, 0).of(column, row)
+
+
+def check_item_types(section: RetrievalSection, items: Dataset, dataset: Dataset) -> None:
+    """Check by the footers that rows name items by text if and only if the items' key is text.
+
+    Raises:
+        DataError: They do not.
+    """
+    kind, types = items.form.types[section.item], dataset.form.types
+    for column in (section.right_column, *section.seen):
+        other = types.get(column) and value_type(types[column])
+        if other is not None and is_text(other) != is_text(kind) and not pa.types.is_null(other):
+            raise DataError(
+                f"'{column}' holds {other}, and items are named by {kind}",
+                where=f"{dataset.uri}, eval.retrieval.items={section.items}",
+                expected="items named alike everywhere",
+                do="name another column in eval.retrieval, or use data.transforms: {do: cast, …}",
+            )
 
 
 def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from raytrec.checkpoint.files import find
-from raytrec.checkpoint.table_starts import schema_of, table_starts
 from raytrec.cluster.session import stays_here
-from raytrec.common.errors import ConfigError, DataError, SchemaError, some
+from raytrec.common.errors import ConfigError, DataError, some
 from raytrec.common.machine import built_for, require_compiler
 from raytrec.config.features import resolve_features
 from raytrec.config.models import check_model
-from raytrec.config.run_config import RunConfig, load_config
+from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Sample
 from raytrec.doctor.host_checks import check_before_run
 from raytrec.driver.prepare import RunPlan
+from raytrec.driver.resume import check_warm_start
 from raytrec.embeddings.constraints import resolve_constraints, table_optimizers
 from raytrec.embeddings.kernels import MMAP_KERNEL, free_disk
 from raytrec.metrics.selection import Selection
@@ -110,26 +109,29 @@ def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -
 
 
 def check_drawn(config: RunConfig, schema: Schema) -> None:
-    """Looks whether ids that are drawn for rows are ids of the tables which look them up.
+    """Check that ids drawn for rows are in range of the tables that look them up.
 
     Raises:
-        ConfigError: some would be out of range.
+        ConfigError: Some would be out of range.
     """
+    for key, rows, feature, name in _drawn(config, schema):
+        table = schema.tables[name]
+        if table.out_of_range == "error" and not table.ids and rows > table.rows:
+            raise ConfigError(
+                f"ids up to {rows - 1:,} are drawn for {feature}, and table {name} has {table.rows:,} rows",
+                where=key,
+                expected=f"at most {table.rows:,}",
+                do="leave rows out: the table's are the default",
+            )
+
+
+def _drawn(config: RunConfig, schema: Schema) -> Iterator[tuple[str, int, str, str]]:
+    """Yield (key, its value, feature, table) for each `rows` of do: sample and each feature of its column."""
     for place, transform in enumerate(config.data.transforms):
-        if not isinstance(transform, Sample):
-            continue
-        for feature, spec in schema.sparse.items():
-            table = schema.tables[spec.table]
-            drawn_for = schema.column_of(feature) == transform.column
-            bounded = table.out_of_range == "error" and not table.ids
-            if drawn_for and bounded and (transform.rows or 0) > table.rows:
-                raise ConfigError(
-                    f"ids up to {transform.rows - 1:,} are drawn for {feature}, and table {spec.table} has "
-                    f"{table.rows:,} rows",
-                    where=f"data.transforms[{place}].rows",
-                    expected=f"at most {table.rows:,}",
-                    do="leave rows out: the table's are the default",
-                )
+        if isinstance(transform, Sample) and transform.rows:
+            for feature, spec in schema.sparse.items():
+                if schema.column_of(feature) == transform.column:
+                    yield f"data.transforms[{place}].rows", transform.rows, feature, spec.table
 
 
 def check_memory(config: RunConfig, schema: Schema) -> None:
@@ -164,23 +166,18 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
 
 
 def copied_numbers(config: RunConfig, schema: Schema, steps: int) -> list[str]:
-    """A line for each number that does not fit the tables or the run.
+    """Return a warning for each number that does not fit the tables or the run.
 
     Args:
-        steps: of the whole run.
+        steps: Number of steps of the whole run.
     """
-    lines = []
-    for place, transform in enumerate(config.data.transforms):
-        if not isinstance(transform, Sample) or not transform.rows:
-            continue
-        features = (name for name in schema.sparse if schema.column_of(name) == transform.column)
-        for table in dict.fromkeys(schema.sparse[name].table for name in features):
-            if transform.rows < schema.tables[table].rows:
-                lines.append(
-                    f"data.transforms[{place}].rows is {transform.rows:,}, and table {table} has "
-                    f"{schema.tables[table].rows:,} rows: the ids from {transform.rows:,} on are never "
-                    "drawn; leave rows out to draw among all"
-                )
+    lines = [
+        f"{key} is {rows:,}, and table {table} has {schema.tables[table].rows:,} rows: the ids from {rows:,} "
+        "on are never drawn; leave rows out to draw among all"
+        for key, rows, _, table in _drawn(config, schema)
+        if rows < schema.tables[table].rows
+    ]
+    lines = list(dict.fromkeys(lines))  # features may share a table
     schedule = config.optim.schedule
     end = schedule.warmup_steps + (schedule.decay_steps or steps)
     if end < steps:
@@ -189,70 +186,6 @@ def copied_numbers(config: RunConfig, schema: Schema, steps: int) -> list[str]:
             "leave decay_steps out to decay until its end"
         )
     return lines
-
-
-def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
-    """Warnings about weights of warm_start.from that this model and schema do not take over.
-
-    Raises:
-        ConfigError, SchemaError: a difference that warm_start.tables and warm_start.dense do not allow.
-    """
-    about = find(config.warm_start.from_)[1]["about"]
-    before = load_config(about["config"], allow_code=True).model_dump(by_alias=True, mode="json")
-    old_schema = schema_of(about)
-    lines = [start.note for start in table_starts(config, old_schema, schema).values() if start.note]
-    if config.warm_start.dense == "exact":
-        _check_dense(config, before, old_schema, schema)
-    if config.warm_start.optimizer:
-        _check_optimizers(config, load_config(before, allow_code=True), old_schema, schema)
-    return lines
-
-
-def _check_optimizers(config: RunConfig, before: RunConfig, old_schema: Schema, schema: Schema) -> None:
-    old, new = _optimizer_names(before, old_schema), _optimizer_names(config, schema)
-    for part, name in new.items():
-        if old.get(part, name) != name:
-            raise ConfigError(
-                f"the optimizer of {part} is {name}, the checkpoint has state of {old[part]}",
-                where=f"warm_start.from={config.warm_start.from_}",
-                expected="the checkpoint's optimizers",
-                do="set warm_start.optimizer=false, or the checkpoint's optimizers",
-            )
-
-
-def _optimizer_names(config: RunConfig, schema: Schema) -> dict[str, str]:
-    of_tables = table_optimizers(config, schema).items()
-    return {"the dense layers": config.optim.dense.name} | {
-        f"table {table}": optimizer.name for table, optimizer in of_tables
-    }
-
-
-def _check_dense(config: RunConfig, before: dict, old_schema: Schema, schema: Schema) -> None:
-    where, hint = f"warm_start.from={config.warm_start.from_}", ", or warm_start.dense=matching"
-    for key, new in config.model.model_dump().items():
-        old = before["model"].get(key)
-        if old != new and key != "dropout":
-            raise ConfigError(
-                f"model.{key} is {new}, and the checkpoint has {old}",
-                where=where,
-                expected="the checkpoint's model",
-                do=f"set model.{key}={str(old).replace(' ', '')}" + hint,
-            )
-    old_parts, parts = _dense_parts(old_schema), _dense_parts(schema)
-    for what, new in parts.items():
-        if new != old_parts[what]:
-            raise SchemaError(
-                f"{what}: {new} now, {old_parts[what]} in the checkpoint",
-                where=where,
-                expected="the checkpoint's labels, dense columns and sparse features",
-                do="train with the checkpoint's schema" + hint,
-            )
-
-
-def _dense_parts(schema: Schema) -> dict[str, object]:
-    """What the shapes and the meaning of dense weights depend on."""
-    sparse = [f"{name} → {spec.table}" for name, spec in schema.sparse.items()]
-    return {"labels": schema.labels, "dense": schema.dense, "sparse": sparse}
 
 
 def check_constant_labels(plan: RunPlan) -> list[str]:

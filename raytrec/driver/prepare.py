@@ -99,7 +99,6 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
     stem = Path(source).stem if isinstance(source, (str, Path)) else "run"
     stem += "" if kind == "run" else f"-{kind}"
     run.name = run.name or f"{name_like(stem)}-{datetime.now():%Y%m%d-%H%M%S}"
-    place = partial(absolute, root=run.root)
     run.dir = run.dir or f"runs/{run.name}"
     if "://" in run.dir:
         raise ConfigError(
@@ -108,21 +107,17 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
             expected="a folder on a file system that all nodes share",
             do="use a local or mounted folder; object stores are not supported as run folders",
         )
-    run.dir = place(run.dir)
-    warm_start = config.warm_start
-    warm_start.from_ = warm_start.from_ and find(place(warm_start.from_))[0]
-    if config.checkpoint.dir:
-        config.checkpoint.dir = place(config.checkpoint.dir)
-    if config.plan.mmap_dir:
-        config.plan.mmap_dir = place(config.plan.mmap_dir)
-    for key in ("train", "valid", "test", "schema_path"):
-        if value := getattr(data, key):
-            setattr(data, key, place(value) if isinstance(value, str) else [*map(place, value)])
-    for transform in data.transforms:
-        if isinstance(transform, WITH_VOCABULARY) and transform.vocabulary:
-            transform.vocabulary = place(transform.vocabulary)
-    if config.eval.retrieval:
-        config.eval.retrieval.items = place(config.eval.retrieval.items)
+    place = partial(absolute, root=run.root)
+    with_vocabulary = [each for each in data.transforms if isinstance(each, WITH_VOCABULARY)]
+    places = [(run, "dir"), (config.checkpoint, "dir"), (config.plan, "mmap_dir")]
+    places += [(data, key) for key in ("train", "valid", "test", "schema_path")]
+    places += [(config.warm_start, "from_"), (config.eval.retrieval, "items")]
+    places += [(transform, "vocabulary") for transform in with_vocabulary]
+    for section, key in places:
+        if value := getattr(section, key, None):
+            setattr(section, key, place(value) if isinstance(value, str) else [*map(place, value)])
+    if config.warm_start.from_:
+        config.warm_start.from_ = find(config.warm_start.from_)[0]
     server = os.environ.get("MLFLOW_TRACKING_URI")  # which a cluster's nodes can have
     tracking.uri = tracking.uri or server or f"sqlite:///{Path(run.dir).parent}/mlflow.db"
     return config
@@ -201,13 +196,10 @@ def config_from(
         RunError: no checkpoint there. ConfigError: as in `load_config`.
     """
     folder, index = find(place)
-    # nothing of it runs before the next time
-    whole = load_config(index["about"]["config"], allow_code=True)
-    values = whole.model_dump(by_alias=True, mode="json")
-    name = re.sub(r"-\d{8}-\d{6}$", "", whole.run.name or "run")
-    values["run"] |= {"name": None, "dir": None}
-    values["checkpoint"]["dir"] = None
-    given = {"warm_start.from": folder, "data.schema": join_uri(folder, INDEX)}
-    overrides = [*(f"{key}={json.dumps(each)}" for key, each in given.items()), *overrides]
-    elsewhere = checkpoint_origin(folder, index["about"]["config"])
-    return load_config(values, overrides, elsewhere=elsewhere, allow_code=allow_code), name
+    stored = index["about"]["config"]
+    config = load_config(stored, allow_code=True)  # nothing of it runs before it is loaded again
+    name = re.sub(r"-\d{8}-\d{6}$", "", config.run.name or "run")
+    config.run.name = config.run.dir = config.checkpoint.dir = None
+    own = [f"warm_start.from={json.dumps(folder)}", f"data.schema={json.dumps(join_uri(folder, INDEX))}"]
+    elsewhere = checkpoint_origin(folder, stored)
+    return load_config(config, own + overrides, elsewhere=elsewhere, allow_code=allow_code), name

@@ -21,7 +21,7 @@ from raytrec.common.formatting import null_nonfinite
 from raytrec.common.messages import CHECKS, ENDED_EARLY, RANKS, Message, RankLine
 from raytrec.common.redaction import hide_all, hide_yaml
 from raytrec.common.storage import in_shell
-from raytrec.report.findings import SURE_S, Times, find_bound, hot_rank, low_utilisation, straggler
+from raytrec.report.findings import SURE_S, Times, hot_rank, low_utilisation, straggler
 from raytrec.tracking.aggregate import sum_over_time
 from raytrec.tracking.history import StepGroups
 from raytrec.tracking.journal import Journal, write_whole
@@ -112,14 +112,6 @@ class Record:
         self._journal = Journal(folder, self._warnings.append)
         self._attempt: int | None = None  # whose first interval is over
         self._lately: list[RankLine] = []  # of each rank its intervals since then, or of SURE_S seconds
-
-    def summary(self) -> dict[str, int]:
-        """The numbers of checks that have passed and failed."""
-        return {"train.checks_passed": self.checks[True], "train.checks_failed": self.checks[False]}
-
-    def bound(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The figures bound.… of a run (report.findings)."""
-        return find_bound(self.times, metrics["seconds"], metrics["train.samples_per_s"])
 
     def result(self, metrics: dict[str, Any], unsaved: RunError | None) -> RunError | None:
         """Writes result.json, by which a run counts as finished, if the trained model has been saved.

@@ -1,4 +1,5 @@
-"""Resumes a run; refuses changes that would alter the result."""
+"""What a run continues: an interrupted run, or the weights of a checkpoint. Changes that do not fit are
+refused."""
 
 from __future__ import annotations
 
@@ -7,10 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from raytrec.checkpoint.files import newest
-from raytrec.common.errors import ConfigError, DataError, RunError, os_errors
+from raytrec.checkpoint.files import find, newest
+from raytrec.checkpoint.table_starts import schema_of, table_starts
+from raytrec.common.errors import ConfigError, DataError, RunError, SchemaError, os_errors
 from raytrec.common.formatting import flatten
 from raytrec.common.reading import json_values, read_bytes, read_text
 from raytrec.common.storage import absolute, in_shell
@@ -21,6 +21,7 @@ from raytrec.config.trust import code_in, is_ours, not_ours, refuse_code
 from raytrec.data.contents import Content, differences, fingerprint, written_again
 from raytrec.data.fragments import Dataset
 from raytrec.driver.recorder import RESULT, write_json
+from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.tracking.run_folder import DATA, LISTED_FILES, SCHEMA
 
 FREE, FIXED = keys_with(Mark.FREE), keys_with(Mark.FIXED)  # in mid-run
@@ -218,9 +219,69 @@ def _listed(lines: list[str]) -> str:
 
 
 def _differences(before: RunConfig, after: RunConfig) -> list[str]:
-    old, new = (flatten(yaml.safe_load(c.to_yaml())) for c in (before, after))
+    old, new = (flatten(c.model_dump(by_alias=True, mode="json")) for c in (before, after))
     return [
         f"  {key}: {old.get(key)} → {new.get(key)}"
         for key in {**old, **new}
         if old.get(key) != new.get(key) and (key.startswith(FIXED) or not key.startswith(FREE))
     ]
+
+
+def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
+    """Return warnings about weights of warm_start.from that this model and schema do not take over.
+
+    Raises:
+        ConfigError, SchemaError: A difference that warm_start.tables and warm_start.dense do not allow.
+    """
+    about = find(config.warm_start.from_)[1]["about"]
+    before, old_schema = load_config(about["config"], allow_code=True), schema_of(about)
+    lines = [start.note for start in table_starts(config, old_schema, schema).values() if start.note]
+    if config.warm_start.dense == "exact":
+        _check_dense(config, before, old_schema, schema)
+    if config.warm_start.optimizer:
+        old, new = _optimizer_names(before, old_schema), _optimizer_names(config, schema)
+        for part, name in new.items():
+            if old.get(part, name) != name:
+                raise ConfigError(
+                    f"the optimizer of {part} is {name}, the checkpoint has state of {old[part]}",
+                    where=f"warm_start.from={config.warm_start.from_}",
+                    expected="the checkpoint's optimizers",
+                    do="set warm_start.optimizer=false, or the checkpoint's optimizers",
+                )
+    return lines
+
+
+def _optimizer_names(config: RunConfig, schema: Schema) -> dict[str, str]:
+    of_tables = table_optimizers(config, schema).items()
+    return {"the dense layers": config.optim.dense.name} | {
+        f"table {table}": optimizer.name for table, optimizer in of_tables
+    }
+
+
+def _check_dense(config: RunConfig, before: RunConfig, old_schema: Schema, schema: Schema) -> None:
+    where, hint = f"warm_start.from={config.warm_start.from_}", ", or warm_start.dense=matching"
+    old_model = before.model.model_dump()
+    for key, new in config.model.model_dump().items():
+        old = old_model.get(key)
+        if old != new and key != "dropout":
+            raise ConfigError(
+                f"model.{key} is {new}, and the checkpoint has {old}",
+                where=where,
+                expected="the checkpoint's model",
+                do=f"set model.{key}={str(old).replace(' ', '')}" + hint,
+            )
+    old_parts = _dense_parts(old_schema)
+    for what, new in _dense_parts(schema).items():
+        if new != old_parts[what]:
+            raise SchemaError(
+                f"{what}: {new} now, {old_parts[what]} in the checkpoint",
+                where=where,
+                expected="the checkpoint's labels, dense columns and sparse features",
+                do="train with the checkpoint's schema" + hint,
+            )
+
+
+def _dense_parts(schema: Schema) -> dict[str, object]:
+    """Return the parts of a schema that determine the shapes and the meaning of dense weights."""
+    sparse = [f"{name} → {spec.table}" for name, spec in schema.sparse.items()]
+    return {"labels": schema.labels, "dense": schema.dense, "sparse": sparse}

@@ -29,7 +29,7 @@ from raytrec.driver.recorder import Record, Watch, write_json
 from raytrec.driver.resume import check_same_data, check_unfinished, note_data
 from raytrec.driver.session import resume_command, run_in_session
 from raytrec.driver.track import Follower
-from raytrec.report.findings import poor_fit
+from raytrec.report.findings import find_bound, poor_fit
 from raytrec.report.report import EarlyDrawing
 from raytrec.tracking.run_folder import TAGS, RunFolder
 from raytrec.tracking.translate import run_tags
@@ -144,11 +144,12 @@ def _drive(
             **figures,
             "skipped_files": sum(len(dataset.left_out) for dataset in datasets.values()),
             "seconds": round(perf_counter() - began, 3),
-            **record.summary(),
+            "train.checks_passed": record.checks[True],
+            "train.checks_failed": record.checks[False],
             "mlflow_run_id": follower.run_id,
             "name": config.run.name,
         }
-        metrics |= record.bound(metrics)
+        metrics |= find_bound(record.times, metrics["seconds"], metrics["train.samples_per_s"])
         for line in poor_fit(RunFolder.read(folder)):
             console.warn(line)
         if code := own_code(config.model_dump(by_alias=True)):
@@ -175,7 +176,7 @@ def _drive(
         for lost in [*record.close(), follower.close(status)]:
             if lost:
                 console.warn(lost)
-    return Result(metrics, folder, _next_steps(config, folder, page))
+    return Result(metrics, folder, _next_steps(config, metrics.get("code"), page))
 
 
 def _store_error(follower: Follower, folder: Path) -> RaytrecError | None:
@@ -189,10 +190,11 @@ def _store_error(follower: Follower, folder: Path) -> RaytrecError | None:
     return None
 
 
-def _next_steps(config: RunConfig, folder: Path, page: Path | None) -> list[str]:
-    """Where to look at a run that has ended well."""
-    lines = [f"run folder   {relative(folder)}"]
-    if code := own_code(config.model_dump(by_alias=True)):
+def _next_steps(config: RunConfig, code: list[str] | None, page: Path | None) -> list[str]:
+    """Return lines that name the files of a finished run, and commands to look at them."""
+    folder = relative(Path(config.run.dir))
+    lines = [f"run folder   {folder}"]
+    if code:
         lines.append(f"your code    {', '.join(code)}")
     if page:
         lines.append(f"pictures     {relative(page)}")
@@ -200,7 +202,7 @@ def _next_steps(config: RunConfig, folder: Path, page: Path | None) -> list[str]
         uri = config.tracking.uri
         at = "" if uri.startswith("http") else "mlflow ui --backend-store-uri "
         lines.append(f"look at it   {at}{hide(short(uri))}")
-    return [*lines, f"again        raytrec evaluate {in_shell(relative(folder))} --data PARQUET"]
+    return [*lines, f"again        raytrec evaluate {in_shell(folder)} --data PARQUET"]
 
 
 def _write_report(drawing: EarlyDrawing, console: RunConsole) -> Path | None:

@@ -10,10 +10,10 @@ from raytrec.data.arrow import select_schema
 from raytrec.data.fragments import Dataset, read_footer
 from raytrec.data.order import Part
 from raytrec.data.rows import decode_columns
-from raytrec.driver.one_process import outputs_of, read_batch
 from raytrec.exporting.onnx_model import ComparedProgram
 from raytrec.exporting.tables import rounding
 from raytrec.exporting.trained import Trained
+from raytrec.prediction.one_process import outputs_of, read_batch
 from raytrec.prediction.predict import score_names
 from raytrec.scoring.lookups import PRECISIONS
 from raytrec.scoring.manifest import Manifest, PrecisionName, ProgramName

@@ -17,11 +17,11 @@ from raytrec.config.evaluation import TowerName
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.driver.one_process import load_model
 from raytrec.embeddings.hashing import keys_of
 from raytrec.exporting.programs import Program, make_program
 from raytrec.exporting.tables import CheckpointTable
 from raytrec.models.recommender import Recommender
+from raytrec.prediction.one_process import load_model
 from raytrec.prediction.predict import score_names
 from raytrec.scoring.lookups import PRECISIONS, IdRows, Lookups
 from raytrec.scoring.manifest import ExportSource, PrecisionName, ProgramName, TaskEntry, inputs_of

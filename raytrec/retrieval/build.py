@@ -21,8 +21,9 @@ from raytrec.data.fragments import Dataset
 from raytrec.data.listing import list_files
 from raytrec.data.order import Part
 from raytrec.driver.console import Pairs, RunConsole, Summary
-from raytrec.driver.datasets import as_examples, check_items, open_inputs, part_of_tower
+from raytrec.driver.datasets import as_examples, open_inputs, part_of_tower
 from raytrec.driver.evaluation import resolve_checkpoint
+from raytrec.driver.item_ids import check_items
 from raytrec.prediction.folder import VECTOR, PredictionFolder
 from raytrec.prediction.manifest import split_names
 from raytrec.prediction.predict import predict
@@ -171,7 +172,7 @@ def _sampled(
     config: RunConfig, schema: Schema, folder: str, about: dict[str, Any], dataset: Dataset
 ) -> np.ndarray:
     """The query vectors of some rows, spread evenly over the dataset."""
-    from raytrec.driver.one_process import outputs_of, read_batch
+    from raytrec.prediction.one_process import outputs_of, read_batch
 
     pieces = max(1, min(QUERIES, dataset.rows) // TOGETHER)
     starts = np.arange(pieces) * dataset.rows // pieces

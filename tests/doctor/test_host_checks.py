@@ -346,7 +346,7 @@ def test_a_port_that_nothing_answers_at_is_named_by_the_pair(monkeypatch):
 def test_interfaces(address, own, chosen, several, result, finding):
     have = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "docker0": ["172.17.0.1"]}
     found = {"own": own, "have": have, "chosen": chosen}
-    ((got, what, do),) = network._judge(found, address, False, several)
+    got, what, do = network._judge(found, address, False, several)
     assert got == result and finding in what and (do == "") == (result == OK)
 
 

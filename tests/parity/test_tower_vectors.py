@@ -41,7 +41,7 @@ def found(rank, world, model, root):
     from raytrec.checkpoint.state import LogicalState
     from raytrec.checks.parity.batches import cuts, local_batch, random_batches
     from raytrec.config.features import resolve_features
-    from raytrec.driver.one_process import outputs_of
+    from raytrec.prediction.one_process import outputs_of
     from raytrec.worker.build import build_step
 
     case = Modelled(model, (world, 1))
