@@ -26,7 +26,7 @@ from raytrec.common.reading import (
     yaml_values,
 )
 from raytrec.common.storage import absolute
-from raytrec.driver.driver_state import LOG, ask_to_stop, driver_of, is_alive
+from raytrec.driver.driver_state import LOG, DriverNote, ask_to_stop, driver_of, is_alive
 from raytrec.tracking.run_folder import CONFIG, RESULT
 
 RUNS = "runs"
@@ -170,7 +170,7 @@ def _state(folder: Path) -> str:
     return STATES.get(note.get("status"), "interrupted")
 
 
-def _is_there(note: dict[str, Any]) -> bool:
+def _is_there(note: DriverNote) -> bool:
     alive = is_alive(note)
     return note.get("host") in _hosts() if alive is None else alive
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from raytrec.cluster.head import check_ports
 from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.locks import create_file
 from raytrec.common.storage import absolute, open_filesystem
 from raytrec.scoring.manifest import read_manifest
 from raytrec.serving.bodies import JSON
@@ -125,10 +126,7 @@ def _token(name: str) -> str:
     file = token_file(name)
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(
-            os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
-        ) as opened:
-            opened.write(secrets.token_urlsafe(32) + "\n")
+        create_file(file, secrets.token_urlsafe(32) + "\n")
     return file.read_text().strip()
 
 

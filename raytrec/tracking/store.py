@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrec.common.errors import ConfigError
+from raytrec.common.locks import lock
 from raytrec.common.redaction import hide, hide_yaml
 from raytrec.compat.mlflow_ import EXPERIMENT_TAGS, PARENT_RUN, has_store, load_quietly
 from raytrec.config.run_config import RunConfig
@@ -237,8 +238,6 @@ def _sqlite_file(uri: str) -> Iterator[None]:
     Raises:
         OSError, sqlite3.DatabaseError: there is no such folder; it is not a database, or cannot be written.
     """
-    import fcntl
-
     from sqlalchemy.engine import make_url
 
     path = make_url(uri).database
@@ -249,9 +248,7 @@ def _sqlite_file(uri: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError:
+        if not lock(handle, wait=True):
             logging.getLogger(__name__).debug("no lock on %s", folder)
         _try_to_write(path)
         yield
