@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Annotated, Any, NotRequired
 
-from pydantic import Field, Strict, TypeAdapter, ValidationError
+from pydantic import Field, Strict
 from typing_extensions import TypedDict
+
+from raytrec.common.documents import typed
+from raytrec.common.reading import NotReadable
 
 MOST_BLOCK_BYTES = 1 << 30  # a block is what is read at a time
 MOST_DIMENSIONS = 8
@@ -33,7 +35,6 @@ Count = Annotated[int, Strict(), Field(ge=0, lt=2**62)]
 Counts = Annotated[list[Count], Field(max_length=MOST_DIMENSIONS)]
 Checksum = Annotated[int, Strict(), Field(ge=0, lt=2**32)]
 Text = Annotated[str, Strict()]
-_adapter_of = cache(TypeAdapter)
 
 
 class _Chunk(TypedDict):
@@ -135,9 +136,7 @@ def _why_not_whole(name: str, tensor: dict[str, Any], block_bytes: int) -> str |
 
 def _misfit(kind: type, value: Any) -> str | None:
     try:
-        _adapter_of(kind).validate_python(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part)[:80] for part in first["loc"])
-        return f"{place or kind.__name__.strip('_').lower()}: {first['msg'].lower()}"[:300]
+        typed(value, kind)
+    except NotReadable as error:
+        return str(error)
     return None

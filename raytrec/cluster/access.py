@@ -19,6 +19,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from raytrec.common.errors import RunError
+from raytrec.common.locks import create_file
 from raytrec.compat.ray_core import (
     CLIENT_CALL,
     GCS_CALL,
@@ -89,9 +90,7 @@ def make_token(file: Path) -> str:
     """
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Not write_text and chmod: between the two, others could read it.
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-            out.write(secrets.token_hex(32))
+        create_file(file, secrets.token_hex(32))
     return file.read_text(encoding="utf-8", errors="replace").strip()
 
 

@@ -7,7 +7,6 @@ signal to that group (`timeout`, batch systems, containers) ends them before the
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ from pathlib import Path
 from time import monotonic, sleep, time
 
 from raytrec.common.errors import RunError, os_errors
+from raytrec.common.locks import lock
 from raytrec.compat.ray_core import CURRENT_CLUSTER, REPORTS_SELDOM, SOCKET, popen_replaced
 
 PREFIX, OWNER = "raytrec-", "owner"
@@ -58,9 +58,9 @@ def make_folder() -> tuple[Path, int]:
         sweep(base)
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))  # of mode 0700
         owner = os.open(folder / f".{OWNER}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    with suppress(OSError):  # a file system without locks: then it is never swept
-        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (folder / f".{OWNER}").rename(folder / OWNER)
+    if lock(owner):  # without a lock, the folder is never swept
+        with suppress(OSError):
+            (folder / f".{OWNER}").rename(folder / OWNER)
     return folder, owner
 
 
@@ -122,8 +122,8 @@ def _sweep_one(folder: Path) -> None:
             _remove(folder)
         return
     try:
-        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(folder)
+        if lock(owner):
+            _remove(folder)
     except BlockingIOError:  # its owner lives
         return
     finally:

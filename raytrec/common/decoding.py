@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from functools import cache
 from math import isnan
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from raytrec.common import messages
-from raytrec.common.formatting import is_step, number, or_0
+from raytrec.common.documents import typed
+from raytrec.common.formatting import number, or_0
 from raytrec.common.messages import Event, Measured, Message, Outcome, RankLine
 
 CLASSES: dict[str, type[Message]] = {
@@ -19,12 +18,12 @@ CLASSES: dict[str, type[Message]] = {
     if isinstance(each, type) and issubclass(each, Message) and "KIND" in vars(each)
 }
 OF_FILE = {messages.CHECKS: Outcome, messages.RANKS: RankLine}  # whose lines do not need their kind
-LATEST_UNIX_S = 1e11  # in the year 5138
 
 
 def from_json(values: Mapping[str, Any]) -> Message:
     """The message that `to_json` made; a KeyError or TypeError where it is none."""
-    return _make(CLASSES[values["kind"]], {k: v for k, v in values.items() if k != "kind"})
+    kind = CLASSES[values["kind"]]
+    return kind(**_fields(kind, {k: v for k, v in values.items() if k != "kind"}))
 
 
 def from_line(file: str, values: Mapping[str, Any]) -> Message:
@@ -36,15 +35,10 @@ def from_line(file: str, values: Mapping[str, Any]) -> Message:
         ValueError: it is not a line of that file.
     """
     try:
-        message = _make(*_kind_of(file, values))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{type(error).__name__} {error}") from None
-    for name, hint in _hints(message.KIND).items():
-        if not _fits(value := getattr(message, name), hint):
-            raise ValueError(f"{name} is {value!r:.60}")
-    unix_s = getattr(message, "unix_s", None)
-    if unix_s is not None and not 0 <= unix_s < LATEST_UNIX_S:
-        raise ValueError(f"unix_s is {unix_s}")
+        kind, fields_of_line = _kind_of(file, values)
+    except KeyError as error:
+        raise ValueError(f"no {error}") from None
+    message = typed(_fields(kind, fields_of_line), kind)
     if isinstance(message, Measured):
         return replace(message, figures={name: _number(value) for name, value in message.figures.items()})
     if isinstance(message, RankLine):
@@ -61,30 +55,6 @@ def _kind_of(file: str, values: Mapping[str, Any]) -> tuple[type[Message], Mappi
     if kind is None or tag != kind.TAG:
         return Event, values
     return kind, {k: v for k, v in values.items() if k != tag}
-
-
-@cache
-def _hints(kind: str) -> dict[str, Any]:
-    """Field → its type."""
-    hints = get_type_hints(CLASSES[kind])
-    return {each.name: hints[each.name] for each in fields(CLASSES[kind])}
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value of JSON is of a type; whole numbers of messages are counts, floats are finite."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is UnionType:
-        return any(_fits(value, each) for each in inner)
-    if hint in (Any, NoneType):
-        return hint is Any or value is None
-    if hint is int:
-        return is_step(value)
-    if hint is float:
-        return not isnan(number(value))
-    if not isinstance(value, origin or hint):
-        return False
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return all(_fits(part, inner[-1]) for part in parts)
 
 
 def _number(value: Any) -> float | None:
@@ -106,12 +76,11 @@ def _entry(values: Mapping[str, Any]) -> dict[str, Any]:
     return sound
 
 
-def _make(kind: type[Message], values: Mapping[str, Any]) -> Message:
-    """Values of fields as such; with those that are none in the flat field, if the class has one."""
+def _fields(kind: type[Message], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of a class; other values are collected in its flat field, if it has one."""
     names = {each.name: each for each in fields(kind)}
     flat = next((each.name for each in names.values() if each.metadata.get("flat")), None)
     known = {k: v for k, v in values.items() if k in names and (k != flat or isinstance(v, Mapping))}
-    others = {k: v for k, v in values.items() if k not in known}
     if flat and flat not in known:
-        known[flat] = others
-    return kind(**known)
+        known[flat] = {k: v for k, v in values.items() if k not in known}
+    return known

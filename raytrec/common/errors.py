@@ -10,6 +10,9 @@ import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import NotRequired
+
+from typing_extensions import TypedDict
 
 from raytrec.common.redaction import hide
 
@@ -17,6 +20,15 @@ LONGEST_WORD = 200  # characters that a nearest word is looked for of: comparing
 LONGEST = {"what": 2200, "where": 700, "expected": 500, "do": 450}  # bytes of UTF-8 of an error's parts
 # What moves a terminal's cursor or turns text around, and what UTF-8 cannot hold.
 CONTROL = re.compile("[\\x00-\\x09\\x0b-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+
+
+class ErrorParts(TypedDict):
+    """The parts of an error, as they are stored and sent; see RaytrecError."""
+
+    what: str
+    where: NotRequired[str | None]
+    expected: NotRequired[str | None]
+    do: NotRequired[str | None]
 
 
 class RaytrecError(Exception):
@@ -52,9 +64,9 @@ class RaytrecError(Exception):
         return "\n".join(parts)
 
     @property
-    def parts(self) -> dict[str, str | None]:
+    def parts(self) -> ErrorParts:
         """All parts by name: the arguments of an equal error."""
-        return {name: getattr(self, name) for name in ("what", "where", "expected", "do")}
+        return {"what": self.what, "where": self.where, "expected": self.expected, "do": self.do}
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows of it: as on the command line, no traceback."""

@@ -9,15 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from raytrec.common.formatting import number
+from pydantic import Field, StrictBool
+
+from raytrec.common.errors import ErrorParts
+from raytrec.common.formatting import LARGEST, number
 
 BEAT_S = 0.5  # between two heartbeats of a rank
 MOST_BEATS = 512  # a second, of all ranks together: one actor answers them
 METRICS, RANKS, CHECKS, EVENTS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl", "events.jsonl"
 
 Figures = Mapping[str, Any]
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
+Real = Annotated[float, Field(strict=True, gt=-LARGEST, lt=LARGEST)]
+UnixTime = Annotated[float, Field(strict=True, ge=0, lt=1e11)]  # seconds, up to the year 5138
 PROFILED = "profiled"  # the Event of a run whose profile has been written
 ENDED_EARLY = "ended early"  # the Event of a run whose evaluations have ended training
 FLAT = {"flat": True}  # of a field whose keys are next to those of the other fields
@@ -121,7 +127,7 @@ class RunEvent(Message):
     """A line of events.jsonl, with its time (seconds since 1970)."""
 
     FILE, TAG = EVENTS, "event"
-    unix_s: float | None = None
+    unix_s: UnixTime | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +141,9 @@ class Start(RunEvent):
     """
 
     KIND, LEFT_OUT = "start", ("plan",)
-    total: int
-    step: int
-    workers: int
+    total: Count
+    step: Count
+    workers: Count
     plan: list[dict[str, Any]] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
 
@@ -151,11 +157,11 @@ class Saved(RunEvent):
     """
 
     KIND = "saved"
-    step: int
+    step: Count
     folder: str
     error: str | None
-    blocked_s: float
-    seconds: float
+    blocked_s: Real
+    seconds: Real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +169,7 @@ class Stopped(RunEvent):
     """The state is saved and the run ends, because a user or the cluster asked for it."""
 
     KIND = "stopped"
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +194,8 @@ class Measured(Message):
     """
 
     FILE, TAG = METRICS, "kind"
-    unix_s: float | None = None
-    step: int
+    unix_s: UnixTime | None = None
+    step: Count
     figures: Figures = field(default_factory=dict, metadata=FLAT)
 
     def figure(self, name: str) -> float:
@@ -232,7 +238,7 @@ class Result(Measured):
     """
 
     KIND, LEFT_OUT = "result", ("unsaved",)
-    unsaved: dict[str, str | None] | None = None
+    unsaved: ErrorParts | None = None
 
     def to_json(self) -> dict[str, Any]:
         """With its figures apart, because rank 0's are those of any function, of `raytrec check`, too."""
@@ -255,12 +261,12 @@ class Outcome(Message):
     """
 
     KIND, FILE = "check", CHECKS
-    unix_s: float | None = None
+    unix_s: UnixTime | None = None
     check: str
-    step: int
-    passed: bool
-    figure: float | None
-    limit: float | None
+    step: Count
+    passed: StrictBool
+    figure: Real | None
+    limit: Real | None
     text: str
 
 
@@ -277,18 +283,18 @@ class RankLine(Message):
     """
 
     KIND, FILE = "rank", RANKS
-    step: int
-    first_step: int
-    unix_s: float
-    rank: int
-    world: int
-    attempt: int
-    steps: int
-    seconds: float
-    phases_s: dict[str, float]
-    system: dict[str, float | None]
+    step: Count
+    first_step: Count
+    unix_s: UnixTime
+    rank: Count
+    world: Count
+    attempt: Count
+    steps: Count
+    seconds: Real
+    phases_s: dict[str, Real]
+    system: dict[str, Real | None]
     tables: dict[str, dict[str, Any]]
-    first_s: dict[str, float] = field(default_factory=dict)
+    first_s: dict[str, Real] = field(default_factory=dict)
 
     def phase_s(self, phase: str) -> float:
         """Seconds in one of PHASES; 0 where it was not measured."""

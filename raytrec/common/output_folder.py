@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 from pyarrow import fs
 
-from raytrec.common.errors import RunError, os_errors
+from raytrec.common.documents import typed
+from raytrec.common.errors import ConfigError, RunError, os_errors
+from raytrec.common.locks import lock
 from raytrec.common.processes import owner, remove_leftovers
+from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import join_uri, open_filesystem, read_bytes, sync
+
+OTHER = "choose another --out, or remove the folder yourself"
+T = TypeVar("T")
 
 
 class OutputFolder:
@@ -81,13 +87,6 @@ class OutputFolder:
         for place in (self._path, f"{self._path}/{self.partial}") if self.is_local else ():
             remove_leftovers(place, "*.{owner}.tmp")
 
-    def read(self, name: str) -> bytes | None:
-        """A small file; None where there is none."""
-        try:
-            return read_bytes(self.uri_of(name))
-        except FileNotFoundError:
-            return None
-
     def remove(self, folder: str) -> None:
         """Removes a folder with all that is in it, if it is there."""
         found = self._filesystem.get_file_info(f"{self._path}/{folder}")
@@ -99,42 +98,80 @@ class OutputFolder:
         self._filesystem.delete_file(f"{self._path}/{name}")
 
 
-@contextmanager
-def hold_folder(folder: OutputFolder) -> Iterator[None]:
-    """Lock a folder on disk against other writers, until the block or the process ends.
+class ClaimedFolder(OutputFolder):
+    """A folder that one command fills; the same command continues after an interruption.
 
-    A folder that does not exist is made, and removed if it is empty after the block.
-
-    Raises:
-        RunError: Another process writes to the folder, or the folder cannot be made.
+    Args:
+        uri: Path or URI of the folder (--out).
+        command: The command, such as "raytrec export".
     """
-    if not folder.is_local:
-        yield
-        return
-    with os_errors("the folder cannot be written", where=f"--out {folder.uri}"):
-        is_new = not os.path.isdir(folder.uri)
-        os.makedirs(folder.uri, exist_ok=True)
-        held = os.open(folder.uri, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _lock(held, folder)
-        try:
+
+    def __init__(self, uri: str, command: str):
+        super().__init__(uri)
+        self._command = command
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Lock a folder on disk against other writers, until the block or the process ends.
+
+        A folder that does not exist is made, and removed if it is empty after the block.
+
+        Raises:
+            RunError: Another process writes to the folder, or the folder cannot be made.
+        """
+        if not self.is_local:
             yield
+            return
+        with os_errors("the folder cannot be written", where=f"--out {self.uri}"):
+            is_new = not os.path.isdir(self.uri)
+            os.makedirs(self.uri, exist_ok=True)
+            held = os.open(self.uri, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._lock(held)
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # it holds files
+                    if is_new:
+                        os.rmdir(self.uri)
         finally:
-            with suppress(OSError):  # it holds files
-                if is_new:
-                    os.rmdir(folder.uri)
-    finally:
-        os.close(held)
+            os.close(held)
 
+    def _lock(self, held: int) -> None:
+        try:
+            lock(held)
+        except BlockingIOError:
+            raise RunError(
+                "another process writes to this folder",
+                where=f"--out {self.uri}",
+                do="wait until that has ended, or choose another --out",
+            ) from None
 
-def _lock(held: int, folder: OutputFolder) -> None:
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RunError(
-            "another process writes to this folder",
-            where=f"--out {folder.uri}",
-            do="wait until that has ended, or choose another --out",
-        ) from None
-    except OSError:  # a file system without locks
-        return
+    def claim(self, name: str, kind: type[T]) -> tuple[set[str], T | None]:
+        """Return the names of all files, and the claim of an earlier command.
+
+        Args:
+            name: File of the claim.
+            kind: Type of the claim (documents.typed).
+
+        Raises:
+            ConfigError: The folder holds other files without a claim, or the claim is damaged.
+        """
+        names = self.names()
+        if name not in names:
+            if others := sorted(each for each in names if not each.startswith(name)):
+                raise self.refused(f"this folder holds other files, such as {others[0]}")
+            return names, None
+        try:
+            return names, typed(json_values(read_bytes(self.uri_of(name))), kind)
+        except NotReadable as error:
+            raise self.refused(f"{name} cannot be read: {error}") from None
+
+    def refused(self, what: str, do: str = OTHER) -> ConfigError:
+        """Return the error for a folder that holds something else."""
+        return ConfigError(
+            what,
+            where=f"--out {self.uri}",
+            expected=f"a new folder, or one that the same `{self._command}` has begun to fill",
+            do=do,
+        )

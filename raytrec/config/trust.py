@@ -25,6 +25,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import as_dict, as_list
+from raytrec.common.locks import create_file
 from raytrec.common.reading import read_bytes, read_text, yaml_values
 from raytrec.common.redaction import hide_all
 from raytrec.common.storage import chooses_server
@@ -162,8 +163,7 @@ def _make_key(file: Path) -> None:
     """Appears whole, for this user alone, and never in place of one that another process has just made."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = file.with_name(f"key.{secrets.token_hex(8)}")
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-        out.write(secrets.token_hex(32))
+    create_file(partial, secrets.token_hex(32))
     try:
         os.link(partial, file)
     except FileExistsError:

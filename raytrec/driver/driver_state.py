@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import socket
@@ -14,41 +13,55 @@ from pathlib import Path
 from time import monotonic, perf_counter, sleep, time
 from typing import Any, TextIO
 
-from raytrec.common.errors import RaytrecError, RunError, os_errors
+from pydantic import FiniteFloat
+from typing_extensions import TypedDict
+
+from raytrec.common.documents import find_document
+from raytrec.common.errors import ErrorParts, RaytrecError, RunError, os_errors
 from raytrec.common.formatting import or_0
+from raytrec.common.locks import lock
 from raytrec.common.messages import EVENTS, METRICS
-from raytrec.common.reading import read_json_dict
 from raytrec.compat.ray_core import job_id
 from raytrec.tracking.run_folder import messages_of
 
 # What a signal becomes; while Ray is only starting, Ray's own handlers end the process.
 ASKED = (KeyboardInterrupt, SystemExit)
 NOTE, LOG = "driver.json", "run.log"
-FIELDS: dict[str, Any] = {
-    "pid": int,
-    "started": int,
-    "host": str,
-    "status": str,
-    "job": str,
-    "unix_s": (int, float),
-    "seconds": (int, float),
-}
-ERROR_PARTS = ("what", "where", "expected", "do")  # of an error
+
+
+class DriverNote(TypedDict, total=False):
+    """The content of driver.json.
+
+    Attributes:
+        pid, started, host: The process of the driver.
+        job: Id in Ray's Job API; None outside of a job.
+        unix_s: Start of the driver.
+        seconds: Duration of all drivers that have ended.
+        status: RUNNING, FINISHED, STOPPED or FAILED.
+        error: Parts of the error of a failed run; None otherwise.
+    """
+
+    pid: int
+    started: int | None
+    host: str
+    job: str | None
+    unix_s: FiniteFloat
+    seconds: FiniteFloat
+    status: str
+    error: ErrorParts | None
 
 
 @contextmanager
 def record_driver(folder: Path) -> Iterator[float]:
-    """Notes in a run folder that this process drives the run, and, at the end of the block, how it ended.
+    """Note in a run folder that this process drives the run and, at the end of the block, how it ended.
 
-    Gives the seconds that the drivers of before have taken.
+    If stderr is not a terminal, its text is also written to run.log.
 
-    driver.json: {"pid", "started" (the process), "host", "job" (of Ray's Job API, or null), "unix_s",
-    "seconds" (of all drivers that have ended), "status": "RUNNING", "FINISHED", "STOPPED" or "FAILED",
-    "error": null or its parts}. Where stderr is no
-    terminal, what goes there goes to run.log, too.
+    Yields:
+        Seconds that all earlier drivers of the run have taken.
     """
     began, before_s = perf_counter(), _seconds(folder)
-    note: dict[str, Any] = {
+    note: DriverNote = {
         "pid": os.getpid(),
         "started": _started(os.getpid()),
         "host": socket.gethostname(),
@@ -73,14 +86,9 @@ def record_driver(folder: Path) -> Iterator[float]:
         _write(folder, note)
 
 
-def driver_of(folder: Path) -> dict[str, Any]:
+def driver_of(folder: Path) -> DriverNote:
     """The content of driver.json; empty where there is none. RUNNING may be of a process that died."""
-    note = read_json_dict(folder / NOTE)
-    sound = {key: note[key] for key, kind in FIELDS.items() if isinstance(note.get(key), kind)}
-    if isinstance(error := note.get("error"), dict):
-        sound["error"] = {key: str(error[key]) if error.get(key) else None for key in ERROR_PARTS}
-        sound["error"]["what"] = sound["error"]["what"] or ""
-    return sound
+    return find_document(str(folder / NOTE), DriverNote) or {}
 
 
 def _seconds(folder: Path) -> float:
@@ -93,7 +101,7 @@ def _seconds(folder: Path) -> float:
     return seconds + max([0.0, *((message.unix_s or 0.0) - begin for message in last)])
 
 
-def is_alive(note: dict[str, Any]) -> bool | None:
+def is_alive(note: DriverNote) -> bool | None:
     """Whether the process of a note is alive; None when it is on another host."""
     if note.get("host") != socket.gethostname():
         return None
@@ -101,7 +109,7 @@ def is_alive(note: dict[str, Any]) -> bool | None:
     return started is not None and started == note.get("started")
 
 
-def ask_to_stop(note: dict[str, Any]) -> None:
+def ask_to_stop(note: DriverNote) -> None:
     """SIGTERM, upon which a run saves and ends; to be called on the driver's host.
 
     Raises:
@@ -122,13 +130,13 @@ def _started(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
-def _parts(error: BaseException) -> dict[str, str | None]:
+def _parts(error: BaseException) -> ErrorParts:
     if isinstance(error, RaytrecError):
         return error.parts
     return {"what": f"{type(error).__name__}: {error}"}
 
 
-def _write(folder: Path, note: dict[str, Any]) -> None:
+def _write(folder: Path, note: DriverNote) -> None:
     from raytrec.driver.recorder import write_json
 
     try:
@@ -201,11 +209,10 @@ def _wait(file, folder: Path, patience_s: float, report: Callable[[str], None]) 
     deadline, told = monotonic() + patience_s, False
     while True:
         try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file)
+            return
         except BlockingIOError:
             holder = _holder(folder)
-        except OSError:  # ENOLCK, EOPNOTSUPP: a file system without locks
-            return None
         if monotonic() > deadline:
             raise RunError(
                 "this run is being trained already",

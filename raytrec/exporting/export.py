@@ -19,7 +19,7 @@ from raytrec.checkpoint.managed import ids_of
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import bytes_text, number, percent
-from raytrec.common.output_folder import OutputFolder, hold_folder
+from raytrec.common.output_folder import ClaimedFolder
 from raytrec.common.storage import absolute, open_filesystem
 from raytrec.driver.console import Pairs, RunConsole, Summary
 from raytrec.driver.datasets import as_examples, open_inputs
@@ -136,7 +136,7 @@ def export(
     precision: PrecisionName = quantize or "fp32"
     options = precision, golden_rows, onnx
     request = _hash(absolute(str(run)), checkpoint, *options)
-    target = Target(OutputFolder(out), _hash(index["sha256"], *options), request)
+    target = Target(ClaimedFolder(out, "raytrec export"), _hash(index["sha256"], *options), request)
     if embed and not (mlflow and target.folder.is_local):
         raise ConfigError(
             "only a local export goes into an MLflow model",
@@ -144,7 +144,7 @@ def export(
             expected="--mlflow, and a local --out",
         )
     tracked = MlflowRun.of(run, allow_code) if mlflow else None
-    with RunConsole(config.run.name) as console, hold_folder(target.folder):
+    with RunConsole(config.run.name) as console, target.folder.hold():
         if (manifest := target.complete()) is None:
             console.phase("exporting the dense model")
             trained = read_trained(config, as_examples(schema, places), folder, index)

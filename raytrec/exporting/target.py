@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 
-from raytrec.common.errors import ConfigError, os_errors
-from raytrec.common.output_folder import OutputFolder
-from raytrec.common.reading import NotReadable, json_values
+from raytrec.common.documents import document
+from raytrec.common.errors import os_errors
+from raytrec.common.output_folder import ClaimedFolder
 from raytrec.common.storage import join_uri
 from raytrec.scoring.manifest import EXPORT, FileEntry, Manifest, read_manifest
 
 UNFINISHED = "_export.json"  # what has been written, as long as not all has
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """The claim of an export that is being written (_export.json).
+
+    Attributes:
+        binding, request: See Target.
+        files: Complete files.
+    """
+
+    binding: str
+    files: dict[str, FileEntry]
+    request: str = ""
 
 
 class Target:
@@ -28,7 +42,7 @@ class Target:
         files: Complete files.
     """
 
-    def __init__(self, folder: OutputFolder, binding: str, request: str):
+    def __init__(self, folder: ClaimedFolder, binding: str, request: str):
         self.folder, self.binding, self.request = folder, binding, request
         self.files: dict[str, FileEntry] = {}
 
@@ -41,44 +55,28 @@ class Target:
             ConfigError: The folder holds something else.
         """
         with _written(self.folder.uri):
-            names = self.folder.names()
-            if EXPORT in names:
+            if EXPORT in self.folder.names():
                 manifest = read_manifest(self.folder.uri)
                 if manifest.binding == self.binding:
                     return manifest
-                raise self._other(f"another export, {manifest.version}")
-            if UNFINISHED in names:
-                try:
-                    unfinished = json_values(self.folder.read(UNFINISHED))
-                except NotReadable:
-                    raise self._other(
-                        f"an export that was interrupted, and its {UNFINISHED} is damaged"
-                    ) from None
-                if unfinished["binding"] != self.binding:
-                    if unfinished.get("request") != self.request:
-                        raise self._other("an export of something else that was interrupted")
-                    for name in unfinished["files"].keys() & names:
-                        self.folder.delete(name)
-                    return None
-                there = {name: FileEntry(**entry) for name, entry in unfinished["files"].items()}
-                self.files = {name: entry for name, entry in there.items() if name in names}
-            elif names:
-                raise self._other(f"other files, such as {min(names)}")
+                raise self.folder.refused(f"this folder holds another export, {manifest.version}")
+            names, before = self.folder.claim(UNFINISHED, Unfinished)
+            if before is None:
+                return None
+            if before.binding == self.binding:
+                self.files = {name: entry for name, entry in before.files.items() if name in names}
+            elif before.request != self.request:
+                raise self.folder.refused(
+                    "this folder holds an export of something else, which was interrupted"
+                )
+            else:
+                for name in before.files.keys() & names:
+                    self.folder.delete(name)
         return None
-
-    def _other(self, what: str) -> ConfigError:
-        return ConfigError(
-            f"this folder holds {what}",
-            where=f"--out {self.folder.uri}",
-            expected="a new folder, or one that the same `raytrec export` has begun to fill",
-            do="choose another --out, or remove the folder yourself",
-        )
 
     def _note(self) -> None:
         """Write the names of the complete files."""
-        entries = {name: entry.model_dump() for name, entry in self.files.items()}
-        unfinished = {"binding": self.binding, "request": self.request, "files": entries}
-        self.folder.write(UNFINISHED, json.dumps(unfinished).encode())
+        self.folder.write(UNFINISHED, document(Unfinished(self.binding, self.files, self.request)))
 
     def write(self, name: str, data: Iterable[bytes]) -> None:
         """Write a file, unless it is complete.
@@ -103,7 +101,7 @@ class Target:
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, with which the export is complete."""
         with _written(join_uri(self.folder.uri, EXPORT)):
-            self.folder.write(EXPORT, manifest.to_json().encode())
+            self.folder.write(EXPORT, document(manifest))
             with suppress(FileNotFoundError):  # the same export, at the same time, on a store without locks
                 self.folder.delete(UNFINISHED)
             self.folder.remove(self.folder.partial)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from raytrec.common.errors import DataError, unknown
+from raytrec.common.errors import ConfigError, DataError, unknown
 from raytrec.config.transform_columns import columns_before, needed_transforms
 from raytrec.config.transforms import Transform
 from raytrec.data.arrow import empty_table, find_column, leaf_names, select_schema, type_at
@@ -101,3 +101,30 @@ class CarriedColumns:
 def _plain(kind: pa.DataType) -> pa.DataType:
     """A type that parts of a file can share: of a dictionary, that of its values."""
     return _plain(kind.value_type) if pa.types.is_dictionary(kind) else kind
+
+
+def split_names(asked: Sequence[str]) -> list[str]:
+    """The names of --columns, of which each has one or several with commas."""
+    return [name.strip() for each in asked for name in each.split(",") if name.strip()]
+
+
+def choose_columns(asked: Sequence[str] | None, carry: Sequence[str], scores: Sequence[str]) -> list[str]:
+    """The columns that are carried.
+
+    Args:
+        asked: --columns, each one name or several with commas; None: those of data.reserve_columns.
+
+    Raises:
+        ConfigError: one is named twice, or like a column of scores.
+    """
+    names = list(carry) if asked is None else split_names(asked)
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"column '{min(twice)}' is named twice", where="--columns", expected="each once")
+    if taken := set(names) & set(scores):
+        raise ConfigError(
+            f"the column '{min(taken)}' would have the name of a column of scores",
+            where="--columns",
+            expected=f"other names than {', '.join(scores)}",
+            do="rename the column in the input, or the task",
+        )
+    return names

@@ -1,6 +1,6 @@
 """The files of a folder of predictions. No torch.
 
-    OUT/_predictions.json          what these are predictions of (prediction/manifest.py)
+    OUT/_predictions.json          what these are predictions of: Manifest
     OUT/a/part-0.parquet           for each input file one of the same name; there when it is complete
     OUT/_parts/PLAN/a/part-0.parquet/000000065536.parquet
                                    a span of a file of several, from this row on; gone at the end
@@ -11,19 +11,25 @@ Readers of folders of Parquet pass over names that begin with _.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrec.common.errors import DataError
-from raytrec.common.output_folder import OutputFolder
+from raytrec.common.documents import document
+from raytrec.common.errors import ConfigError, DataError, os_errors
+from raytrec.common.output_folder import OTHER, ClaimedFolder
 from raytrec.common.reading import NotReadable, json_values
+from raytrec.common.storage import open_filesystem
 from raytrec.config.evaluation import TowerName
 from raytrec.data.fragments import read_footer
 from raytrec.prediction.columns import CarriedColumns
@@ -33,6 +39,69 @@ MANIFEST, PARTS_FOLDER = "_predictions.json", "_parts"
 VECTOR = "vector"  # the column of vectors
 KEY = b"raytrec"  # of the metadata of a file of predictions: Counts as JSON, and of what they are
 Changed = dict[str, list[int]]  # feature → [ids that were brought into range, all ids]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a folder holds predictions of; `_predictions.json`.
+
+    Attributes:
+        run: its name. checkpoint: its folder. checkpoint_id: hash of its index.
+        scores: names of the columns of scores. columns: of those that are carried.
+        data: where the input is. input: stands for what its files hold.
+        rules: table → out_of_range.
+        vectors: of which tower these are vectors, query or item; None: they are scores.
+    """
+
+    format: Literal[1] = 1
+    run: str
+    checkpoint: str
+    checkpoint_id: str
+    scores: list[str]
+    columns: list[str]
+    data: str
+    input: str
+    rules: dict[str, str]
+    vectors: str | None = None
+
+    @property
+    def binding(self) -> str:
+        """Stands for all that a file's content depends on."""
+        tower = [self.vectors] if self.vectors else []
+        return _hash([self.checkpoint_id, self.scores, self.columns, self.input, *tower])
+
+    def plan(self, batch_rows: int, span_rows: int) -> str:
+        """Stands for all that a part's content depends on."""
+        return _hash([self.binding, self.rules, batch_rows, span_rows])[:16]
+
+    def difference(self, before: Manifest) -> tuple[str, str] | None:
+        """Return how a folder with another manifest differs, and what to do; None for the same predictions.
+
+        A table's rule may have been `error`: what is complete held no id that it would have changed.
+        """
+        if before.checkpoint_id != self.checkpoint_id:
+            of = f"of {before.checkpoint}"
+            return f"this folder holds predictions {of}", f"predict with that checkpoint, or {OTHER}"
+        if before.vectors != self.vectors:
+            what = f"vectors of the {before.vectors} tower" if before.vectors else "scores"
+            return f"this folder holds {what}", OTHER
+        for key, what in {"columns": "--columns", "scores": "tasks"}.items():
+            if (names := getattr(before, key)) != getattr(self, key):
+                return (
+                    f"this folder holds predictions with other {what}: {', '.join(names or ['none'])}",
+                    f"give the same, or {OTHER}",
+                )
+        if before.input != self.input:
+            what = f"this folder holds predictions of other rows, from {before.data}"
+            if before.data == self.data:
+                what = "the input's files have changed since predictions were written here"
+            return what, f"predict all of it again, into a new folder: {OTHER}"
+        rules = before.rules
+        changed = [name for name, rule in self.rules.items() if rules.get(name, rule) not in (rule, "error")]
+        if changed:
+            rule = f"tables.{changed[0]}.out_of_range={rules[changed[0]]}"
+            return f"this folder holds predictions with {rule}", f"give the same, or {OTHER}"
+        return None
 
 
 @dataclass(frozen=True)
@@ -117,7 +186,7 @@ class Counts:
             return None
 
 
-class PredictionFolder(OutputFolder):
+class PredictionFolder(ClaimedFolder):
     """A folder of predictions.
 
     Raises:
@@ -125,6 +194,9 @@ class PredictionFolder(OutputFolder):
     """
 
     partial = PARTS_FOLDER
+
+    def __init__(self, uri: str):
+        super().__init__(uri, "raytrec predict")
 
     @contextmanager
     def writing(self, name: str, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
@@ -153,3 +225,52 @@ class PredictionFolder(OutputFolder):
         except DataError:  # it is not whole
             return None
         return found if found is not None and found.rows == task.files[path] else None
+
+
+def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
+    """Claim a folder for these predictions, or check that it holds them; return the names of its files.
+
+    Raises:
+        ConfigError: The folder holds something else. RunError: It cannot be read or written.
+    """
+    share = "a folder that all nodes can write to"
+    with os_errors("the folder cannot be read or written", where=f"--out {folder.uri}", expected=share):
+        names, before = folder.claim(MANIFEST, Manifest)
+        if before is not None and (difference := manifest.difference(before)):
+            raise folder.refused(*difference)
+        folder.sweep()
+        if before != manifest:
+            folder.write(MANIFEST, document(manifest))
+    return names
+
+
+def check_place(out: str, data: str) -> str:
+    """Whether predictions can go where they shall; gives the folder that names of input files are taken from.
+
+    Raises:
+        ConfigError: what is written would be, or become, input.
+    """
+    filesystem, source = open_filesystem(data)
+    is_file = filesystem.get_file_info(source).is_file
+    below = source.rpartition("/")[0] if is_file else source
+    prefix = data.partition("://")[0] + "://" if "://" in data else ""
+    _, target = open_filesystem(out)
+    if ("://" in out) != ("://" in data):
+        return prefix + below
+    if filesystem.type_name == "local":
+        inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(below))
+        inside &= not is_file or os.path.realpath(target) == os.path.realpath(below)
+    else:
+        inside = f"{target}/".startswith(f"{below}/") and (not is_file or target == below)
+    if inside:
+        raise ConfigError(
+            "the predictions would be written among their input",
+            where=f"--out {out}, --data {data}",
+            expected="a folder outside of the data",
+            do="choose another --out",
+        )
+    return prefix + below
+
+
+def _hash(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -15,7 +15,6 @@ from typing import Any
 import pyarrow as pa
 
 from raytrec.common.errors import DataError, RunError
-from raytrec.common.output_folder import hold_folder
 from raytrec.common.storage import absolute
 from raytrec.config.evaluation import TowerName
 from raytrec.config.overrides import Overrides, as_texts
@@ -34,9 +33,17 @@ from raytrec.driver.evaluation import resolve_checkpoint, scratch_folder
 from raytrec.driver.launch import run_group
 from raytrec.driver.recorder import Watch
 from raytrec.driver.session import session_of
-from raytrec.prediction.columns import CarriedColumns
-from raytrec.prediction.folder import PARTS_FOLDER, VECTOR, Counts, PredictionFolder, PredictionTask
-from raytrec.prediction.manifest import Manifest, check_place, choose_columns, claim
+from raytrec.prediction.columns import CarriedColumns, choose_columns
+from raytrec.prediction.folder import (
+    PARTS_FOLDER,
+    VECTOR,
+    Counts,
+    Manifest,
+    PredictionFolder,
+    PredictionTask,
+    check_place,
+    claim,
+)
 from raytrec.prediction.spans import SPAN_ROWS
 from raytrec.prediction.worker import predict_worker
 from raytrec.prediction.writer import write_empty
@@ -155,7 +162,7 @@ def predict(
         vectors,
     )
     target = PredictionFolder(out)
-    with hold_folder(target):
+    with target.hold():
         names = claim(target, manifest)
         figures = _fill(target, names, wanted, config, schema, dataset, folder, tasks)
         metrics = _figures(target, wanted, dataset) | figures

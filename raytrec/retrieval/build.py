@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from raytrec.common.documents import document
 from raytrec.common.errors import ConfigError, RaytrecError, os_errors
+from raytrec.common.output_folder import OutputFolder
 from raytrec.common.storage import absolute, join_uri
 from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
@@ -24,10 +26,10 @@ from raytrec.driver.console import Pairs, RunConsole, Summary
 from raytrec.driver.datasets import as_examples, open_inputs, part_of_tower
 from raytrec.driver.evaluation import resolve_checkpoint
 from raytrec.driver.item_ids import check_items
-from raytrec.prediction.folder import VECTOR, PredictionFolder
-from raytrec.prediction.manifest import split_names
+from raytrec.prediction.columns import split_names
+from raytrec.prediction.folder import VECTOR
 from raytrec.prediction.predict import predict
-from raytrec.retrieval.index import FAISS, ITEMS, MANIFEST, Index, manifest_text, read_vectors
+from raytrec.retrieval.index import FAISS, ITEMS, MANIFEST, Index, read_vectors
 from raytrec.retrieval.search import build_faiss, require_faiss, to_bytes
 
 PLACES = (10, 100)  # of which recall is reported
@@ -142,7 +144,7 @@ def index(
             metrics["index.faiss_sha256"] = sha256(data).hexdigest()
     metrics |= {name: value for name, value in made.items() if name not in ("name", "seconds")}
     metrics |= {"name": f"{config.run.name}: {items}", "seconds": round(perf_counter() - began, 3)}
-    _write(out, MANIFEST, manifest_text({"item": key, "faiss": faiss, **metrics}).encode())
+    _write(out, MANIFEST, document({"format": 1, "item": key, "faiss": faiss, **metrics}))
     return Indexed({"item": key, **metrics}, out)
 
 
@@ -204,4 +206,4 @@ def _write(out: str, name: str, data: bytes) -> None:
     """
     do = "make room, and give the same command again: the vectors stay"
     with os_errors("the index cannot be written", where=join_uri(out, name), do=do):
-        PredictionFolder(out).write(name, data)
+        OutputFolder(out).write(name, data)

@@ -7,26 +7,38 @@ DIR/index.json            what they are of; there when all is complete
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from pydantic import with_config
+from typing_extensions import TypedDict
 
+from raytrec.common.documents import read_document
 from raytrec.common.errors import ConfigError, DataError, RunError, first_line, some
-from raytrec.common.reading import NotReadable, json_values
-from raytrec.common.storage import absolute, join_uri, open_filesystem, read_bytes
+from raytrec.common.storage import absolute, join_uri, open_filesystem
 from raytrec.data.listing import list_files
 from raytrec.prediction.folder import VECTOR
 from raytrec.prediction.writer import read_checked
 from raytrec.retrieval.search import from_bytes, scores_of, search_exactly, search_faiss
 
-INDEX_FORMAT = 1
 MANIFEST, FAISS, ITEMS = "index.json", "index.faiss", "items"
+
+
+@with_config({"extra": "allow"})
+class About(TypedDict):
+    """The content of index.json; also the figures of `raytrec index`.
+
+    Attributes:
+        item: Column that names an item.
+    """
+
+    format: Literal[1]
+    item: str
 
 
 class Index:
@@ -163,7 +175,7 @@ def load_index(folder: str) -> Index:
         ['query', 'rank', 'item_id', 'score']
     """
     uri = absolute(str(folder))
-    about = _read_manifest(uri)
+    about = dict(read_document(uri, MANIFEST, About, "index", "raytrec index"))
     try:
         return _read(uri, about)
     except ConfigError:  # of faiss, which is not installed
@@ -208,30 +220,3 @@ def read_vectors(uri: str) -> tuple[pa.Table, np.ndarray]:
     column = table[VECTOR].cast(pa.list_(pa.float32())).combine_chunks()
     flat = column.flatten().to_numpy(zero_copy_only=False)
     return table.drop_columns([VECTOR]), flat.reshape(len(table), -1)
-
-
-def _read_manifest(uri: str) -> dict[str, Any]:
-    """The content of a folder's index.json.
-
-    Raises:
-        RunError: there is none, or it cannot be read.
-    """
-    try:
-        values = json_values(read_bytes(join_uri(uri, MANIFEST)))
-    except FileNotFoundError:
-        raise RunError(
-            "there is no index here",
-            where=uri,
-            expected=f"a folder that `raytrec index` has filled, with its {MANIFEST}",
-        ) from None
-    except (OSError, NotReadable) as error:
-        raise RunError(f"{MANIFEST} cannot be read: {error}", where=uri) from None
-    known = isinstance(values, dict) and values.get("format") == INDEX_FORMAT
-    if not known or not isinstance(values.get("item"), str):
-        raise RunError(f"{MANIFEST} is not one of this raytrec's", where=uri)
-    return values
-
-
-def manifest_text(values: dict[str, Any]) -> str:
-    """The text of index.json."""
-    return json.dumps({"format": INDEX_FORMAT, **values}, indent=2) + "\n"

@@ -17,11 +17,9 @@ import json
 import re
 from typing import Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from raytrec.common.errors import RunError, first_line
-from raytrec.common.reading import NotReadable, json_values
-from raytrec.common.storage import join_uri, read_bytes
+from raytrec.common.documents import read_document
 from raytrec.config.base import NonNegativeInt, PositiveInt, Section
 from raytrec.config.evaluation import TowerName
 from raytrec.config.features import Features
@@ -31,6 +29,7 @@ from raytrec.config.transforms import Transform
 EXPORT_FORMAT: Literal[1] = 1
 EXPORT, GOLDEN, ONNX = "manifest.json", "golden.arrow", "model.onnx"
 PrecisionName = Literal["fp32", "fp16", "int8", "int4"]
+INTERRUPTED = "export a run: `raytrec export RUN --out URI`; interrupted, give it again"
 ProgramName = Literal["predict", "query", "item"]
 InputKind = Literal["dense", "bag", "vectors", "present", "side_features"]
 Metrics = dict[str, dict[PrecisionName, float | None]]
@@ -183,10 +182,6 @@ class Manifest(Section):
         run = re.sub(r"[^\w.-]", "_", self.source.run, flags=re.ASCII)
         return f"{run}-{self.source.step}-{self.checksum[:8]}"
 
-    def to_json(self) -> str:
-        """The text of the file."""
-        return self.model_dump_json(by_alias=True, exclude_defaults=False, indent=1) + "\n"
-
 
 def read_manifest(uri: str) -> Manifest:
     """Read the manifest of an export.
@@ -194,23 +189,4 @@ def read_manifest(uri: str) -> Manifest:
     Raises:
         RunError: There is no export, or its manifest cannot be read.
     """
-    try:
-        return Manifest.model_validate(json_values(read_bytes(join_uri(uri, EXPORT))))
-    except (FileNotFoundError, NotADirectoryError):
-        raise RunError(
-            "there is no export here",
-            where=uri,
-            expected=f"a folder that `raytrec export` has filled, with its {EXPORT}",
-            do="export a run: `raytrec export RUN --out URI`; interrupted, give it again",
-        ) from None
-    except (OSError, NotReadable, UnicodeError) as error:
-        raise RunError(f"{EXPORT} cannot be read: {first_line(error)}", where=uri) from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise RunError(
-            f"{EXPORT} is not one of this raytrec's: {place}: {first['msg']}",
-            where=uri,
-            expected=f"format {EXPORT_FORMAT}",
-            do="export the run again with this raytrec",
-        ) from None
+    return read_document(uri, EXPORT, Manifest, "export", "raytrec export", do=INTERRUPTED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import count
+from raytrec.common.locks import lock
 from raytrec.common.reading import read_json_dict
 from raytrec.common.redaction import hide_all
 from raytrec.compat.mlflow_ import leave_out_dispensable
@@ -213,8 +213,7 @@ def one_delivery(folder: Path) -> Iterator[None]:
         yield
         return
     with file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file, wait=True)
         yield
 
 

@@ -7,15 +7,16 @@ its line's, and a store has one metric of a name, step, time and value only once
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from uuid import uuid4
 
+from pydantic import NonNegativeInt
+
+from raytrec.common.documents import document, find_document
 from raytrec.common.messages import CHECKS, METRICS, RANKS
-from raytrec.common.reading import NotReadable, json_values, read_bytes
 from raytrec.tracking.journal import write_whole
 from raytrec.tracking.run_folder import Line, decode, read_lines
 from raytrec.tracking.store import MOST_METRICS
@@ -39,23 +40,17 @@ class Delivered:
     key: str = field(default_factory=lambda: uuid4().hex)
     run_id: str | None = None
     params: bool = False
-    offsets: dict[str, int] = field(default_factory=dict)
+    offsets: dict[str, NonNegativeInt] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> Delivered:
         """The note of a folder; if it cannot be read, the store gets everything once more."""
-        try:
-            values = json_values(read_bytes(folder / NOTE))
-            return cls(
-                str(values["key"]), values["run_id"], bool(values["params"]), _offsets(values["offsets"])
-            )
-        except (OSError, NotReadable, KeyError, TypeError, ValueError):
-            return cls()
+        return find_document(str(folder / NOTE), cls) or cls()
 
     def write(self, folder: Path) -> None:
         """Replaces the note; where there is no room, the next one will have it all."""
         with suppress(OSError):
-            write_whole(folder / NOTE, json.dumps(asdict(self)).encode() + b"\n")
+            write_whole(folder / NOTE, document(self))
 
 
 class Batch(NamedTuple):
@@ -140,7 +135,3 @@ class Feed:
             self.why = f"{file} has a line that is not a message: {error}"
             return None
         return self._translator.record(message, line.begin) if message else None
-
-
-def _offsets(values: dict[str, Any]) -> dict[str, int]:
-    return {file: max(0, int(values[file])) for file in FILES if file in values}

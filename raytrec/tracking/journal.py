@@ -16,6 +16,7 @@ from time import time
 from typing import Any
 
 from raytrec.checkpoint.index import reason
+from raytrec.common.locks import create_file
 from raytrec.common.messages import EVENTS, Message
 
 MOST_BYTES = 32 << 20  # of waiting lines: beyond that the oldest go
@@ -155,8 +156,7 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(data)
+        create_file(partial, data, mode)
         partial.replace(path)
     except OSError:
         with suppress(OSError):

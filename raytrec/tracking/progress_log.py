@@ -16,8 +16,14 @@ from collections.abc import Iterable, Mapping
 from math import isnan
 from typing import Any
 
+from pydantic import with_config
+from typing_extensions import TypedDict
+
 from raytrec.cluster.session import in_job
-from raytrec.common.formatting import is_step, null_nonfinite, number
+from raytrec.common.documents import typed
+from raytrec.common.errors import ErrorParts
+from raytrec.common.formatting import null_nonfinite, number
+from raytrec.common.messages import Count
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.metrics.selection import LOG_LOSS, LOSS, Figure
 
@@ -25,8 +31,27 @@ GAP = "  "  # between the parts of a line
 MARK = '{"raytrec": '  # how a message begins
 # Kinds of messages: the run's folder ({"folder": …}), the figures of a result, the parts of an error.
 FOLDER, RESULT, ERROR = "folder", "result", "error"
-PARTS = ("what", "where", "expected", "do")
-KINDS = (FOLDER, "start", "train", "eval", RESULT, ERROR)
+
+
+class InFolder(TypedDict):
+    """The values of a message of kind FOLDER."""
+
+    folder: str
+
+
+@with_config({"extra": "allow"})
+class AtStep(TypedDict):
+    """The values of a message of kind start, train or eval."""
+
+    step: Count
+
+
+KINDS: dict[str, Any] = {
+    FOLDER: InFolder,
+    RESULT: dict[str, Any],
+    ERROR: ErrorParts,
+    **dict.fromkeys(("start", "train", "eval"), AtStep),
+}
 
 
 def progress(step: int, total: int, rows_per_s: float | None, values: Iterable[str]) -> str:
@@ -77,15 +102,11 @@ def parse(line: str) -> tuple[str, dict[str, Any]] | None:
     if not line.startswith(MARK):
         return None
     try:
-        values = json_values(line)
-    except NotReadable:
+        values = typed(json_values(line), dict[str, Any])
+        kind = values.pop("raytrec")
+        return kind, dict(typed(values, KINDS[kind]))
+    except (NotReadable, KeyError, TypeError):  # TypeError: a kind that cannot be a key
         return None
-    if not isinstance(values, dict) or (kind := values.pop("raytrec", None)) not in KINDS:
-        return None
-    if kind == ERROR:
-        values = {part: values[part] for part in PARTS if isinstance(values.get(part), str)}
-    required = {FOLDER: isinstance(values.get(FOLDER), str), RESULT: True, ERROR: "what" in values}
-    return (kind, values) if required.get(kind, is_step(values.get("step"))) else None
 
 
 def for_people(log: str) -> list[str]:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raytrec.common.decoding import from_line
+from raytrec.common.documents import find_document, typed
 from raytrec.common.errors import RunError
-from raytrec.common.formatting import as_dict, as_list, is_step
+from raytrec.common.formatting import as_dict, is_step
 from raytrec.common.messages import CHECKS, EVENTS, METRICS, RANKS, Message, RankLine
 from raytrec.common.reading import (
     MOST_JSON_BYTES,
@@ -73,9 +74,7 @@ def decode(file: str, data: bytes | str) -> Message | None:
         values = json_values(data)
     except NotReadable:
         return None
-    if not isinstance(values, dict):
-        raise ValueError("not a mapping")
-    return from_line(file, values)
+    return from_line(file, typed(values, dict[str, Any]))
 
 
 def messages_of(folder: Path, file: str) -> Iterator[Any]:
@@ -129,9 +128,9 @@ class RunFolder(History):
             for line in read_lines(self.path / file, self._read_to[file]):
                 self._read_to[file] = line.end
                 self._take(file, line.data)
-        result, plan = (_json(self.path / name) for name in (RESULT, PLAN))
-        self.result, entries = as_dict(result), [each for each in as_list(plan) if isinstance(each, dict)]
-        self.plan = {str(entry.get("table")): entry for entry in entries}
+        self.result = find_document(str(self.path / RESULT), dict[str, Any]) or {}
+        plan = find_document(str(self.path / PLAN), list[dict[str, Any]]) or []
+        self.plan = {str(entry.get("table")): entry for entry in plan}
         self.__dict__.pop("tables", None)
         return self._read_to != before
 
@@ -195,7 +194,7 @@ class RunFolder(History):
     @cached_property
     def files(self) -> list[str]:
         """A sentence for each dataset: how many files were read, and why others were left out."""
-        listed = as_dict(as_dict(_json(self.path / DATA)).get(LISTED_FILES))
+        listed = as_dict((find_document(str(self.path / DATA), dict[str, Any]) or {}).get(LISTED_FILES))
         return [f"{name}: {as_dict(values).get('text')}" for name, values in listed.items()]
 
     @cached_property
@@ -229,13 +228,6 @@ def existing_run(place: str | Path) -> Path:
 
 def _text(path: Path) -> str:
     return read_text(path, MOST_JSON_BYTES) if path.is_file() else ""
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json_values(_text(path) or "null")
-    except NotReadable:
-        return None
 
 
 def _mapping(text: str) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 from raytrec.common.errors import ConfigError
+from raytrec.common.locks import lock
 from raytrec.common.redaction import hide, hide_yaml
 from raytrec.compat.mlflow_ import EXPERIMENT_TAGS, PARENT_RUN, has_store, load_quietly
 from raytrec.config.run_config import RunConfig
@@ -231,8 +231,7 @@ def _sqlite_file(uri: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        lock(handle, wait=True)  # a file system may have no locks
         _try_to_write(path)
         yield
     finally:

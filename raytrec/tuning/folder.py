@@ -8,14 +8,16 @@ FOLDER/best.yaml, outcome.json                     at the end
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from raytrec.common.documents import read_document
 from raytrec.common.errors import ConfigError, RaytrecError, RunError, os_errors
-from raytrec.common.reading import json_values, read_bytes, read_text
+from raytrec.common.reading import read_text
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.driver.console import RunConsole
 from raytrec.driver.driver_state import hold_run_lock
@@ -28,6 +30,17 @@ from raytrec.tuning.space import Space
 
 SEARCH_CONFIG, SEARCH, TRIALS = "base/config.yaml", "search.json", "trials.json"
 SPACE, OUTCOME = "space.yaml", "outcome.json"
+
+
+class Record(TypedDict):
+    """The state of a trial in trials.json."""
+
+    values: dict[str, Any]
+    state: State
+    error: str | None
+
+
+Records = Annotated[list[Record], Field(min_length=1)]
 
 
 def write_search(search: Search) -> None:
@@ -64,12 +77,7 @@ def read_settings(folder: Path) -> Settings:
     Raises:
         RunError: there is no search, or the file is damaged. ConfigError: a number is out of range.
     """
-    if not is_search(folder):
-        raise RunError(
-            "there is no search here", where=str(folder), expected="the folder that `raytrec tune` printed"
-        )
-    with _reading(folder / SEARCH) as values:
-        return Settings(**{name: values[name] for name in asdict(Settings())})
+    return read_document(str(folder), SEARCH, Settings, "search", "raytrec tune")
 
 
 def reopen(folder: Path, trials: int | None, allow_code: bool, patience_s: float = 0) -> Search:
@@ -83,13 +91,10 @@ def reopen(folder: Path, trials: int | None, allow_code: bool, patience_s: float
         RunError: there is no search, it cannot be read, or a process still runs it. ConfigError: it names
             code that is not allowed.
     """
-    file = folder / TRIALS
     read_settings(folder)  # before the lock, which makes a folder
-    with hold_run_lock(folder, patience_s, RunConsole(folder.name).note), _reading(file) as records:
+    with hold_run_lock(folder, patience_s, RunConsole(folder.name).note):
         settings = read_settings(folder)
-        before = [(each["values"], State(each["state"]), each["error"] or "") for each in records]
-        if not before:
-            raise ValueError("there are no trials")
+        before = read_document(str(folder), TRIALS, Records, "search", "raytrec tune")
     if trials is not None and trials < len(before):
         raise ConfigError(
             f"--trials {trials}, but the search has {len(before)} already",
@@ -100,11 +105,11 @@ def reopen(folder: Path, trials: int | None, allow_code: bool, patience_s: float
     config.run.dir = str(folder)  # it may have been moved
     space = Space.read(str(folder / SPACE))
     search = prepare_search(config, space, replace(settings, trials=trials or settings.trials), allow_code)
-    for trial, (values, state, error) in zip(search.trials, before, strict=False):
-        if values != trial.values:
+    for trial, record in zip(search.trials, before, strict=False):
+        if record["values"] != trial.values:
             raise RunError(
                 f"trial {trial.number} of the search is not what its space draws",
-                where=str(file),
+                where=str(folder / TRIALS),
                 expected=f"{trial.values}, which {SPACE} and the seed in {SEARCH} draw",
                 do="restore the files of the search, or begin a new one",
             )
@@ -113,9 +118,9 @@ def reopen(folder: Path, trials: int | None, allow_code: bool, patience_s: float
         trial.read_evaluations(search.figure.key)
         if (trial.folder / RESULT).is_file():  # the search may have been killed before it noted this
             trial.state = State.FINISHED
-        elif state in (State.STOPPED, State.FAILED):
-            trial.state, trial.error = state, error
-        elif state != State.WAITING:
+        elif record["state"] in (State.STOPPED, State.FAILED):
+            trial.state, trial.error = record["state"], record["error"] or ""
+        elif record["state"] != State.WAITING:
             trial.state = State.INTERRUPTED
     return search
 
@@ -139,20 +144,3 @@ def newest_like(config: RunConfig, space: Space, settings: Settings, named: bool
             return False
 
     return next(filter(is_like, earlier_folders(config, named)), None)
-
-
-@contextmanager
-def _reading(file: Path) -> Iterator[Any]:
-    """A block that uses the JSON in a file of a search.
-
-    Raises:
-        RunError: it cannot be read, or is not what a search writes.
-    """
-    try:
-        yield json_values(read_bytes(file))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RunError(
-            f"{file.name} of the search cannot be read: {type(error).__name__}: {error}",
-            where=str(file),
-            do="restore the file, or begin a new search",
-        ) from None

@@ -20,7 +20,7 @@ from raytrec.checkpoint.save import NotFinite, Saved, Saver
 from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.state import LogicalState
 from raytrec.common import messages
-from raytrec.common.errors import RunError
+from raytrec.common.errors import ErrorParts, RunError
 from raytrec.common.machine import installed_versions
 from raytrec.common.messages import Command, Restart
 from raytrec.common.redaction import hide_all
@@ -195,7 +195,7 @@ class CheckpointManager:
         if self._error is None or again:
             self._saver.close()
 
-    def unsaved(self) -> dict[str, str | None] | None:
+    def unsaved(self) -> ErrorParts | None:
         """Why the trained model is not saved, as RaytrecError.parts; None: it is.
 
         Where `finish` has failed, it is called once more: there may be room by now.

@@ -14,7 +14,7 @@ from test_models import Modelled
 
 import raytrec
 from raytrec.common.errors import ConfigError, RunError
-from raytrec.common.output_folder import OutputFolder, hold_folder
+from raytrec.common.output_folder import ClaimedFolder
 from raytrec.exporting.target import Target
 
 exporting = import_module("raytrec.exporting.export")
@@ -95,7 +95,10 @@ def test_an_interrupted_export_starts_over_with_the_newest_checkpoint(run, saved
 
 def test_a_folder_that_another_process_writes_to_is_refused(run, tmp_path):
     out = tmp_path / "out"
-    with hold_folder(OutputFolder(str(out))), pytest.raises(RunError, match="another process writes"):
+    with (
+        ClaimedFolder(str(out), "raytrec export").hold(),
+        pytest.raises(RunError, match="another process writes"),
+    ):
         raytrec.export(run, str(out))
     assert raytrec.export(run, str(out)).path == str(out)
 
@@ -105,7 +108,7 @@ def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path):
     """Only if it was made here, and is empty."""
     (tmp_path / "before").mkdir()
     for name, files, stays in (("new", [], False), ("new", ["a"], True), ("before", [], True)):
-        with suppress(RunError), hold_folder(OutputFolder(str(tmp_path / name))):
+        with suppress(RunError), ClaimedFolder(str(tmp_path / name), "raytrec export").hold():
             for file in files:
                 (tmp_path / name / file).touch()
             raise RunError("no export")
@@ -130,7 +133,7 @@ def test_two_processes_export_into_one_folder_at_once(run, tmp_path):
 
 def test_the_same_export_that_another_process_completes_meanwhile(run, tmp_path, monkeypatch):
     """As on a store, where there are no locks."""
-    monkeypatch.setattr(exporting, "hold_folder", lambda folder: nullcontext())
+    monkeypatch.setattr(ClaimedFolder, "hold", lambda folder: nullcontext())
     commit, out = Target.commit, str(tmp_path / "out")
 
     def after_another(self, manifest):

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from raytrec.checkpoint.files import folder_of
 from raytrec.cli import app
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
-from raytrec.common.output_folder import hold_folder
 from raytrec.common.processes import owner
 from raytrec.config.run_config import load_config
 from raytrec.prediction import predict as predicting
@@ -213,7 +212,7 @@ def test_what_is_refused(run, data, tmp_path):
     refused(ConfigError, "holds other files, such as a.csv", out=tmp_path / "text")
     other = parquet.write(tmp_path / "other", 500, 4)
     refused(ConfigError, f"predictions of other rows, from {data}", data=other)
-    with hold_folder(PredictionFolder(str(out))):
+    with PredictionFolder(str(out)).hold():
         refused(RunError, "another process writes to this folder")
 
 

@@ -9,9 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raytrec.common.documents import document
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.retrieval import search
-from raytrec.retrieval.index import FAISS, MANIFEST, Index, load_index, manifest_text
+from raytrec.retrieval.index import FAISS, MANIFEST, Index, load_index
 from raytrec.retrieval.search import build_faiss, from_bytes, to_bytes
 
 WIDTH = 6
@@ -104,7 +105,7 @@ def folder(tmp_path):
     data = to_bytes(films.faiss)
     (tmp_path / FAISS).write_bytes(data)
     written = {"index.items": 50, "index.faiss_sha256": sha256(data).hexdigest()}
-    (tmp_path / MANIFEST).write_text(manifest_text({"item": "item", "faiss": "Flat", **written}))
+    (tmp_path / MANIFEST).write_bytes(document({"format": 1, "item": "item", "faiss": "Flat", **written}))
     return tmp_path
 
 

@@ -66,7 +66,7 @@ def test_a_result_and_an_error_are_read_back(written, capsys):
     told = [lines.parse(line) for line in capsys.readouterr().out.splitlines()]
     assert told == [
         ("result", {"eval.auc": 0.5, "eval.ne": None}),
-        ("error", {"what": "bad rows", "where": "a file"}),
+        ("error", RunError("bad rows", where="a file").parts),
     ]
 
 
