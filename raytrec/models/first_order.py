@@ -59,7 +59,7 @@ class WideDeep(nn.Module):
 
     @property
     def shrunk(self) -> nn.Parameter | None:
-        """Weights that scale the deep part of the logits (worker.shrink); None without deep_dropout."""
+        """Weights that scale the deep part of the logits (worker.evaluate); None without deep_dropout."""
         return self.logit.weight if self.shrinks else None
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
