@@ -1,13 +1,11 @@
-"""Inputs of models, and layers that several share."""
+"""Inputs of models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -169,32 +167,3 @@ def once(
     if requests is None:
         return encode(dense, inputs)
     return encode(requests.dense, inputs).index_select(0, requests.of)
-
-
-class Constant(nn.Module):
-    """One learned vector for every row: [B, anything] → float32 [B, dim]."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.vector = nn.Parameter(torch.randn(dim) / dim**0.5)
-
-    def forward(self, dense: torch.Tensor) -> torch.Tensor:
-        return self.vector.expand(dense.shape[0], -1)
-
-
-def mlp(
-    sizes: list[int], dropout: float = 0.0, activation: Callable[[int], nn.Module] = lambda _: nn.ReLU()
-) -> nn.Sequential:
-    """Linear layers of these sizes, each followed by ReLU, or what `activation` makes for its size (and
-    dropout)."""
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(sizes):
-        layers += [nn.Linear(inputs, outputs), activation(outputs)]
-        if dropout:
-            layers.append(nn.Dropout(dropout))
-    return nn.Sequential(*layers)
-
-
-def dim_of(schema: Schema, feature: str) -> int:
-    """Width of a feature's embeddings."""
-    return schema.tables[schema.sparse[feature].table].dim
