@@ -98,9 +98,9 @@ class Loop:
         from raytrec.worker.build import build_step
         from raytrec.worker.checkpointing import CheckpointManager
         from raytrec.worker.context import WorkerContext, WorkerTask
-        from raytrec.worker.nonfinite import RecentBatches
         from raytrec.worker.observers import make_observers
-        from raytrec.worker.progress import Progress
+        from raytrec.worker.progress import Progress, RankRun
+        from raytrec.worker.recent_batches import RecentBatches
 
         schema, device, self.rows = schema_of(point), torch.device("cpu"), point.batch * point.workers
         config = RunConfig.model_validate(
@@ -121,11 +121,9 @@ class Loop:
         self.progress = Progress(Sums(Selection.of_config(config, schema), device))
         self.batches = RecentBatches(batches_of(point, schema), 0)
         state = LogicalState(self.step.model, self.step.optimizer)
-        parts = (context, self.step, state, self.progress, self.batches)
-        self.observers = make_observers(*parts, NEVER)
-        self.checkpoints = CheckpointManager(
-            context, self.step, plan, state, self.progress, self.batches, self.observers.before_save, NEVER
-        )
+        run = RankRun(context, self.step, plan, state, self.progress, self.batches, NEVER)
+        self.observers = make_observers(run)
+        self.checkpoints = CheckpointManager(run, self.observers.before_save)
         self.observers.begin()
 
     def train(self, steps: int) -> float:

@@ -44,9 +44,9 @@ from raytrec.metrics.sums import Sums
 from raytrec.tracking.feed import Feed
 from raytrec.worker.build import build_step
 from raytrec.worker.context import WorkerContext, WorkerTask
-from raytrec.worker.nonfinite import RecentBatches
 from raytrec.worker.observers import make_observers
-from raytrec.worker.progress import Progress
+from raytrec.worker.progress import Progress, RankRun
+from raytrec.worker.recent_batches import RecentBatches
 
 RESULTS = Path(__file__).parent / "results" / "watching.json"
 STEPS = 100
@@ -87,13 +87,15 @@ class Side:
         schema, world, rows = schema_of("half"), config.scaling.max_workers, config.data.global_batch_size
         task = WorkerTask(config, schema, {}, mailbox, "")
         context = WorkerContext(rank, world, device, task, Unheard(), 0)
-        self._step, _ = build_step(config, schema, device)
+        self._step, plan = build_step(config, schema, device)
         sums = Sums(Selection.of_config(config, schema), device)
         self._progress, self._rows, self._device = Progress(sums), rows, device
         state = LogicalState(self._step.model, self._step.optimizer)
         source = _endless(batches_of(rows // world, world, seed=rank))
         self._batches = RecentBatches(source, 0)
-        self._observers = make_observers(context, self._step, state, self._progress, self._batches, 10**9)
+        self._observers = make_observers(
+            RankRun(context, self._step, plan, state, self._progress, self._batches, 10**9)
+        )
         self._observers.begin()
 
     def turn(self) -> float:

@@ -11,7 +11,6 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from raytrec.config.evaluation import TowerName
 from raytrec.data.assemble import Assembler, Rows
 
 
@@ -32,7 +31,7 @@ class NewRows(NamedTuple):
 class Batch(Pipelineable):
     """One rank's part of a global batch, B rows of which some may be padding.
 
-    The six from `changed` to `new_rows`, and `tower`, are None where nothing that is configured needs them.
+    The six from `changed` to `new_rows` are None where nothing that is configured needs them.
 
     Attributes:
         dense: float32 [B, number of dense columns].
@@ -57,7 +56,6 @@ class Batch(Pipelineable):
         new_rows: managed table → rows that this batch has given to ids, on the device of the maps; rows and
             ids are the same on all ranks. None: `sparse` has the ids of managed tables as
             they were read; otherwise their rows.
-        tower: whose features alone the rows have, so that its vectors are wanted; None: they have all.
         requests: int64 [N], where rows are requests (schema.candidates): of each of their candidates, in
             order, its row; None: a row is one example. `labels` and `task_weights` are [N, ...] then, and
             `dense` is 0 in candidates' columns; `weights` and `keys` stay those of rows.
@@ -78,7 +76,6 @@ class Batch(Pipelineable):
     reserved: pa.Table | None = None
     side_features: Mapping[str, torch.Tensor] | None = None
     new_rows: Mapping[str, NewRows] | None = None
-    tower: TowerName | None = None
     lengths: torch.Tensor | None = None
     requests: torch.Tensor | None = None
     dense_of_candidates: torch.Tensor | None = None

@@ -10,7 +10,8 @@ from torch import nn
 
 from raytrec.config.models.sequences import BstSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import Sequence, dim_of, mlp
+from raytrec.models.inputs import Sequence
+from raytrec.models.parts.layers import dim_of, mlp_and_linear
 
 GAIN = 0.02  # of the last layer norm, at the beginning
 
@@ -50,8 +51,7 @@ class BST(nn.Module):
         width = len(schema.dense) + sum(dim_of(schema, f) for f in self.others)
         width += (config.max_length + 1) * sum(dim_of(schema, f) for f in self.target_of)
         sizes = [width, *config.top_mlp]
-        self.top = mlp(sizes, config.dropout, lambda _: nn.LeakyReLU())
-        self.logit = nn.Linear(sizes[-1], outputs)
+        self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, lambda _: nn.LeakyReLU())
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
         read = [

@@ -10,7 +10,7 @@ from torch import nn
 
 from raytrec.config.models.ranking import DcnSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import dim_of, mlp
+from raytrec.models.parts.layers import dim_of, mlp
 
 
 class DCN(nn.Module):

@@ -15,7 +15,8 @@ from torch.nn.functional import linear, softplus
 
 from raytrec.config.models.sequences import DienSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import Sequence, dim_of, mlp
+from raytrec.models.inputs import Sequence
+from raytrec.models.parts.layers import dim_of, mlp_and_linear
 from raytrec.models.parts.packed import turn
 
 
@@ -58,8 +59,7 @@ class DIEN(nn.Module):
             for feature, target in self.target_of.items()
         )
         sizes = [len(schema.dense) + sum(dim_of(schema, f) for f in self.features), *config.top_mlp]
-        self.top = mlp(sizes, config.dropout, nn.PReLU)
-        self.logit = nn.Linear(sizes[-1], outputs)
+        self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
         read, own_B = {}, dense.new_zeros(dense.shape[0])

@@ -11,7 +11,8 @@ from torch.nn.functional import linear
 from raytrec.config.models.sequences import DinSection, SequenceSection
 from raytrec.config.schema import Schema
 from raytrec.models.dlrm import DLRM
-from raytrec.models.inputs import Sequence, dim_of, mlp
+from raytrec.models.inputs import Sequence
+from raytrec.models.parts.layers import dim_of, mlp, mlp_and_linear
 
 
 class SequenceModel(nn.Module):
@@ -78,8 +79,7 @@ class DIN(nn.Module):
             ActivationUnit(dim_of(schema, feature), config.attention_mlp) for feature in self.target_of
         )
         sizes = [len(schema.dense) + sum(dim_of(schema, f) for f in self.features), *config.top_mlp]
-        self.top = mlp(sizes, config.dropout, nn.PReLU)
-        self.logit = nn.Linear(sizes[-1], outputs)
+        self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
         read = {

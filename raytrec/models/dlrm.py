@@ -9,7 +9,7 @@ from raytrec.config.models.base import one_dim
 from raytrec.config.models.ranking import DlrmSection
 from raytrec.config.models.sequences import SequenceSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import Constant, mlp
+from raytrec.models.parts.layers import Constant, mlp, mlp_and_linear
 
 
 class DLRM(nn.Module):
@@ -40,8 +40,8 @@ class DLRM(nn.Module):
         else:
             self.bottom = Constant(dim)
         self.interact = DotInteraction(1 + len(self.features))
-        self.top = mlp([dim + self.interact.size, *config.top_mlp], config.dropout)
-        self.logit = nn.Linear(config.top_mlp[-1] if config.top_mlp else dim + self.interact.size, outputs)
+        sizes = [dim + self.interact.size, *config.top_mlp]
+        self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         dense_BD = self.bottom(dense)

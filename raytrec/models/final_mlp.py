@@ -10,8 +10,7 @@ from torch import nn
 
 from raytrec.config.models.ranking import FinalMLPSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import mlp
-from raytrec.models.parts.fields import SideBySide
+from raytrec.models.parts.layers import SideBySide, mlp, mlp_and_linear
 
 
 class FinalMLP(nn.Module):
@@ -73,8 +72,7 @@ class Gate(nn.Module):
         self.context = SideBySide(schema, members) if members else None
         inputs = self.context.width if self.context is not None else (sizes or [width])[0]
         self.vector = nn.Parameter(torch.zeros(1, inputs)) if self.context is None else None
-        self.hidden = mlp([inputs, *sizes])
-        self.last = nn.Linear((sizes or [inputs])[-1], width)
+        self.hidden, self.last = mlp_and_linear([inputs, *sizes], width)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         context = self.vector if self.context is None else self.context(dense, pooled)

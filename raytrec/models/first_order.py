@@ -8,8 +8,7 @@ from torch import nn
 from raytrec.config.models.ranking import DeepFMSection, WideDeepSection, XDeepFMSection
 from raytrec.config.schema import Schema
 from raytrec.models.dcn import Cross
-from raytrec.models.inputs import mlp
-from raytrec.models.parts.fields import Fields, SideBySide
+from raytrec.models.parts.layers import Fields, SideBySide, mlp, mlp_and_linear
 
 
 class WideDeep(nn.Module):
@@ -49,8 +48,8 @@ class WideDeep(nn.Module):
         self.slope_rate, self.shrinks = config.slope_rate, config.deep_dropout > 0
         self.beside = SideBySide(schema, parts["deep"], dict.fromkeys(self.wide, outputs))
         self.cross = Cross(self.beside.width, config.cross_layers) if config.cross_layers else nn.Identity()
-        self.deep = mlp([self.beside.width, *config.top_mlp], config.dropout)
-        self.logit = nn.Linear((config.top_mlp or [self.beside.width])[-1], outputs)
+        sizes = [self.beside.width, *config.top_mlp]
+        self.deep, self.logit = mlp_and_linear(sizes, outputs, config.dropout)
         self.kept = nn.Dropout(config.deep_dropout)  # of whole rows
         if self.shrinks:
             nn.init.uniform_(self.logit.weight, -0.01, 0.01)
@@ -59,7 +58,7 @@ class WideDeep(nn.Module):
 
     @property
     def shrunk(self) -> nn.Parameter | None:
-        """Weights that scale the deep part of the logits (worker.shrink); None without deep_dropout."""
+        """Weights that scale the deep part of the logits (worker.evaluate); None without deep_dropout."""
         return self.logit.weight if self.shrinks else None
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -79,7 +78,7 @@ class DeepFM(nn.Module):
     """logit = Σᵢ wᵢ xᵢ + Σᵢ<ⱼ ⟨vᵢ, vⱼ⟩ xᵢ xⱼ + wᵀ MLP(all vectors side by side) + b.
 
     (Guo et al. 2017, arXiv:1703.04247.) Weights wᵢ and vectors vᵢ are parts of one row of a table
-    (fields.Fields). Several outputs have weights and a last layer each, and sum the D numbers of Σᵢ<ⱼ vᵢ ⊙ vⱼ
+    (layers.Fields). Several outputs have weights and a last layer each, and sum the D numbers of Σᵢ<ⱼ vᵢ ⊙ vⱼ
     with learned factors, which begin as 1; those of one output are 1.
     (torchrec.modules.deepfm.FactorizationMachine also multiplies each number of a vector by the others: its
     products are not the paper's.)
@@ -101,8 +100,7 @@ class DeepFM(nn.Module):
         self.fields = Fields(schema, config.name, outputs)
         width = self.fields.count * self.fields.dim
         self.factors = nn.Parameter(torch.ones(self.fields.dim, outputs)) if outputs > 1 else None
-        self.deep = mlp([width, *config.top_mlp], config.dropout)
-        self.logit = nn.Linear((config.top_mlp or [width])[-1], outputs)
+        self.deep, self.logit = mlp_and_linear([width, *config.top_mlp], outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         first_BT, vectors_BFD = self.fields(dense, pooled)
@@ -120,7 +118,7 @@ class XDeepFM(nn.Module):
     """logit = Σᵢ wᵢ xᵢ + wᵀ CIN(vectors) + wᵀ MLP(all vectors side by side) + b.
 
     (Lian et al. 2018, arXiv:1803.05170.) Weights wᵢ and vectors are parts of one row of a table
-    (fields.Fields).
+    (layers.Fields).
 
     Args:
         schema: any dense columns, sparse features whose tables all have one dim, larger than T.

@@ -1,18 +1,17 @@
-"""Inputs of models, and layers that several share."""
+"""Inputs of models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
+from raytrec.data.batch import Batch
 
 
 class Sequence(NamedTuple):
@@ -48,35 +47,27 @@ class Sequences:
         self._lengths, self._keys = dict(features.sequences), features.keys
         self._with_ids = tuple(with_ids)
 
-    def __call__(
-        self,
-        embeddings: dict[str, torch.Tensor],
-        sparse: KeyedJaggedTensor,
-        side_features: Mapping[str, torch.Tensor] | None = None,
-        lengths: torch.Tensor | None = None,
-    ) -> dict[str, Any]:
-        """The inputs by feature.
+    def __call__(self, embeddings: dict[str, torch.Tensor], batch: Batch) -> dict[str, Any]:
+        """Return the inputs by feature.
 
         Args:
-            embeddings: feature → float32 [B, dim]; of sequences [B, L, dim].
-            sparse: of stride B, for its lengths.
-            side_features: feature → float64 [N, n].
-            lengths: of `sparse`, on the host (Batch.lengths).
+            embeddings: Feature → float32 [B, dim]; of sequences [B, L, dim].
+            batch: The batch whose ids have these embeddings.
         """
-        known_FB = None if lengths is None else lengths.view(len(self._keys), -1)
-        lengths_FB = sparse.lengths().view(len(self._keys), -1)
-        inputs: dict[str, Any] = dict(embeddings)
+        known_FB = None if batch.lengths is None else batch.lengths.view(len(self._keys), -1)
+        lengths_FB = batch.sparse.lengths().view(len(self._keys), -1)
+        side_features, inputs = batch.side_features or {}, dict(embeddings)
         for feature, length in self._lengths.items():
             places_L = torch.arange(length, device=lengths_FB.device)
             place = self._keys.index(feature)
             lengths_B, known_B = lengths_FB[place], None if known_FB is None else known_FB[place]
             present_BL = places_L < lengths_B.unsqueeze(1)
             beside = None
-            if side_features and feature in side_features:
+            if feature in side_features:
                 beside = side_by_side(side_features[feature], lengths_B, length)
             inputs[feature] = Sequence(embeddings[feature], present_BL, beside, known_B)
         if self._with_ids:
-            inputs[IDS] = {feature: self._ids(feature, sparse) for feature in self._with_ids}
+            inputs[IDS] = {feature: self._ids(feature, batch.sparse) for feature in self._with_ids}
         return inputs
 
     def _ids(self, feature: str, sparse: KeyedJaggedTensor) -> torch.Tensor:
@@ -133,22 +124,20 @@ class Examples:
         self._left = {*self._of_candidates, *encoded}
         self._encodes = bool(encoded)
 
-    def __call__(
-        self,
-        dense_Rn: torch.Tensor,
-        inputs: Mapping[str, Any],
-        requests_N: torch.Tensor,
-        dense_of_candidates: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Dense columns [N, n] and inputs, [N, ...] each; in place of none, of one: few layers take no rows.
+    def __call__(self, batch: Batch, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return dense columns [N, n] and inputs [N, ...] of N candidates; of one row if there are none.
+
+        Few layers take a batch without rows.
 
         Args:
-            requests_N: of each candidate. dense_of_candidates: float32 [N, their columns].
+            batch: R requests with their candidates.
+            inputs: Inputs of the requests by feature, [R, ...]; those of candidates are [N, ...].
         """
+        requests_N, dense_of_candidates = batch.requests, batch.dense_of_candidates
         if not len(requests_N):
             requests_N, dense_of_candidates = requests_N.new_zeros(1), pad(dense_of_candidates, (0, 0, 0, 1))
             inputs = {**inputs, **{name: pad(inputs[name], (0, 0, 0, 1)) for name in self._of_candidates}}
-        dense_Nn = dense_Rn.index_select(0, requests_N)
+        dense_Nn = batch.dense.index_select(0, requests_N)
         for place, column in enumerate(self._columns):
             dense_Nn[:, column] = dense_of_candidates[:, place]
         given = dict(inputs)
@@ -164,7 +153,7 @@ class Examples:
                 parts = of._replace(lengths=None if requests_N.is_cuda else of.lengths)
                 given[name] = Sequence(*(None if x is None else x.index_select(0, requests_N) for x in parts))
         if self._encodes:
-            given[REQUESTS] = Requests(requests_N, dense_Rn)
+            given[REQUESTS] = Requests(requests_N, batch.dense)
         return dense_Nn, given
 
 
@@ -178,32 +167,3 @@ def once(
     if requests is None:
         return encode(dense, inputs)
     return encode(requests.dense, inputs).index_select(0, requests.of)
-
-
-class Constant(nn.Module):
-    """One learned vector for every row: [B, anything] → float32 [B, dim]."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.vector = nn.Parameter(torch.randn(dim) / dim**0.5)
-
-    def forward(self, dense: torch.Tensor) -> torch.Tensor:
-        return self.vector.expand(dense.shape[0], -1)
-
-
-def mlp(
-    sizes: list[int], dropout: float = 0.0, activation: Callable[[int], nn.Module] = lambda _: nn.ReLU()
-) -> nn.Sequential:
-    """Linear layers of these sizes, each followed by ReLU, or what `activation` makes for its size (and
-    dropout)."""
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(sizes):
-        layers += [nn.Linear(inputs, outputs), activation(outputs)]
-        if dropout:
-            layers.append(nn.Dropout(dropout))
-    return nn.Sequential(*layers)
-
-
-def dim_of(schema: Schema, feature: str) -> int:
-    """Width of a feature's embeddings."""
-    return schema.tables[schema.sparse[feature].table].dim

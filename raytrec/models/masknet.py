@@ -10,8 +10,7 @@ from torch import nn
 
 from raytrec.config.models.ranking import MaskNetSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import mlp
-from raytrec.models.parts.fields import Fields
+from raytrec.models.parts.layers import Fields, mlp_and_linear
 
 
 class MaskNet(nn.Module):
@@ -47,8 +46,7 @@ class MaskNet(nn.Module):
             for before, size in zip(inputs, config.blocks, strict=True)
         )
         given = config.blocks[-1] if self.serial else sum(config.blocks)
-        self.top = mlp([given, *config.top_mlp], config.dropout)
-        self.logit = nn.Linear((config.top_mlp or [given])[-1], outputs)
+        self.top, self.logit = mlp_and_linear([given, *config.top_mlp], outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         _, vectors_BFD = self.fields(dense, pooled)

@@ -15,8 +15,7 @@ from raytrec.config.models.multitask import (
     SharedBottomSection,
 )
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import mlp
-from raytrec.models.parts.fields import SideBySide
+from raytrec.models.parts.layers import SideBySide, mlp, mlp_and_linear
 
 
 class SharedBottom(nn.Module):
@@ -209,10 +208,9 @@ class ESMM(nn.Module):
     def __init__(self, schema: Schema, config: ESMMSection, tasks: Mapping[str, int]):
         super().__init__()
         self.beside = SideBySide(schema)
-        last = (config.tower_mlp or [self.beside.width])[-1]
+        sizes = [self.beside.width, *config.tower_mlp]
         self.click, self.conversion = (
-            nn.Sequential(mlp([self.beside.width, *config.tower_mlp], config.dropout), nn.Linear(last, 1))
-            for _ in range(2)
+            nn.Sequential(*mlp_and_linear(sizes, 1, config.dropout)) for _ in range(2)
         )
         self.click_first = next(iter(tasks)) == config.click
 

@@ -11,8 +11,8 @@ from torch.nn.functional import embedding, layer_norm, scaled_dot_product_attent
 
 from raytrec.config.models.sequences import HstuSection, NextItemSection, SasrecSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import IDS, Sequence, dim_of, once
-from raytrec.models.parts.dropout import Dropout
+from raytrec.models.inputs import IDS, Sequence, once
+from raytrec.models.parts.layers import Dropout, dim_of
 from raytrec.models.parts.packed import Packed, pack_ids
 from raytrec.models.parts.sampled import Queries, SampledLoss, result
 from raytrec.models.parts.shared import ItemBatch, SharedNegatives

@@ -7,9 +7,10 @@ from torch import nn
 
 from raytrec.config.models.retrieval import MfSection, NcfSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import IDS, dim_of, mlp, once
+from raytrec.models.inputs import once
+from raytrec.models.parts.layers import dim_of, mlp
 from raytrec.models.parts.sampled import Queries, SampledLoss, absence, result
-from raytrec.models.parts.shared import ItemBatch, SharedNegatives
+from raytrec.models.parts.shared import SharedNegatives, losses_of_pairs
 
 
 class MatrixFactorization(nn.Module):
@@ -64,16 +65,8 @@ class MatrixFactorization(nn.Module):
             return item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
         query_BD = self.queries.of_own_loss(self._factors(inputs))
         bias_B1 = None if bias_BT is None else bias_BT[:, -1:]
-        drawn = inputs[self.config.negatives]
-        if self.shared is None:
-            return self.loss.of_vectors(query_BD.unsqueeze(1), item_BD.unsqueeze(1), drawn, bias_B1).squeeze(
-                1
-            )
-        own = ItemBatch(item_BD, inputs[IDS][self.config.item].squeeze(1))
-        others = self.shared.drawn(drawn.vectors, inputs)
-        return self.shared(
-            query_BD, own, others, len(item_BD), None if bias_B1 is None else bias_B1.squeeze(1)
-        )
+        item, drawn = self.config.item, inputs[self.config.negatives]
+        return losses_of_pairs(self.loss, self.shared, query_BD, item_BD, item, drawn, inputs, bias_B1)
 
     def _factors(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """(p, b_user) → (p, 1): [B, D]."""

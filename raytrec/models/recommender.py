@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.common.machine import require_compiler
 from raytrec.config.evaluation import TowerName
@@ -17,6 +16,7 @@ from raytrec.config.models import PythonSection
 from raytrec.config.models.base import ModelSection
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
+from raytrec.data.batch import Batch
 from raytrec.embeddings.constraints import resolve_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models import build_model
@@ -36,20 +36,9 @@ class Recommender(nn.Module):
         super().__init__()
         self.embeddings, self.model, self.call = embeddings, model, call
 
-    def forward(
-        self,
-        dense: torch.Tensor,
-        sparse: KeyedJaggedTensor,
-        side_features: Mapping[str, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """float32 [B], or [B, columns] for several tasks or classes; see raytrec/models.
-
-        Args:
-            dense: float32 [B, dense columns].
-            sparse: of stride B; its keys as in data.batch.Batch.
-            side_features: of sequences, as in data.batch.Batch.
-        """
-        return self.call(self.model, dense, self.embeddings(sparse), sparse, side_features=side_features)
+    def forward(self, batch: Batch, tower: TowerName | None = None) -> torch.Tensor:
+        """Return the logits of a batch, or the vectors of one tower; see ModelCall."""
+        return self.call(self.model, batch, self.embeddings(batch.sparse), tower)
 
 
 class ModelCall:
@@ -74,28 +63,23 @@ class ModelCall:
     def __call__(
         self,
         model: nn.Module,
-        dense: torch.Tensor,
-        embeddings: dict[str, torch.Tensor],
-        sparse: KeyedJaggedTensor,
+        batch: Batch,
+        pooled: dict[str, torch.Tensor],
         tower: TowerName | None = None,
-        side_features: Mapping[str, torch.Tensor] | None = None,
-        lengths: torch.Tensor | None = None,
-        requests: torch.Tensor | None = None,
-        dense_of_candidates: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The logits; or one tower's vectors, float32 [B, width].
+        """Return the logits, float32 [B] or [B, columns]; or the vectors of one tower, float32 [B, width].
 
         Args:
-            dense: float32 [B, dense columns]. embeddings: of PooledEmbeddings. sparse: of stride B.
-            tower: of a model that retrieves (raytrec/models); None: logits.
-            side_features: of sequences. lengths: of `sparse`, on the host (Batch.lengths).
-            requests, dense_of_candidates: as in data.batch.Batch.
+            model: The dense model, perhaps compiled.
+            batch: The batch; no labels are read.
+            pooled: Output of PooledEmbeddings for the batch.
+            tower: Method of a model that retrieves (raytrec/models); None for logits.
         """
-        inputs: Mapping[str, Any] = embeddings
+        dense, inputs, requests = batch.dense, pooled, batch.requests
         if self._sequences:
-            inputs = self._sequences(embeddings, sparse, side_features, lengths)
+            inputs = self._sequences(pooled, batch)
         if requests is not None and self._examples is not None:
-            dense, inputs = self._examples(dense, inputs, requests, dense_of_candidates)
+            dense, inputs = self._examples(batch, inputs)
         called = getattr(model, tower) if tower else model
         given = self.run(called, dense, inputs)
         given = given if requests is None else given[: len(requests)]

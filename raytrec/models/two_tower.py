@@ -7,10 +7,10 @@ from torch import nn
 
 from raytrec.config.models.retrieval import TwoTowerSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import IDS, Sequence, mlp, once
-from raytrec.models.parts.fields import SideBySide
-from raytrec.models.parts.sampled import SampledLoss
-from raytrec.models.parts.shared import ItemBatch, SharedNegatives
+from raytrec.models.inputs import Sequence, once
+from raytrec.models.parts.layers import SideBySide, mlp_and_linear
+from raytrec.models.parts.sampled import SampledLoss, result
+from raytrec.models.parts.shared import SharedNegatives, losses_of_pairs
 
 
 class TwoTower(nn.Module):
@@ -85,15 +85,9 @@ class TwoTower(nn.Module):
         if self.queries == 1 and not self.vectors and not self.config.own_loss:
             return self.scale * (query * item_BD).sum(1) + self.bias
         query_BQD = self.scale.view(-1, 1) * query.view(-1, self.queries, self.width)
-        parts = []
-        if self.bias is not None:
-            of_logits_BTD = query_BQD[:, :-1] if self.vectors else query_BQD
-            parts.append((of_logits_BTD * item_BD.unsqueeze(1)).sum(2) + self.bias)
-        if self.config.own_loss:
-            parts.append(self._own_loss(query_BQD, item_BD, dense, pooled).unsqueeze(1))
-        if self.vectors:
-            parts += [query_BQD[:, -1], item_BD]
-        return torch.cat(parts, dim=1)
+        own_B = self._own_loss(query_BQD, item_BD, dense, pooled) if self.config.own_loss else None
+        outputs = self.queries - self.vectors
+        return result(query_BQD, item_BD, outputs, self.vectors, own_B, self.bias)
 
     def _own_loss(
         self, query_BQD: torch.Tensor, item_BD: torch.Tensor, dense: torch.Tensor, pooled: dict
@@ -105,16 +99,10 @@ class TwoTower(nn.Module):
         of_all = self._vectors("item", dense, {feature: drawn.vectors.flatten(0, 1)})
         # The last output's, or without outputs the only one.
         own = self.queries - 1 - (self.vectors and self.bias is not None)
-        bias = None if self.bias is None else self.bias.view(1, -1)[:, -1:]
-        if self.shared is not None:
-            rows, items = len(item_BD), ItemBatch(item_BD, pooled[IDS][feature].squeeze(1))
-            others = self.shared.drawn(of_all, pooled)
-            return self.shared(
-                query_BQD[:, own], items, others, rows, None if bias is None else bias.expand(1, rows)[0]
-            )
-        negatives = Sequence(of_all.view(*drawn.present.shape, self.width), drawn.present)
-        query_B1D, item_B1D = query_BQD[:, own : own + 1], item_BD.unsqueeze(1)
-        return self.loss.of_vectors(query_B1D, item_B1D, negatives, bias).squeeze(1)
+        bias_11 = None if self.bias is None else self.bias.view(1, -1)[:, -1:]
+        drawn = Sequence(of_all.view(*drawn.present.shape, self.width), drawn.present)
+        query_BD = query_BQD[:, own]
+        return losses_of_pairs(self.loss, self.shared, query_BD, item_BD, feature, drawn, pooled, bias_11)
 
     def _vectors(self, tower: str, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         vectors = self.towers[tower](dense, pooled)
@@ -134,10 +122,8 @@ class Tower(nn.Module):
     def __init__(self, schema: Schema, members: set[str], config: TwoTowerSection, outputs: int):
         super().__init__()
         self.beside = SideBySide(schema, members)
-        width = self.beside.width
-        hidden = config.tower_mlp[:-1]
-        self.hidden = mlp([width, *hidden], config.dropout)
-        self.last = nn.Linear(hidden[-1] if hidden else width, outputs)
+        sizes = [self.beside.width, *config.tower_mlp[:-1]]
+        self.hidden, self.last = mlp_and_linear(sizes, outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         return self.last(self.hidden(self.beside(dense, pooled)))

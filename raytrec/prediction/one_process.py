@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,10 +64,7 @@ def outputs_of(
     used, sparse = _renumbered(batch.sparse, schema, folder, index)
     model = load_model(config, schema, folder, index, used, as_stored)
     with torch.no_grad():
-        found = model.embeddings(sparse)
-        return model.call(
-            model.model, batch.dense, found, sparse, tower=tower, side_features=batch.side_features
-        )
+        return model(replace(batch, sparse=sparse), tower)
 
 
 def _renumbered(

@@ -68,7 +68,7 @@ class Outputs:
         verdict: whether the step is skipped; None unless train.on_nan is skip.
         losses: in training, task (or objective.OF_MODEL) → its part of the loss, so that the sum over ranks ÷
             rows of the global batch is the loss of the step: × those rows ÷ ranks.
-        vectors: float32 [B, width], of the batch's tower (worker.step.Head), or None.
+        vectors: float32 [B, width], of one tower of the model (worker.step.Head), or None.
     """
 
     tasks: dict[str, TaskOutputs]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.checkpoint.state import LogicalState
 from raytrec.common.collectives import Peers
@@ -17,10 +15,9 @@ from raytrec.compat.fbgemm import CACHED, pad_empty_shards
 from raytrec.compat.fbgemm_lookups import as_known_to_torchrec, own_lookups
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.data.batch import Batch
 from raytrec.embeddings.codecs import make_codecs, widths_of
 from raytrec.embeddings.constraints import table_optimizers
-from raytrec.embeddings.initial import BLOCK_VALUES, fill_tables, initial_values
+from raytrec.embeddings.initial import fill_tables
 from raytrec.embeddings.kernels import CACHING_KERNEL, MMAP_KERNEL
 from raytrec.embeddings.managed.batches import ManagedBatches
 from raytrec.embeddings.mapped import MappedFiles, mark_mapped
@@ -97,7 +94,8 @@ def build_step(
         optimizer = SkipBad(optimizer, model.head)
     managed = None
     if schema.managed:
-        managed = ManagedRows(sharded, optimizer, schema, config.run.seed, device)
+        live = LogicalState(sharded, optimizer).tables
+        managed = ManagedBatches(sharded, live, schema, config.run.seed, device)
     return Step(sharded, optimizer, device, config, steps, cache is not None, managed), plan
 
 
@@ -145,70 +143,3 @@ def unsharded(
         join_ranks(recommender.model, Peers(device))
     ranks_items = config.eval.retrieval is not None and objective is Objective
     return LossModel(recommender, made, query_vectors=ranks_items)
-
-
-class ManagedRows(ManagedBatches):
-    """ManagedBatches of a model that is trained; making it is a collective.
-
-    A pipeline takes batches a few steps ahead, and their ids get rows then. A row holds the values of the id
-    before it until all earlier steps have been trained: they are replaced when the model is called with the
-    batch that has given the row away.
-
-    Args:
-        model, optimizer: of build_step.
-
-    Attributes:
-        before_writing: called before anything is written to rows of a shard: (table, rows int64 [n], counted
-            from the shard's first).
-    """
-
-    def __init__(
-        self,
-        model: DistributedModelParallel,
-        optimizer: KeyedOptimizer,
-        schema: Schema,
-        seed: int,
-        device: torch.device,
-    ):
-        super().__init__(schema, seed, device)
-        self.before_writing: Callable[[str, torch.Tensor], None] = lambda table, rows: None
-        self._tables, self._schema, self._seed = LogicalState(model, optimizer).tables, schema, seed
-        self._shards = {
-            name: {shard.rows for part in (table.weight, *table.state.values()) for shard in part.local}
-            for name, table in self._tables.items()
-        }
-        model.register_forward_pre_hook(lambda _, inputs: self.begin_rows(inputs[0]))
-
-    def assign(self, batch: Batch, step: int) -> Batch:
-        """See ManagedBatches. It also finds out which of the rows this rank's shards have: here a GPU still
-        has the steps before to train, when the model is called it would run dry."""
-        batch = super().assign(batch, step)
-        new = {name: its for name, its in (batch.new_rows or {}).items() if len(its.rows)}
-        within = {
-            (name, rows): (its.rows >= rows.start) & (its.rows < rows.stop)
-            for name, its in new.items()
-            for rows in self._shards[name]
-        }
-        counts = torch.stack([mask.sum() for mask in within.values()]).tolist() if within else []
-        places: dict[str, dict[range, torch.Tensor]] = {name: {} for name in new}
-        for ((name, rows), mask), count in zip(within.items(), counts, strict=True):
-            places[name][rows] = torch.nonzero_static(mask, size=count).squeeze(1)
-        batch.new_rows = {name: its._replace(places=places[name]) for name, its in new.items()}
-        return batch
-
-    @torch.no_grad()
-    def begin_rows(self, batch: Batch) -> None:
-        """Resets the rows of this rank's shards that a batch has given to other ids: to these ids' initial
-        values, without optimizer state. Values are made block by block."""
-        for name, (rows, ids, places) in (batch.new_rows or {}).items():
-            table, spec = self._tables[name], self._schema.tables[name]
-            for shard in table.weight.local:
-                for its in places[shard.rows].split(max(1, BLOCK_VALUES // len(shard.columns))):
-                    its_rows = rows[its] - shard.rows.start
-                    values = initial_values(self._seed, name, ids[its], shard.columns, spec.rows)
-                    self.before_writing(name, its_rows)
-                    shard.write(its_rows, values)
-            for parts in table.state.values():
-                for shard in parts.local:
-                    its_rows = rows[places[shard.rows]] - shard.rows.start
-                    shard.write(its_rows, shard.values.new_zeros(len(its_rows), *shard.values.shape[1:]))

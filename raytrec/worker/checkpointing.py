@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.types import ShardingPlan
 
 from raytrec.checkpoint.files import folder_of, steps
 from raytrec.checkpoint.index import read_index
@@ -28,9 +27,9 @@ from raytrec.common.storage import in_shell
 from raytrec.config.features import resolve_features
 from raytrec.embeddings.sharding import describe
 from raytrec.worker.consensus import Decision, StepConsensus
-from raytrec.worker.context import WorkerContext
-from raytrec.worker.nonfinite import NAN_FOLDER, Losses, RecentBatches, dump
-from raytrec.worker.progress import Progress
+from raytrec.worker.nonfinite import Losses
+from raytrec.worker.progress import RankRun
+from raytrec.worker.recent_batches import NAN_FOLDER, dump
 from raytrec.worker.step import Outputs, Step
 
 
@@ -54,39 +53,26 @@ class CheckpointManager:
     """Saves a run, and does what the coordinator asks for; every method is a collective.
 
     Args:
-        state: under names that no plan changes.
-        batches: what is being trained, so that a bad one can be looked at.
-        before_save: called before a state is saved; a collective that raises where it must not be kept.
-        last_step: where the run ends; it is saved there in any case.
+        run: The run; it is saved at its last step in any case.
+        before_save: Called before a state is saved; a collective that raises if it must not be kept.
     """
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        step: Step,
-        plan: ShardingPlan,
-        state: LogicalState,
-        progress: Progress,
-        batches: RecentBatches,
-        before_save: Callable[[], None],
-        last_step: int,
-    ):
-        self._context, self._step, self._plan, self._state = context, step, plan, state
-        self._progress, self._batches, self._before_save = progress, batches, before_save
-        self._config, self._last_step = context.task.config, last_step
-        keeping = self._config.checkpoint
-        best = progress.window.selection.best(keeping.best_metric) if keeping.keep_best else None
-        rows = watch_rows(step, state, context.heartbeat.tick) if keeping.async_save else None
+    def __init__(self, run: RankRun, before_save: Callable[[], None]):
+        self._run, self._context, self._config = run, run.context, run.context.task.config
+        self._step, self._state, self._progress = run.step, run.state, run.progress
+        self._before_save, keeping, heartbeat = before_save, self._config.checkpoint, run.context.heartbeat
+        best = run.progress.window.selection.best(keeping.best_metric) if keeping.keep_best else None
+        rows = watch_rows(run.step, run.state, heartbeat.tick) if keeping.async_save else None
         self._saver = Saver(
-            context.task.checkpoint, keeping, context.heartbeat.confirm, state.unbounded, best, rows
+            run.context.task.checkpoint, keeping, heartbeat.confirm, run.state.unbounded, best, rows
         )
-        self._kept: int | None = progress.step or None  # the step of the newest checkpoint
+        self._kept: int | None = run.progress.step or None  # the step of the newest checkpoint
         self._error: RunError | None = None  # of the last checkpoint
         self._saver.last_step = self._kept
         self._consensus, self._losses = StepConsensus(), Losses()
         self._saved_at, self._asked, self._due = monotonic(), False, Command.GO
-        step.drain_every = keeping.every_steps
-        context.heartbeat.watch_device(self._unfinished)
+        run.step.drain_every = keeping.every_steps
+        heartbeat.watch_device(self._unfinished)
 
     def after_step(self, outputs: Outputs) -> None:
         """Begins the decision about this step, and does what was decided at an earlier one.
@@ -118,7 +104,7 @@ class CheckpointManager:
         command, self._due = self._due, Command.GO
         if command == Command.SAVE:
             self.save()
-        elif command in (Command.RESTART, Command.STOP) and step < self._last_step:
+        elif command in (Command.RESTART, Command.STOP) and step < self._run.last_step:
             self.save(wait=True)
             raise {Command.RESTART: Restart, Command.STOP: Stopped}[command](f"at step {step}")
 
@@ -286,7 +272,7 @@ class CheckpointManager:
         if decision.through < decision.bad:  # another rank may not have known yet of an earlier step
             decision = self._consensus.agree(self._losses.wait())
         context, step = self._context, decision.bad
-        batch, folder = self._batches.at(step - 1), self._config.run.dir  # batches are counted from 0
+        batch, folder = self._run.batches.at(step - 1), self._config.run.dir  # batches are counted from 0
         there = f"its batch is in {folder}/{NAN_FOLDER}"
         try:
             if batch is not None:
@@ -313,7 +299,7 @@ class CheckpointManager:
             "data": task.fingerprint,
             "config": hide_all(config.model_dump(by_alias=True, mode="json")),  # a checkpoint is handed on
             "schema": task.schema.to_yaml(),
-            "plan": describe(self._plan),
+            "plan": describe(self._run.plan),
             "world_size": self._context.world,
             "versions": installed_versions(),
         }

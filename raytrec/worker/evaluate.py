@@ -1,9 +1,10 @@
-"""Evaluation: every row of a dataset once."""
+"""Evaluation: every row of a dataset once; also with the deep part of a model scaled down."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
 from raytrec.data.batch import Batch
 from raytrec.data.stream import Stream
+from raytrec.embeddings.optim import average_of
 from raytrec.metrics.evaluation import Names, TaskRows, place_for
 from raytrec.metrics.full_ranking import ranking_of
 from raytrec.metrics.ranked import Counted
@@ -20,9 +22,12 @@ from raytrec.metrics.sums import ROWS, Sums
 from raytrec.tasks.outputs import Outputs
 from raytrec.tasks.task import key_columns
 from raytrec.worker.nonfinite import LATE, Fetch
+from raytrec.worker.progress import shared_figure
+from raytrec.worker.step import Step
 
 Curves = dict[str, dict[str, Any]]
 SLICES = "slices"  # the key of the figures of slices
+FACTORS = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the deep part
 
 
 class Model(Protocol):
@@ -121,3 +126,42 @@ class Collected:
         joined = logits[0] if len(logits) == 1 else torch.stack(logits, 1)
         of_columns = {} if keys is None else dict(zip(self._columns, keys.wait()[:, counted], strict=True))
         self._into.add(Counted(joined, labels, weights, of_columns))
+
+
+def can_shrink(step: Step) -> bool:
+    """Return True if the model has weights `shrunk`, of which train.ema keeps no average."""
+    return getattr(step.head.model, "shrunk", None) is not None and average_of(step.optimizer) is None
+
+
+def evaluate_shrunk(
+    step: Step, held: Stream, device: torch.device, selection: Selection, items: Stream | None = None
+) -> tuple[dict[str, Any], Curves | None, float]:
+    """Evaluate the model with its deep part scaled by the factor that predicts held-out rows best.
+
+    A collective. The weights `shrunk` of the model are multiplied by each of FACTORS; afterwards they are as
+    before. Factors are compared by the default metric of early stopping (ne with binary cross-entropy); the
+    largest of equally good ones is taken.
+
+    Args:
+        held: Rows that are not trained on.
+        items: As in evaluate.
+
+    Returns:
+        Figures and curves of evaluate, and the factor.
+    """
+    weight: Any = step.head.model.shrunk
+    figure, trained, found = selection.best(None), weight.detach().clone(), []
+    for factor in FACTORS:
+        shrink(step, factor)
+        figures, curves = evaluate(step, held, device, selection, items)
+        found.append((figure.loss(shared_figure(figure, figures, device)), figures, curves, factor))
+        with torch.no_grad():
+            weight.copy_(trained)
+    # A comparison with NaN is false: an undefined metric keeps the whole deep part.
+    return min(found, key=itemgetter(0))[1:]
+
+
+def shrink(step: Step, factor: float) -> None:
+    """Multiply the weights `shrunk` of the model."""
+    with torch.no_grad():
+        step.head.model.shrunk.mul_(factor)

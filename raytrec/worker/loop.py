@@ -22,13 +22,12 @@ def train_worker(task: WorkerTask) -> None:
     from raytrec.metrics.sums import Sums
     from raytrec.worker.build import build_step
     from raytrec.worker.checkpointing import CheckpointManager, Stopped
-    from raytrec.worker.evaluate import evaluate
+    from raytrec.worker.evaluate import can_shrink, evaluate, evaluate_shrunk, shrink
     from raytrec.worker.initial_state import begin_or_resume
-    from raytrec.worker.nonfinite import RecentBatches
     from raytrec.worker.observers import make_observers
     from raytrec.worker.process import freeze_gc
-    from raytrec.worker.progress import EarlyStopping, Progress
-    from raytrec.worker.shrink import can_shrink, evaluate_shrunk, shrink
+    from raytrec.worker.progress import EarlyStopping, Progress, RankRun
+    from raytrec.worker.recent_batches import RecentBatches
 
     context = WorkerContext.enter(task)
     config, order = task.config, train_order(task.config)
@@ -49,10 +48,9 @@ def train_worker(task: WorkerTask) -> None:
     batches = RecentBatches(context.heartbeat.count_batches(reading), progress.step)
     shrinks = "valid" in task.datasets and can_shrink(step)
     look = evaluate_shrunk if shrinks else evaluate
-    observers = make_observers(context, step, state, progress, batches, total)
-    checkpoints = CheckpointManager(
-        context, step, plan, state, progress, batches, observers.before_save, total
-    )
+    run = RankRun(context, step, plan, state, progress, batches, total)
+    observers = make_observers(run)
+    checkpoints = CheckpointManager(run, observers.before_save)
     context.report(
         messages.Start(
             total=total,

@@ -10,20 +10,15 @@ from dataclasses import replace
 from time import time
 from typing import Any
 
-from raytrec.checkpoint.state import LogicalState
 from raytrec.checks.live.registry import CheckedRun, LiveChecks, Outcome, Position, choose, verdict
 from raytrec.checks.live.same_environment import NETWORK
 from raytrec.common import messages
 from raytrec.common.machine import code_hash, installed_versions
 from raytrec.embeddings.taps import Taps
 from raytrec.worker.context import WorkerContext
-from raytrec.worker.heartbeat import Heartbeat
 from raytrec.worker.loop import evaluation_steps
-from raytrec.worker.nonfinite import RecentBatches
-from raytrec.worker.progress import Progress
+from raytrec.worker.progress import RankRun
 from raytrec.worker.statistics import Statistics
-from raytrec.worker.step import Step
-from raytrec.worker.step_timing import Phases
 from raytrec.worker.system import System
 
 
@@ -54,30 +49,30 @@ class Observers(Observer):
         self._observers = observers
 
     def begin(self) -> None:
-        for observer in self._observers:
-            observer.begin()
+        self._call("begin")
 
     def after_step(self, rows: int) -> None:
-        for observer in self._observers:
-            observer.after_step(rows)
+        self._call("after_step", rows)
 
     def before_save(self) -> None:
-        for observer in self._observers:
-            observer.before_save()
+        self._call("before_save")
 
     def close(self) -> None:
+        self._call("close")
+
+    def _call(self, moment: str, *arguments: int) -> None:
         for observer in self._observers:
-            observer.close()
+            getattr(observer, moment)(*arguments)
 
 
 class StepHeartbeat(Observer):
     """Each step is a sign of progress."""
 
-    def __init__(self, heartbeat: Heartbeat, progress: Progress):
-        self._heartbeat, self._progress = heartbeat, progress
+    def __init__(self, run: RankRun):
+        self._run = run
 
     def after_step(self, rows: int) -> None:
-        self._heartbeat.tick("step", self._progress.step)
+        self._run.context.heartbeat.tick("step", self._run.progress.step)
 
 
 class RankRecorder(Observer):
@@ -87,30 +82,20 @@ class RankRecorder(Observer):
     more than messages.MOST_RECORDED ranks, so many report.
     """
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        statistics: Statistics,
-        phases: Phases,
-        progress: Progress,
-        batches: RecentBatches,
-        last_step: int,
-    ):
-        self._context, self._every = context, context.task.config.tracking.every_steps
+    def __init__(self, run: RankRun, statistics: Statistics):
+        self._run, self._statistics, config = run, statistics, run.context.task.config
         self._first: dict[str, float] = {}  # seconds of the phases of the first step
-        self._statistics, self._phases, self._progress = statistics, phases, progress
-        self._batches, self._last_step, self._first_step = batches, last_step, progress.step
-        self._begun = progress.step
-        self._system = System(context.device)
-        config = context.task.config
-        self._may_end_every = evaluation_steps(config, last_step) if config.train.early_stopping else None
+        self._begun = self._first_step = run.progress.step
+        self._system, self._every = System(run.context.device), config.tracking.every_steps
+        early = config.train.early_stopping
+        self._may_end_every = evaluation_steps(config, run.last_step) if early else None
 
     def after_step(self, rows: int) -> None:
-        step = self._progress.step
-        batch = self._batches.at(step - 1)  # batches are counted from 0
+        step = self._run.progress.step
+        batch = self._run.batches.at(step - 1)  # batches are counted from 0
         self._statistics.add(batch.changed if batch else None)
         if step == self._begun + 1:
-            self._first = self._phases.take()
+            self._first = self._run.step.phases.take()
         if self.wants_probe(step):
             self._record(step)
 
@@ -120,10 +105,10 @@ class RankRecorder(Observer):
     def wants_probe(self, step: int) -> bool:
         """Whether a step is the last of an interval: it is recorded, with what it looked up."""
         ends_early = self._may_end_every is not None and step % self._may_end_every == 0
-        return step % self._every == 0 or step == self._last_step or ends_early
+        return step % self._every == 0 or step == self._run.last_step or ends_early
 
     def _record(self, step: int) -> None:
-        context, phases, first = self._context, self._phases.take(), self._first
+        context, phases, first = self._run.context, self._run.step.phases.take(), self._first
         phases = {name: seconds + first.get(name, 0.0) for name, seconds in phases.items()}
         tables = self._statistics.collect()
         line = messages.RankLine(
@@ -151,16 +136,13 @@ class CheckRunner(Observer):
     `begin`, `after_step` and `before_save` raise a RunError when a check that is set to stop has failed.
     """
 
-    def __init__(
-        self, context: WorkerContext, checks: LiveChecks, progress: Progress, batches: RecentBatches
-    ):
-        self._context, self._config, self._checks = context, context.task.config, checks
-        self._progress, self._batches = progress, batches
+    def __init__(self, run: RankRun, checks: LiveChecks):
+        self._run, self._config, self._checks = run, run.context.task.config, checks
         self._expected_rows, self._checked_at = 0, -1
         self._due, self._prepared = True, False
 
     def begin(self) -> None:
-        self._report(self._checks.at_start(describe_environment(self._context), self._progress.step))
+        self._report(self._checks.at_start(describe_environment(self._run.context), self._run.progress.step))
 
     def after_step(self, rows: int) -> None:
         self._expected_rows += rows
@@ -169,29 +151,29 @@ class CheckRunner(Observer):
             self._check(self._checks.after_step)
 
     def before_save(self) -> None:
-        if self._config.checks.at_checkpoints and self._checked_at != self._progress.step:
+        if self._config.checks.at_checkpoints and self._checked_at != self._run.progress.step:
             self._check(self._checks.at_checkpoint)
 
     def wants_probe(self, step: int) -> bool:
         """Whether a step, the next one, is to be checked; if so, the checks prepare for it."""
         every = self._config.checks.every_steps
         self._due |= bool(every and step % every == 0)
-        batch = self._batches.at(step - 1)  # of the first step after a pause nothing has been read yet
+        batch = self._run.batches.at(step - 1)  # of the first step after a pause nothing has been read yet
         if self._due and batch is not None:
             self._prepared = True
             self._checks.prepare(batch)
         return self._prepared
 
     def _check(self, check: Callable[[Position], list[Outcome]]) -> None:
-        step, batch = self._progress.step, self._batches.at(self._progress.step - 1)
-        self._checked_at = step
+        progress, step = self._run.progress, self._run.progress.step
+        self._checked_at, batch = step, self._run.batches.at(step - 1)
         expected = None if self._config.data.on_error == "skip" else self._expected_rows
-        figures, ratios = self._progress.reported, self._progress.window.selection.ratios
+        figures, ratios = progress.reported, progress.window.selection.ratios
         self._report(check(Position(step, batch and batch.step, expected, figures, ratios)))
 
     def _report(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
-            self._context.report(replace(outcome, unix_s=time()))
+            self._run.context.report(replace(outcome, unix_s=time()))
         if error := verdict(outcomes, self._config):
             raise error
 
@@ -199,8 +181,8 @@ class CheckRunner(Observer):
 class ProbeScheduler(Observer):
     """Enables recording in the taps for steps that an observer before it asks for."""
 
-    def __init__(self, taps: Taps, progress: Progress, wanting: list[RankRecorder | CheckRunner]):
-        self._taps, self._progress, self._wanting = taps, progress, wanting
+    def __init__(self, run: RankRun, taps: Taps, wanting: list[RankRecorder | CheckRunner]):
+        self._run, self._taps, self._wanting = run, taps, wanting
 
     def begin(self) -> None:
         self._look_ahead()
@@ -210,30 +192,18 @@ class ProbeScheduler(Observer):
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        wanted = [observer.wants_probe(self._progress.step + 1) for observer in self._wanting]
+        wanted = [observer.wants_probe(self._run.progress.step + 1) for observer in self._wanting]
         self._taps.probing |= any(wanted)
 
 
-def make_observers(
-    context: WorkerContext,
-    step: Step,
-    state: LogicalState,
-    progress: Progress,
-    batches: RecentBatches,
-    last_step: int,
-) -> Observers:
-    """The observers that the configuration asks for, in their order; a collective.
-
-    Args:
-        batches: what is being trained; remembers the batch of the next step, as far as it has been read.
-        last_step: where the run ends.
-    """
-    config, schema = context.task.config, context.task.schema
-    observers: list[Observer] = [StepHeartbeat(context.heartbeat, progress)]
+def make_observers(run: RankRun) -> Observers:
+    """Return the observers that the configuration asks for, in their order; a collective."""
+    config, schema, step = run.context.task.config, run.context.task.schema, run.step
+    observers: list[Observer] = [StepHeartbeat(run)]
     if config.train.profile:
         from raytrec.worker.profiler import StepProfiler
 
-        observers.append(StepProfiler(context, progress))
+        observers.append(StepProfiler(run))
     recorded, checked = config.tracking.every_steps, bool(choose(config))
     if not (recorded or checked):
         return Observers(observers)
@@ -241,11 +211,10 @@ def make_observers(
     probing: list[RankRecorder | CheckRunner] = []
     if recorded:
         of_ids = step.managed.figures if step.managed is not None else dict
-        statistics = Statistics(schema, state.tables, taps, of_ids)
-        probing.append(RankRecorder(context, statistics, step.phases, progress, batches, last_step))
-    if checked and len(checks := _live_checks(context, step, state, taps)):
-        probing.append(CheckRunner(context, checks, progress, batches))
-    return Observers([*observers, *probing, ProbeScheduler(taps, progress, probing)])
+        probing.append(RankRecorder(run, Statistics(schema, run.state.tables, taps, of_ids)))
+    if checked and len(checks := LiveChecks(_checked(run, taps))):
+        probing.append(CheckRunner(run, checks))
+    return Observers([*observers, *probing, ProbeScheduler(run, taps, probing)])
 
 
 def describe_environment(context: WorkerContext) -> dict[str, Any]:
@@ -260,17 +229,15 @@ def describe_environment(context: WorkerContext) -> dict[str, Any]:
     }
 
 
-def _live_checks(context: WorkerContext, step: Step, state: LogicalState, taps: Taps) -> LiveChecks:
-    parameters = dict(step.head.model.named_parameters())
-    run = CheckedRun(
-        context.task.config,
-        context.task.schema,
-        state.tables,
-        state.dense,
+def _checked(run: RankRun, taps: Taps) -> CheckedRun:
+    return CheckedRun(
+        run.context.task.config,
+        run.context.task.schema,
+        run.state.tables,
+        run.state.dense,
         taps,
-        context.device,
-        parameters,
-        state.unbounded,
-        step.maps,
+        run.context.device,
+        dict(run.step.head.model.named_parameters()),
+        run.state.unbounded,
+        run.step.maps,
     )
-    return LiveChecks(run)

@@ -8,9 +8,8 @@ from torch.profiler import ProfilerAction, profile
 
 from raytrec.common import messages
 from raytrec.compat.torch_ import record_memory, save_memory
-from raytrec.worker.context import WorkerContext
 from raytrec.worker.observers import Observer
-from raytrec.worker.progress import Progress
+from raytrec.worker.progress import RankRun
 
 PROFILE = "profile"  # in the run folder
 
@@ -23,11 +22,10 @@ class StepProfiler(Observer):
     rank's files are on its own.
     """
 
-    def __init__(self, context: WorkerContext, progress: Progress):
-        asked = context.task.config.train.profile
-        assert asked is not None
-        self._context, self._progress, self._steps = context, progress, asked.range
-        self._folder = Path(str(context.task.config.run.dir)) / PROFILE
+    def __init__(self, run: RankRun):
+        config = run.context.task.config
+        self._context, self._progress, self._steps = run.context, run.progress, config.train.profile.range
+        self._folder = Path(str(config.run.dir)) / PROFILE
         self._profile: profile | None = None
         self._first = 0  # step of the profile
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchrec.distributed.types import ShardingPlan
 
+from raytrec.checkpoint.state import LogicalState
 from raytrec.common import messages
 from raytrec.common.formatting import number
 from raytrec.common.messages import ENDED_EARLY
@@ -20,6 +22,8 @@ from raytrec.metrics.sums import Sums
 from raytrec.tasks.outputs import Outputs
 from raytrec.worker.context import WorkerContext
 from raytrec.worker.nonfinite import LATE, Fetch
+from raytrec.worker.recent_batches import RecentBatches
+from raytrec.worker.step import Step
 
 STOPPING_METRIC = "train.early_stopping.metric"
 
@@ -72,7 +76,7 @@ class Progress:
         reported: the figures of the last window that are known.
         evaluation: figures of the last evaluation of train.eval_every_steps, and its step.
         early_stopping: of the evaluations so far the best figure, its step, and how many came since it.
-        deep_share: Factor that held-out rows have given the deep part at the end (worker.shrink).
+        deep_share: Factor that held-out rows have given the deep part at the end (worker.evaluate).
     """
 
     window: Sums
@@ -177,6 +181,26 @@ class Progress:
         counts["skipped_rows"] = counts["rows"] - self.trained
         self._ready.append((step, figures | counts))
         self._coming = None
+
+
+@dataclass
+class RankRun:
+    """A run as one rank trains it; made by the loop, and used by observers and checkpoints.
+
+    Attributes:
+        plan: Plan of the sharded model.
+        state: State of the model and its optimizer, under names that no plan changes.
+        batches: Batches of training; it still has those of recent steps, and those that were read ahead.
+        last_step: Last step of the run.
+    """
+
+    context: WorkerContext
+    step: Step
+    plan: ShardingPlan
+    state: LogicalState
+    progress: Progress
+    batches: RecentBatches
+    last_step: int
 
 
 def shared_figure(figure: Figure, figures: Mapping[str, Any], device: torch.device) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from raytrec.compat.torchrec_pipeline import PrefetchPipeline, TimedPipeline, Ti
 from raytrec.config.evaluation import TowerName
 from raytrec.config.run_config import RunConfig
 from raytrec.data.batch import Batch
+from raytrec.embeddings.managed.batches import ManagedBatches
 from raytrec.embeddings.managed.row_map import RowMap
 from raytrec.embeddings.optim import average_of
 from raytrec.models.recommender import Recommender
@@ -30,9 +31,6 @@ from raytrec.tasks.objective import Objective, total
 from raytrec.tasks.outputs import Outputs
 from raytrec.worker.process import Numerics
 from raytrec.worker.step_timing import Phases, time_tables
-
-if TYPE_CHECKING:
-    from raytrec.worker.build import ManagedRows
 
 
 class LossModel(nn.Module):
@@ -57,11 +55,15 @@ class Head(nn.Module):
     """A dense model with the objective behind it: (pooled embeddings, Batch) → (loss, Outputs).
 
     A module without tables, so that TorchRec's pipeline, which traces the model to find sharded modules,
-    takes it as one step. Of rows that have one tower's features alone (Batch.tower), it gives that tower's
-    vectors and nothing of any task.
+    takes it as one step.
 
-    Args: of LossModel.
+    Args: See LossModel.
+
+    Attributes:
+        tower: Tower whose vectors evaluations get in place of the tasks' outputs; None for the tasks'.
     """
+
+    tower: TowerName | None = None
 
     def __init__(self, recommender: Recommender, objective: Objective, query_vectors: bool = False):
         super().__init__()
@@ -69,32 +71,17 @@ class Head(nn.Module):
         self._objective, self._query_vectors = objective, query_vectors
 
     def forward(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, Outputs]:
-        if batch.tower is not None:
-            vectors = self._of_model(pooled, batch, batch.tower)
+        if self.tower and not self.training:
+            vectors = self.call(self.model, batch, pooled, self.tower)
             nothing = vectors.new_zeros(())
             return nothing, Outputs({}, batch.weights, nothing, vectors=vectors)
-        logits = self._of_model(pooled, batch)
+        logits = self.call(self.model, batch, pooled)
         losses = self._objective.losses(logits, batch, pooled if self.training else None)
         loss = total(losses)
         outputs = self._objective.outputs(loss, logits, batch, losses if self.training else None)
         if self._query_vectors and not self.training:
-            outputs = replace(outputs, vectors=self._of_model(pooled, batch, "query"))
+            outputs = replace(outputs, vectors=self.call(self.model, batch, pooled, "query"))
         return loss, outputs
-
-    def _of_model(
-        self, pooled: dict[str, torch.Tensor], batch: Batch, tower: TowerName | None = None
-    ) -> torch.Tensor:
-        return self.call(
-            self.model,
-            batch.dense,
-            pooled,
-            batch.sparse,
-            tower,
-            batch.side_features,
-            batch.lengths,
-            batch.requests,
-            batch.dense_of_candidates,
-        )
 
 
 class Step:
@@ -125,7 +112,7 @@ class Step:
         config: RunConfig,
         steps: int = 0,
         prefetch: bool = False,
-        managed: ManagedRows | None = None,
+        managed: ManagedBatches | None = None,
     ):
         self.drain_every: int | None = None
         self._draining = False
@@ -208,13 +195,13 @@ class Step:
         """Forward only, over all batches; with train.ema, of the averages of the dense weights.
 
         Args:
-            tower: whose features alone the rows have, so that its vectors are given, and nothing else.
+            tower: The tower whose features alone the rows have, so that outputs have its vectors and no
+                tasks; None for rows with all features.
         """
         self.model.eval()
+        self.head.tower = tower
         if self.managed is not None:
             batches = map(self.managed.find, batches)
-        if tower is not None:
-            batches = (replace(batch, tower=tower) for batch in batches)
         with torch.no_grad(), updates_uncounted(self.model), self._averaged():
             while (outputs := self._progress(batches)) is not None:
                 yield outputs

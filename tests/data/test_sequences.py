@@ -18,7 +18,7 @@ from raytrec.data.read_plan import ReadPlan
 from raytrec.embeddings.bags import tables_in
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models.inputs import Sequences
-from raytrec.worker.nonfinite import dump
+from raytrec.worker.recent_batches import dump
 
 LENGTH = 3
 SEQUENCES = ("history", "last")
@@ -82,7 +82,7 @@ def test_what_the_model_is_given():
         for module in tables_in(collection).values():
             module.weight.data.copy_(table)
     found = embeddings(batch.sparse)
-    inputs = Sequences(features)(found, batch.sparse)
+    inputs = Sequences(features)(found, batch)
     assert list(inputs) == list(made.sparse)
     assert inputs["history"].present.tolist() == [[True] * 3, [False] * 3, [True, False, False]]
     assert inputs["history"].vectors[:, :, 0].tolist() == [[8, 7, 6], [0, 0, 0], [9, 0, 0]]

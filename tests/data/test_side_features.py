@@ -57,7 +57,7 @@ def test_sides_go_where_their_ids_go(tmp_path):
     assert side_features.tolist() == [[40, 3.5], [30, 2.5], [20, 1.5], [50, 4.5], [70, 6.5], [60, 5.5]]
     embeddings = PooledEmbeddings(SCHEMA, None, features.sequences).to_empty(device="cpu")
     found = embeddings(batch.sparse)
-    given = Sequences(features)(found, batch.sparse, side_features=batch.side_features)["history"]
+    given = Sequences(features)(found, batch)["history"]
     assert given.side_features.shape == (5, 3, 2) and not given.side_features[~given.present].any()
     times = [[40, 30, 20], [0, 0, 0], [50, 0, 0], [70, 60, 0], [0, 0, 0]]
     assert given.side_features[:, :, 0].tolist() == times

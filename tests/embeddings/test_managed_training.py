@@ -165,12 +165,12 @@ def trained(rank, world, device, block):
             groups.add(options["group"] not in (None, dist.group.WORLD))
         return gather(*args, **options)
 
-    build, local = "raytrec.worker.build", [run._local(batch) for batch in raw_batches()]
+    batches, local = "raytrec.embeddings.managed.batches", [run._local(batch) for batch in raw_batches()]
     if device != "cpu":
         local = [batch.pin_memory() for batch in local]
     with (
-        patch(f"{build}.BLOCK_VALUES", block or 2**19),
-        patch(f"{build}.initial_values", values),
+        patch(f"{batches}.BLOCK_VALUES", block or 2**19),
+        patch(f"{batches}.initial_values", values),
         patch.object(dist, "all_gather_into_tensor", noted),
     ):
         for _ in run.step.train(iter(local), len(local)):

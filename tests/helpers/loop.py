@@ -116,9 +116,9 @@ def make(
     from raytrec.worker.build import build_step
     from raytrec.worker.checkpointing import CheckpointManager
     from raytrec.worker.context import WorkerContext, WorkerTask
-    from raytrec.worker.nonfinite import RecentBatches
     from raytrec.worker.observers import make_observers
-    from raytrec.worker.progress import Progress
+    from raytrec.worker.progress import Progress, RankRun
+    from raytrec.worker.recent_batches import RecentBatches
 
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -138,8 +138,7 @@ def make(
     sums = Sums(Selection.of_config(config, schema), device)
     batches, progress = RecentBatches(iter(read), 0), Progress(sums)
     state = LogicalState(step.model, step.optimizer)
-    observers = make_observers(context, step, state, progress, batches, steps)
-    checkpoints = CheckpointManager(
-        context, step, sharding, state, progress, batches, observers.before_save, steps
-    )
+    run = RankRun(context, step, sharding, state, progress, batches, steps)
+    observers = make_observers(run)
+    checkpoints = CheckpointManager(run, observers.before_save)
     return Loop(context, step, checkpoints, observers, progress, batches, local, said)

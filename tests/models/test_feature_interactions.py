@@ -6,7 +6,7 @@ from made import DIM, ROWS, inputs, last, layers, make, schema, weights
 
 from raytrec.models.dcn import Cross
 from raytrec.models.dlrm import DotInteraction
-from raytrec.models.inputs import Constant
+from raytrec.models.parts.layers import Constant
 
 
 def test_dlrms_interactions_are_all_pairs():  # whole steps: worker/test_reference.py

@@ -69,8 +69,7 @@ def scored(rank, world, matmul):
         for collection in recommender.embeddings.collections:
             for name, table in tables_in(collection).items():
                 table.weight.copy_(weights[name])
-        batch = local_batch(whole[-1], SEQUENCES, [0, 12], 0, features)
-        logits = recommender.eval()(batch.dense, batch.sparse)
+        logits = recommender.eval()(local_batch(whole[-1], SEQUENCES, [0, 12], 0, features))
     return outputs["y"].logits[outputs.rows > 0], logits
 
 

@@ -23,8 +23,7 @@ class Held:
 def shrunk(rank, world, scale, average):
     """(the factor, the weights before and after) with labels drawn from the linear part plus scale × deep."""
     from raytrec.metrics.selection import Selection
-    from raytrec.worker.evaluate import evaluate
-    from raytrec.worker.shrink import can_shrink, evaluate_shrunk, shrink
+    from raytrec.worker.evaluate import can_shrink, evaluate, evaluate_shrunk, shrink
 
     settings = config(
         world, {"sharding_type": "row_wise"}, model=SECTION, **({"ema": 0.9} if average else {})

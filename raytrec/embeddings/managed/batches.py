@@ -3,12 +3,13 @@ exchange, and rows come back in one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.common.collectives import Peers, RoundTrip, on_device
@@ -17,9 +18,11 @@ from raytrec.config.managed import ManagedIds
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch, NewRows
 from raytrec.embeddings.hashing import keys_of, unhash_bits
+from raytrec.embeddings.initial import BLOCK_VALUES, initial_values
 from raytrec.embeddings.managed.distinct import Distinct, count_by_owner
 from raytrec.embeddings.managed.row_map import RowMap
 from raytrec.embeddings.managed.row_maps import RowMaps
+from raytrec.embeddings.tables import Table
 
 COUNTED = "admitted", "evicted", "lookups", "fallback"  # of RowMap.counted
 
@@ -117,19 +120,36 @@ def _peers(device: torch.device) -> Peers:
 
 
 class ManagedBatches:
-    """Maps the ids of batches to rows before a model gets them. All methods are collectives.
+    """Maps the ids of batches to rows before a model gets them, and resets rows that get another id.
+
+    All methods but `begin_rows` are collectives, and so is making it. A pipeline takes batches a few steps
+    ahead, and their ids get rows then. A row holds the values of the id before it until all earlier steps
+    have been trained: they are replaced when the model is called with the batch that has given the row away.
 
     Args:
-        schema: of the run; some of its tables have managed ids.
-        seed: of draws.
-        device: of this rank.
+        model: The sharded model.
+        live: Its tables with their optimizer state, by name.
+        schema: Schema of the run; some of its tables have managed ids.
+        seed: Seed of draws and of initial values.
+        device: Device of this rank.
 
     Attributes:
-        maps: managed table → this rank's part of its map.
-        steps: of the run, whose ids have been mapped: a pipeline may be ahead of what has been trained.
+        maps: Managed table → this rank's part of its map.
+        steps: Steps of the run whose ids have been mapped; a pipeline may be ahead of the trained steps.
+        before_writing: Called before anything is written to rows of a shard: (table, rows int64 [n], counted
+            from the shard's first).
     """
 
-    def __init__(self, schema: Schema, seed: int, device: torch.device):
+    def __init__(
+        self, model: nn.Module, live: Mapping[str, Table], schema: Schema, seed: int, device: torch.device
+    ):
+        self.before_writing: Callable[[str, torch.Tensor], None] = lambda table, rows: None
+        self._tables, self._schema, self._seed = live, schema, seed
+        self._shards = {
+            name: {shard.rows for part in (table.weight, *table.state.values()) for shard in part.local}
+            for name, table in live.items()
+        }
+        model.register_forward_pre_hook(lambda _, inputs: self.begin_rows(inputs[0]))
         self._peers = peers = _peers(device)
         self._device, self.steps, self._told = device, 0, {}
         tables = {name: (table.rows, table.ids) for name, table in schema.tables.items() if table.ids}
@@ -152,8 +172,43 @@ class ManagedBatches:
         rows, new = self._exchange.train(self._ids(batch.sparse), step)
         self._settle()
         self.steps = step + 1
-        batch.sparse, batch.new_rows = self._with_rows(batch.sparse, rows), new
+        batch.sparse, batch.new_rows = self._with_rows(batch.sparse, rows), self._placed(new)
         return batch
+
+    def _placed(self, new: dict[str, NewRows]) -> dict[str, NewRows]:
+        """Return the new rows of each table that has any, with their places in this rank's shards.
+
+        The host learns how many there are: here a GPU still has the steps before to train, when the model is
+        called it would run dry.
+        """
+        new = {name: its for name, its in new.items() if len(its.rows)}
+        within = {
+            (name, rows): (its.rows >= rows.start) & (its.rows < rows.stop)
+            for name, its in new.items()
+            for rows in self._shards[name]
+        }
+        counts = torch.stack([mask.sum() for mask in within.values()]).tolist() if within else []
+        places: dict[str, dict[range, torch.Tensor]] = {name: {} for name in new}
+        for ((name, rows), mask), count in zip(within.items(), counts, strict=True):
+            places[name][rows] = torch.nonzero_static(mask, size=count).squeeze(1)
+        return {name: its._replace(places=places[name]) for name, its in new.items()}
+
+    @torch.no_grad()
+    def begin_rows(self, batch: Batch) -> None:
+        """Resets the rows of this rank's shards that a batch has given to other ids: to these ids' initial
+        values, without optimizer state. Values are made block by block."""
+        for name, (rows, ids, places) in (batch.new_rows or {}).items():
+            table, spec = self._tables[name], self._schema.tables[name]
+            for shard in table.weight.local:
+                for its in places[shard.rows].split(max(1, BLOCK_VALUES // len(shard.columns))):
+                    its_rows = rows[its] - shard.rows.start
+                    values = initial_values(self._seed, name, ids[its], shard.columns, spec.rows)
+                    self.before_writing(name, its_rows)
+                    shard.write(its_rows, values)
+            for parts in table.state.values():
+                for shard in parts.local:
+                    its_rows = rows[places[shard.rows]] - shard.rows.start
+                    shard.write(its_rows, shard.values.new_zeros(len(its_rows), *shard.values.shape[1:]))
 
     def find(self, batch: Batch) -> Batch:
         """The batch with the rows that ids have; none gets one."""

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from raytrec.common.collectives import Peers
 from raytrec.config.models.retrieval import SampledSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import IDS
+from raytrec.models.inputs import IDS, Sequence
 from raytrec.models.parts.sampled import ABSENT, SampledLoss
 
 # Scores that are there at once, of some of the queries. Of more than these, backward computes each again.
@@ -142,6 +142,32 @@ class SharedNegatives(nn.Module):
             scores_nK = scores_nK - log_share_K
         added_n = self.loss.reduce(own_n, scores_nK.masked_fill(absent_nK, ABSENT))
         return torch.stack([added_n, (~absent_nK).sum(1).float()], 1)
+
+
+def losses_of_pairs(
+    loss: SampledLoss,
+    shared: SharedNegatives | None,
+    query_BD: torch.Tensor,
+    item_BD: torch.Tensor,
+    item: str,
+    drawn: Sequence,
+    inputs: dict[str, Any],
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the loss of each row's query and item: float32 [B]; a collective with shared negatives.
+
+    Args:
+        shared: Negatives of the global batch; None if each row has its own.
+        item: Feature of the items.
+        drawn: Negatives of the rows, vectors [B, K, D].
+        inputs: Inputs of the model.
+        bias: [B, 1] or [1, 1], added to all scores of a row; see SampledLoss.bias_of.
+    """
+    if shared is None:
+        return loss.of_vectors(query_BD.unsqueeze(1), item_BD.unsqueeze(1), drawn, bias).squeeze(1)
+    own = ItemBatch(item_BD, inputs[IDS][item].squeeze(1))
+    bias_B = None if bias is None else bias.expand(len(item_BD), 1).squeeze(1)
+    return shared(query_BD, own, shared.drawn(drawn.vectors, inputs), len(item_BD), bias_B)
 
 
 def join_ranks(model: nn.Module, peers: Peers) -> None:

@@ -1,15 +1,71 @@
-"""All features side by side, or as fields."""
+"""Layers that several models share: MLPs, dropout, all features side by side or as fields."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from itertools import pairwise
 
 import torch
 from torch import nn
 
 from raytrec.config.models.base import one_dim
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import dim_of
+
+
+class Constant(nn.Module):
+    """One learned vector for every row: [B, anything] → float32 [B, dim]."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.vector = nn.Parameter(torch.randn(dim) / dim**0.5)
+
+    def forward(self, dense: torch.Tensor) -> torch.Tensor:
+        return self.vector.expand(dense.shape[0], -1)
+
+
+def mlp(
+    sizes: list[int], dropout: float = 0.0, activation: Callable[[int], nn.Module] = lambda _: nn.ReLU()
+) -> nn.Sequential:
+    """Linear layers of these sizes, each followed by ReLU, or what `activation` makes for its size (and
+    dropout)."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), activation(outputs)]
+        if dropout:
+            layers.append(nn.Dropout(dropout))
+    return nn.Sequential(*layers)
+
+
+def mlp_and_linear(
+    sizes: list[int],
+    outputs: int,
+    dropout: float = 0.0,
+    activation: Callable[[int], nn.Module] = lambda _: nn.ReLU(),
+) -> tuple[nn.Sequential, nn.Linear]:
+    """Return an MLP as `mlp` makes it, and a linear layer from its last size to `outputs`."""
+    return mlp(sizes, dropout, activation), nn.Linear(sizes[-1], outputs)
+
+
+def dim_of(schema: Schema, feature: str) -> int:
+    """Width of a feature's embeddings."""
+    return schema.tables[schema.sparse[feature].table].dim
+
+
+class Dropout(nn.Dropout):
+    """nn.Dropout; on CPU its rate is a multiple of 2⁻¹⁶, and it takes a quarter of the time.
+
+    torch (2.13.0) draws a random number for each value there, which takes longer than most layers. This takes
+    16 of the 64 bits that its generator gives at a time. What is compiled has torch's.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        dropped = round(self.p * 2**16)
+        if not (self.training and input.is_cpu and 0 < dropped < 2**16) or torch.compiler.is_compiling():
+            return super().forward(input)
+        bits = torch.empty(-(-input.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+        bits = bits.view(torch.int16)[: input.numel()].view(input.shape)
+        kept = torch.ge(bits, dropped - 2**15, out=torch.empty_like(input, requires_grad=False))
+        return input * kept.mul_(2**16 / (2**16 - dropped))
 
 
 class SideBySide(nn.Module):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raytrec.models.parts.dropout import Dropout
+from raytrec.models.parts.layers import Dropout
 
 ROWS, WIDTH = 4001, 63  # not a multiple of 4 values
 
