@@ -21,7 +21,7 @@ from raytrec.config.trust import code_in, is_ours, not_ours, refuse_code
 from raytrec.data.contents import Content, differences, fingerprint, written_again
 from raytrec.data.fragments import Dataset
 from raytrec.driver.recorder import RESULT, write_json
-from raytrec.embeddings.planner.constraints import table_optimizers
+from raytrec.embeddings.constraints import table_optimizers
 from raytrec.tracking.run_folder import DATA, LISTED_FILES, SCHEMA
 
 FREE, FIXED = keys_with(Mark.FREE), keys_with(Mark.FIXED)  # in mid-run
