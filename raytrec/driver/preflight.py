@@ -29,8 +29,7 @@ from raytrec.embeddings.planner.validation import check_decay
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.columns import check_reserved
 from raytrec.tasks.losses import BatchLoss
-from raytrec.tasks.options import check_model_learns
-from raytrec.tasks.task import Task, columns_of, needs_vectors, resolve_tasks
+from raytrec.tasks.task import Task, check_model_learns, columns_of, needs_vectors, resolve_tasks
 from raytrec.tracking.store import check_address
 from raytrec.worker.loop import total_steps
 

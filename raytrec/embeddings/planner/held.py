@@ -9,7 +9,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
-from raytrec.embeddings.hot_rows import PLACE_BYTES, ROW_BYTES
+from raytrec.embeddings.mapped import PLACE_BYTES, ROW_BYTES
 from raytrec.embeddings.planner.constraints import resolve_constraints, table_optimizers
 from raytrec.embeddings.planner.footprint import GIB, Footprint, added, kernel_on, map_share, parts_of
 
