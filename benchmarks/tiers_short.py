@@ -19,7 +19,7 @@ from tiers_side import BATCH, BATCHES, ROW_BYTES, Settings, Trained, begin, scat
 
 from raytrec.compat.fbgemm import cache_hits
 from raytrec.compat.torchrec_ import sharded_kernels
-from raytrec.embeddings.hot_rows import ROW_BYTES as ROW_BYTES_IN_MEMORY
+from raytrec.embeddings.mapped import ROW_BYTES as ROW_BYTES_IN_MEMORY
 
 EXPONENT = 1.05  # of the power law of lookups
 BUDGET = 0.25  # of the table: memory in addition to what the process takes without it

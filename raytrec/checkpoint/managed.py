@@ -24,8 +24,7 @@ from raytrec.checkpoint.state import State
 from raytrec.common.collectives import Peers, RoundTrip
 from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, sharded_tensor
 from raytrec.config.schema import Table
-from raytrec.embeddings.hashing import keys_of, unhash_bits
-from raytrec.embeddings.managed.distinct import count_by_owner
+from raytrec.embeddings.hashing import count_by_owner, keys_of, unhash_bits
 from raytrec.embeddings.managed.key_map import Entries, Free, MapState
 from raytrec.embeddings.managed.row_map import RowMap
 from raytrec.scoring.lookups import IdRows

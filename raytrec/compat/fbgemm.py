@@ -19,7 +19,7 @@ CACHED = {"gather_uvm_cache_stats": True, "prefetch_pipeline": True}
 
 
 class InMemory(Protocol):
-    """Rows of a table in a file that are in memory, too: see embeddings.hot_rows.HotRows."""
+    """Rows of a table in a file that are in memory, too: see embeddings.mapped.HotRows."""
 
     def look_up(self, rows: torch.Tensor, *, trains: bool) -> torch.Tensor: ...
     def share_found(self) -> float | None: ...

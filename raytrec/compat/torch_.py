@@ -25,33 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode as EveryOperator
 
 from raytrec.compat.versions import missing
 
+# Names of torch for other modules; the functions below are public anyway.
 __all__ = [
     "Dropout",
     "EveryOperator",
-    "FixedDtype",
     "Shard",
     "ShardMetadata",
     "ShardedTensor",
     "apply_optimizer_in_backward",
-    "bind_store",
-    "call_after_nodes",
-    "described",
-    "is_dispatched",
-    "load_archive",
-    "local_parts",
-    "mark_only_for_profiler",
-    "multiply_",
-    "no_gpu_asked_for",
-    "quiet_tracing",
-    "rank_place",
-    "record_memory",
-    "refuses_gpus",
-    "save_memory",
-    "sharded_tensor",
-    "storage_key",
-    "time_waits",
-    "watch_compiler",
-    "with_local_shards",
 ]
 
 MEMORY_EVENTS = 100_000  # of the allocator, that are kept at most: a few KB each

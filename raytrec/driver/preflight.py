@@ -22,8 +22,7 @@ from raytrec.planning.footprint import GIB, disk_refusal, footprints, map_share
 from raytrec.planning.validation import check_decay
 from raytrec.tasks.columns import check_reserved
 from raytrec.tasks.losses import BatchLoss
-from raytrec.tasks.options import check_model_learns
-from raytrec.tasks.task import Task, columns_of, needs_vectors, resolve_tasks
+from raytrec.tasks.task import Task, check_model_learns, columns_of, needs_vectors, resolve_tasks
 from raytrec.tracking.store import check_address
 from raytrec.worker.loop import total_steps
 

@@ -9,10 +9,16 @@ from torchrec.distributed.types import ShardingPlan
 
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
+<<<<<<< HEAD:raytrec/planning/held.py
 from raytrec.embeddings.constraints import resolve_constraints, table_optimizers
 from raytrec.embeddings.hot_rows import PLACE_BYTES, ROW_BYTES
 from raytrec.embeddings.kernels import kernel_on
 from raytrec.planning.footprint import GIB, Footprint, added, map_share, parts_of
+=======
+from raytrec.embeddings.mapped import PLACE_BYTES, ROW_BYTES
+from raytrec.embeddings.planner.constraints import resolve_constraints, table_optimizers
+from raytrec.embeddings.planner.footprint import GIB, Footprint, added, kernel_on, map_share, parts_of
+>>>>>>> house-step:raytrec/embeddings/planner/held.py
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from raytrec.common.errors import ConfigError, DataError, hint
 from raytrec.config.evaluation import RetrievalSection
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform
-from raytrec.data.read_plan import ReadPlan, Reserved
-from raytrec.tasks.task import Task, key_columns, label_ranges, task_rows, whole_labels
+from raytrec.data.read_plan import ReadPlan, Reserved, TaskRows
+from raytrec.tasks.task import Task, key_columns
 
 
 def read_plan(
@@ -52,6 +52,37 @@ def read_plan(
         label_ranges(tasks, schema),
         whole_labels(tasks),
     )
+
+
+def task_rows(tasks: Sequence[Task]) -> tuple[TaskRows, ...]:
+    """Which rows count in each task, for those who read rows."""
+    return tuple(
+        TaskRows(
+            label=task.label,
+            name=task.name,
+            nulls=task.nulls,
+            mask=None if task.mask_label else task.mask,
+            mask_label=task.mask_label,
+            sample_weight=task.sample_weight,
+        )
+        for task in tasks
+    )
+
+
+def whole_labels(tasks: Sequence[Task]) -> frozenset[str]:
+    """The labels that have to be whole numbers."""
+    return frozenset(task.label for task in tasks if task.loss.whole_labels)
+
+
+def label_ranges(tasks: Sequence[Task], schema: Schema) -> dict[str, tuple[float, float] | None]:
+    """Label → the least and greatest value that all of its tasks take; None: any finite number."""
+    ranges: dict[str, tuple[float, float] | None] = dict.fromkeys(schema.labels)
+    for task in tasks:
+        before, mine = ranges[task.label], task.loss.label_range
+        if before and mine:
+            mine = max(before[0], mine[0]), min(before[1], mine[1])
+        ranges[task.label] = mine or before
+    return ranges
 
 
 def check_reserved(tasks: Sequence[Task], slices: Sequence[str], reserved: Sequence[str]) -> None:

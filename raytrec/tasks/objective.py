@@ -14,9 +14,8 @@ from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 from raytrec.tasks.global_batch import compared_loss, rank_loss
 from raytrec.tasks.losses import BatchLoss, Rows
-from raytrec.tasks.options import check_model_learns
 from raytrec.tasks.outputs import Outputs, TaskOutputs
-from raytrec.tasks.task import Task, key_columns, resolve_tasks
+from raytrec.tasks.task import Task, check_model_learns, key_columns, resolve_tasks
 
 OF_MODEL = ""  # in the place of a task's name: the model's own loss, where no task has it, and lookup_l2's
 

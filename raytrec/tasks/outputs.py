@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     import torch
 
 
+OF_ROWS = ("logits", "predictions", "labels", "weights")  # tensors of TaskOutputs
+
+
 class Verdict(Protocol):
     """Whether a step is skipped because its loss is not finite on some rank (worker/nonfinite.py).
 
@@ -47,10 +50,7 @@ class TaskOutputs:
         """The rows of several steps of a task, one after the other."""
         import torch
 
-        rows = {
-            name: torch.cat([getattr(step, name) for step in steps])
-            for name in ("logits", "predictions", "labels", "weights")
-        }
+        rows = {name: torch.cat([getattr(step, name) for step in steps]) for name in OF_ROWS}
         keys = {name: torch.cat([step.keys[name] for step in steps]) for name in steps[0].keys}
         return cls(**rows, keys=keys)
 
@@ -88,14 +88,8 @@ class Outputs:
             return values.masked_fill(verdict.mask, 0)
 
         tasks = {
-            name: replace(
-                own,
-                logits=kept(own.logits),
-                predictions=kept(own.predictions),
-                labels=kept(own.labels),
-                weights=kept(own.weights),
-            )
-            for name, own in self.tasks.items()
+            task: replace(own, **{name: kept(getattr(own, name)) for name in OF_ROWS})
+            for task, own in self.tasks.items()
         }
         losses = {name: kept(part) for name, part in self.losses.items()}
         return replace(

@@ -1,4 +1,4 @@
-"""The configuration's tasks, resolved against a schema.
+"""The configuration's tasks, resolved against a schema, and checked against their losses and the model.
 
 No torch.
 """
@@ -9,19 +9,20 @@ import inspect
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import log
 from typing import TYPE_CHECKING, Literal
 
 from raytrec.common.errors import ConfigError, unknown
+from raytrec.config.models.base import ModelSection
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
-from raytrec.data.read_plan import TaskRows
-from raytrec.tasks.losses import Loss, loss
-from raytrec.tasks.options import check_options
+from raytrec.tasks.losses import BatchLoss, Loss, loss
 
 if TYPE_CHECKING:
     import torch
+
+BINARY = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -88,21 +89,6 @@ def key_columns(tasks: Sequence[Task], slices: Sequence[str] = ()) -> tuple[str,
     return tuple(dict.fromkeys([*(name for name in of_tasks if name is not None), *slices]))
 
 
-def task_rows(tasks: Sequence[Task]) -> tuple[TaskRows, ...]:
-    """Which rows count in each task, for those who read rows."""
-    return tuple(
-        TaskRows(
-            label=task.label,
-            name=task.name,
-            nulls=task.nulls,
-            mask=None if task.mask_label else task.mask,
-            mask_label=task.mask_label,
-            sample_weight=task.sample_weight,
-        )
-        for task in tasks
-    )
-
-
 def columns_of(tasks: Sequence[Task]) -> dict[str, int]:
     """Task → its columns of logits, in their order; a task whose loss reads vectors has none."""
     return {task.name: task.outputs for task in tasks if not task.loss.reads_vectors}
@@ -111,11 +97,6 @@ def columns_of(tasks: Sequence[Task]) -> dict[str, int]:
 def needs_vectors(tasks: Sequence[Task]) -> bool:
     """Whether a model has to give vectors of query and item, too."""
     return any(task.loss.reads_vectors for task in tasks)
-
-
-def whole_labels(tasks: Sequence[Task]) -> frozenset[str]:
-    """The labels that have to be whole numbers."""
-    return frozenset(task.label for task in tasks if task.loss.whole_labels)
 
 
 def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task, ...]:
@@ -141,39 +122,22 @@ def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task
     return tuple(replace(task, mask_label=label_of.get(task.mask)) for task in tasks)
 
 
-def label_ranges(tasks: Sequence[Task], schema: Schema) -> dict[str, tuple[float, float] | None]:
-    """Label → the least and greatest value that all of its tasks take; None: any finite number."""
-    ranges: dict[str, tuple[float, float] | None] = dict.fromkeys(schema.labels)
-    for task in tasks:
-        before, mine = ranges[task.label], task.loss.label_range
-        if before and mine:
-            mine = max(before[0], mine[0]), min(before[1], mine[1])
-        ranges[task.label] = mine or before
-    return ranges
-
-
 def _resolve(section: TaskSection, schema: Schema, place: int, several: bool) -> Task:
     where = f"tasks[{place}]"
     label = _label(section.label, schema, where)
     made = _loss(section, f"{where}.loss")
     check_options(section, made, where)
-    return Task(
-        name=section.name or re.sub(r"[^\w-]", "_", label),
-        label=label,
-        column=schema.labels.index(label),
-        loss=made,
-        weight=section.weight,
-        metrics=tuple(made.metrics if section.metrics is None else section.metrics),
-        mask=section.mask,
-        nulls=section.nulls or ("skip" if several else "error"),
-        sample_weight=section.sample_weight,
-        positive_weight=section.positive_weight,
-        negatives_kept=section.negatives_kept,
-        group=section.group,
-        item=section.item,
-        item_frequency=section.item_frequency,
-        outputs=made.outputs,
-    )
+    as_set = section.model_dump(include={each.name for each in fields(Task)})
+    resolved = {
+        "name": section.name or re.sub(r"[^\w-]", "_", label),
+        "label": label,
+        "column": schema.labels.index(label),
+        "loss": made,
+        "metrics": tuple(made.metrics if section.metrics is None else section.metrics),
+        "nulls": section.nulls or ("skip" if several else "error"),
+        "outputs": made.outputs,
+    }
+    return Task(**as_set | resolved)
 
 
 def _check_mask(task: Task, of_name: Mapping[str, Task], where: str) -> None:
@@ -212,18 +176,88 @@ def _loss(section: TaskSection, where: str) -> Loss:
             where=where,
             expected="a class derived from raytrec.tasks.losses.Loss",
         )
+    what, options = f"the loss {section.loss} does not take these options", where.replace(".loss", ".options")
     try:
         inspect.signature(found).bind(**section.options)
     except TypeError as error:
-        raise ConfigError(
-            f"the loss {section.loss} does not take these options: {error}",
-            where=where.replace(".loss", ".options"),
-            expected="the keyword arguments of its class",
-        ) from None
+        expected = "the keyword arguments of its class"
+        raise ConfigError(f"{what}: {error}", where=options, expected=expected) from None
     try:
         return found(**section.options)
     except ValueError as error:
+        raise ConfigError(f"{what}: {error}", where=options) from None
+
+
+def check_model_learns(tasks: Sequence[Task], model: ModelSection) -> None:
+    """Looks whether a task that leaves its loss to the model has a model that gives one.
+
+    Raises:
+        ConfigError: it has not, or two tasks leave it to the model, or one that is not the last with logits.
+    """
+    left = [place for place, task in enumerate(tasks) if task.loss.from_model]
+    if len(left) > 1:
         raise ConfigError(
-            f"the loss {section.loss} does not take these options: {error}",
-            where=where.replace(".loss", ".options"),
-        ) from None
+            "two tasks leave their loss to the model, which gives one",
+            where=f"tasks[{left[1]}].loss",
+            expected="from_model once",
+            do="take another loss for one of them",
+        )
+    if left and not model.own_loss:
+        of_theirs = "gives_loss" in type(model).model_fields
+        raise ConfigError(
+            f"the task leaves its loss to the model, and model.name={model.name}, as it is set, gives none",
+            where=f"tasks[{left[0]}].loss, model.name",
+            expected="a model that computes its loss: one whose model.negatives is set",
+            do="set model.gives_loss=true if its outputs are followed by one"
+            if of_theirs
+            else "set model.negatives, if the model has it; or take another loss, such as bce",
+        )
+    if left and model.own_loss_of_last:
+        after = [task.name for task in tasks[left[0] + 1 :] if not task.loss.reads_vectors]
+        if after:
+            raise ConfigError(
+                f"the task leaves its loss to the model, and {after[0]} comes after it",
+                where=f"tasks[{left[0]}]",
+                expected=f"the last task that has logits: what {model.name} itself learns is its last score",
+                do="put it behind them",
+            )
+
+
+def check_options(section: TaskSection, loss: Loss, where: str) -> None:
+    """Holds the keys of a task against its loss.
+
+    Args:
+        where: the task, in words: tasks[0].
+
+    Raises:
+        ConfigError: one that this loss cannot do anything with, or that it lacks.
+    """
+    if section.positive_weight != 1 and loss.label_range != BINARY:
+        raise ConfigError(
+            f"positive_weight is {section.positive_weight:g}, and {section.loss} has no positives: "
+            "its labels are not from 0 to 1",
+            where=f"{where}.positive_weight",
+            expected="a loss of labels from 0 to 1, such as bce",
+            do="leave it out, or weigh rows by sample_weight",
+        )
+    if section.negatives_kept != 1 and not loss.log_odds:
+        raise ConfigError(
+            f"negatives_kept is {section.negatives_kept:g}, and {section.loss} predicts no probabilities",
+            where=f"{where}.negatives_kept",
+            expected="bce or focal, whose logits are log-odds",
+            do="leave it out, or take one of these losses",
+        )
+    if section.item_frequency is not None and not (isinstance(loss, BatchLoss) and loss.reads_counts):
+        raise ConfigError(
+            f"item_frequency is {section.item_frequency}, and {section.loss} compares no items of a batch",
+            where=f"{where}.item_frequency",
+            expected="in_batch_softmax, which corrects for frequent items being in more batches",
+            do="leave it out, or take this loss",
+        )
+    if isinstance(loss, BatchLoss) and loss.needs_column and getattr(section, loss.by or "", None) is None:
+        raise ConfigError(
+            f"the loss {section.loss} compares rows by the task's {loss.by}, and there is none",
+            where=f"{where}.{loss.by}",
+            expected="a column by which rows are grouped",
+            do=f"set {loss.by} to a column of data.reserve_columns",
+        )

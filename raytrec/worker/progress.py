@@ -25,6 +25,7 @@ from raytrec.worker.nonfinite import LATE, Fetch
 from raytrec.worker.recent_batches import RecentBatches
 from raytrec.worker.step import Step
 
+COUNTS = ("step", "rows", "trained", "nan_steps")  # of Progress, in checkpoints
 STOPPING_METRIC = "train.early_stopping.metric"
 
 
@@ -125,11 +126,7 @@ class Progress:
     def record(self) -> dict[str, Any]:
         """As JSON; a collective."""
         self._settle()
-        return {
-            "step": self.step,
-            "rows": self.rows,
-            "trained": self.trained,
-            "nan_steps": self.nan_steps,
+        return {name: getattr(self, name) for name in COUNTS} | {
             "window": self.window.total(),
             "seconds": self.clock.seconds,
             "timed_rows": self.clock.rows,
@@ -140,7 +137,7 @@ class Progress:
 
     def resume(self, record: dict[str, Any]) -> None:
         """Continues from a `record`."""
-        for name in ("step", "rows", "trained", "nan_steps"):
+        for name in COUNTS:
             setattr(self, name, record[name])
         self.window.resume(record["window"])
         self.clock.seconds, self.clock.rows = record["seconds"], record["timed_rows"]

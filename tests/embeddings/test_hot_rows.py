@@ -19,7 +19,7 @@ from raytrec.checks.parity.sharded import Sharded
 from raytrec.compat.fbgemm import cache_hits, in_memory_of
 from raytrec.compat.torchrec_ import sharded_kernels
 from raytrec.config.training import CheckpointSection
-from raytrec.embeddings.hot_rows import HotRows
+from raytrec.embeddings.mapped import HotRows
 from raytrec.embeddings.tables import tables
 from raytrec.worker import build as build_module
 from raytrec.worker.build import build_step

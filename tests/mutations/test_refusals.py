@@ -26,7 +26,7 @@ from mutate import (
     watched,
 )
 
-from raytrec.config.run_config import _all_keys
+from raytrec.config.run_config import _fields
 
 FEW, PARTS, EACH = 6, 10, 34  # examples of each of the six kinds: 6, and 10 × 34
 INDEX = f"run/checkpoints/step-{recorded_run.STEP:010d}/checkpoint.json"
@@ -99,7 +99,7 @@ def values_of_configurations(place, data):
     on_config(place, dumped(values))
 
 
-KEYS = [key.replace("*", "user") for key in _all_keys() if key not in ("run.dir", "run.root")]
+KEYS = [key.replace("*", "user") for key, _ in _fields() if key not in ("run.dir", "run.root")]
 OVERRIDES = st.lists(st.tuples(st.sampled_from(KEYS), VALUES), min_size=1, max_size=3)
 
 

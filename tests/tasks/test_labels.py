@@ -11,7 +11,8 @@ from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
 from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import check_accused, read_item
-from raytrec.tasks.task import label_ranges, resolve_tasks
+from raytrec.tasks.columns import label_ranges
+from raytrec.tasks.task import resolve_tasks
 
 SCHEMA = a_schema(
     labels=["clicked", "stars"],

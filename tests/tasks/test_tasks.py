@@ -12,17 +12,10 @@ from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 from raytrec.config.trust import code_in
 from raytrec.driver.preflight import check_fit
+from raytrec.tasks.columns import label_ranges, task_rows, whole_labels
 from raytrec.tasks.losses import loss
 from raytrec.tasks.losses.bce import BinaryCrossEntropy
-from raytrec.tasks.task import (
-    columns_of,
-    key_columns,
-    label_ranges,
-    needs_vectors,
-    resolve_tasks,
-    task_rows,
-    whole_labels,
-)
+from raytrec.tasks.task import columns_of, key_columns, needs_vectors, resolve_tasks
 
 TWO = SCHEMA.model_copy(update={"labels": ["clicked", "watched s"]})
 

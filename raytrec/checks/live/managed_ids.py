@@ -6,7 +6,7 @@ import torch
 
 from raytrec.checks.live.outcome import CHECKPOINT, STEP, Check, CheckedRun, Outcome, Position
 from raytrec.checks.live.registry import check
-from raytrec.embeddings.managed.audit import is_sound, problems
+from raytrec.embeddings.managed.row_map import is_sound, problems
 
 
 @check("managed_ids")

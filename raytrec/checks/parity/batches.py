@@ -13,7 +13,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
-from raytrec.tasks.task import Task, key_columns, label_ranges, task_rows, whole_labels
+from raytrec.tasks.columns import label_ranges, task_rows, whole_labels
+from raytrec.tasks.task import Task, key_columns
 
 YEAR_2026 = 1_767_225_600.0  # its beginning in UTC, in seconds since 1970
 HIGHEST = 5.0  # label of a loss that takes any

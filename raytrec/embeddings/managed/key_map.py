@@ -19,8 +19,7 @@ from itertools import accumulate
 import torch
 
 from raytrec.common.collectives import on_device
-from raytrec.embeddings.hashing import NO_KEY, shares
-from raytrec.embeddings.managed.distinct import of_table
+from raytrec.embeddings.hashing import NO_KEY, of_table, shares
 
 BUCKET = 8  # slots
 LOAD = 0.6  # of slots that are filled when a map is as full as it was made for

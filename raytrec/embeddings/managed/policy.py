@@ -8,8 +8,7 @@ import torch
 
 from raytrec.common.collectives import Peers, on_device
 from raytrec.config.managed import Eviction
-from raytrec.embeddings.hashing import hash_bits
-from raytrec.embeddings.managed.distinct import count_tables, in_order, of_table
+from raytrec.embeddings.hashing import count_tables, hash_bits, in_order, of_table
 
 SWEEPS = 8  # searches for expired ids in the steps after which an id expires
 MOST_SIGHTINGS = 2**31 - 1

@@ -9,8 +9,7 @@ import torch
 
 from raytrec.common.collectives import Peers, on_device
 from raytrec.config.managed import ManagedIds
-from raytrec.embeddings.hashing import fallback_of
-from raytrec.embeddings.managed.distinct import Distinct, count_tables, in_order, of_table
+from raytrec.embeddings.hashing import Distinct, count_tables, fallback_of, in_order, of_table
 from raytrec.embeddings.managed.key_map import Entries, Free, KeyMap
 from raytrec.embeddings.managed.policy import (
     admission_scores,

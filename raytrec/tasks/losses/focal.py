@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raytrec.tasks.losses import Loss, in_range, loss
+from raytrec.tasks.losses import in_range, loss
+from raytrec.tasks.losses.bce import BinaryCrossEntropy
 
 if TYPE_CHECKING:
     import torch
 
 
 @loss("focal")
-class Focal(Loss):
+class Focal(BinaryCrossEntropy):
     """−α·y · (1 − p)^γ · ln p − (1 − α)·(1 − y) · p^γ · ln(1 − p) with p = sigmoid(logit), in nats.
 
     Without alpha, both factors are 1. Source: Lin et al. 2017, arXiv:1708.02002. The factor makes predictions
@@ -25,18 +26,9 @@ class Focal(Loss):
         ValueError: one of them is out of range.
     """
 
-    label_range = (0.0, 1.0)
-    metrics = ("auc", "ne", "logloss", "calibration")
-    predicts = "probability"
-    log_odds = True
-
     def __init__(self, gamma: float = 2.0, alpha: float | None = None):
         self.gamma = in_range("gamma", gamma, 0.0, 100.0)
         self.alpha = None if alpha is None else in_range("alpha", alpha, 0.0, 1.0, exclusive=True)
-
-    def predict(self, logits_B: torch.Tensor) -> torch.Tensor:
-        """Probabilities."""
-        return logits_B.sigmoid()
 
     def of_rows(self, logits_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
         from torch.nn.functional import logsigmoid

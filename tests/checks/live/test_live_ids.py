@@ -75,7 +75,7 @@ def test_nothing_is_wrong_without_a_fault(world):
 
 
 def test_sums_of_audits_are_judged_as_the_audits_are():
-    from raytrec.embeddings.managed.audit import MASK, Audit, is_sound, problems
+    from raytrec.embeddings.managed.row_map import MASK, Audit, is_sound, problems
 
     good = [Audit(rank, 5, 0, 0, 0, (-1) ** rank * 7 & MASK, 2, 9, 3) for rank in range(4)]
     good[3] = replace(good[3], sum=(good[3].sum - 9) & MASK)
