@@ -21,8 +21,8 @@ from raytrec.compat.fbgemm_lookups import map_table
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tables import EmbeddingOptim
 from raytrec.embeddings.bags import Collection, tables_in
+from raytrec.embeddings.constraints import MMAP_KERNEL, make_room, memory_filesystem, mmap_folder
 from raytrec.embeddings.hot_rows import HotRows
-from raytrec.embeddings.kernels import MMAP_KERNEL, make_room, memory_filesystem, mmap_folder
 from raytrec.embeddings.optimizers import optimizer_of
 
 
