@@ -24,21 +24,21 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from documents import fill, keep
-from plan_cases import CASES, PLANNERS, SCHEMAS, WAYS, config_of
+from plan_cases import CASES, SCHEMAS, WAYS, config_of
 from rank_group import Ranks
 from rich.console import Console
 from rich.table import Table
 
-from raytrec.doctor.measure import rates_from
-from raytrec.doctor.probe import CLOCKS
-from raytrec.planning.held import PlannedTable
+from raytrec.planning.dry_run import Predictor
 from raytrec.planning.machines import Cluster
-from raytrec.planning.prediction import Predictor
+from raytrec.planning.memory import PlannedTable
+from raytrec.planning.probe import rates_from
 from raytrec.worker.build import unsharded
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "plan.json"
 BUSY = 1.5
+CLOCKS = ("s", "cpu s")  # by which steps and collectives count
 NOT_HERE = ("process", "read ahead", "checkpoint copies")  # parts that no rank of this benchmark has
 STEPS = 12
 FIGURES = ("ms", "predicted_ms", "mib", "predicted_mib")
@@ -87,7 +87,7 @@ def main(
         clock = CLOCKS[os.getloadavg()[0] > BUSY]
         measured = []
         for world in ways:
-            measured.append(measure(world, schemas, ways[world], rounds))
+            measured.append(measure(world, schemas, ways[world], rounds, clock))
             if not smallest:  # for --again, whatever comes next
                 keep(RESULTS, {"clock": clock, "measured": [asdict(each) for each in measured]})
     rows = [row for each in measured for row in predict(each, clock)]
@@ -114,16 +114,16 @@ class Measured:
     memory: dict[str, float]
 
 
-def measure(world: int, schemas: list[str], ways: tuple[str, ...], rounds: int) -> Measured:
+def measure(world: int, schemas: list[str], ways: tuple[str, ...], rounds: int, clock: str) -> Measured:
     """All plans of so many ranks, in turns with rates."""
     names = [f"{schema} {way}" for schema in schemas for way in ways]
     out, samples = Measured(world, [], {name: [] for name in names}, {}), []
     with ExitStack() as stack:
         ranks = Ranks("plan_side.py", HERE.parent, world, stack)
-        ranks.ask(sample=True)  # sets everything up
+        ranks.ask(sample=clock)  # sets everything up
         for _ in range(rounds):
             for name in names:
-                samples.append(ranks.ask(sample=True))
+                samples.append(ranks.ask(sample=clock))
                 ranks.ask(case=name)
                 out.turns[name].append(ranks.ask(steps=STEPS))
                 out.memory[name] = min(out.memory.get(name, 1e18), max(ranks.ask(memory=True)))
@@ -136,7 +136,7 @@ def measure(world: int, schemas: list[str], ways: tuple[str, ...], rounds: int) 
 def predict(measured: Measured, clock: str) -> list[Row]:
     """Each plan's memory and step, from the ranks' rates."""
     world, rows = measured.world, []
-    rates = rates_from([[sample] for sample in measured.samples], "cpu", clock)
+    rates = rates_from([[sample] for sample in measured.samples])
     for name, turns in measured.turns.items():
         case, (schema, way) = CASES[name], name.split()
         found = Predictor(config_of(case, world), case.schema, unsharded, rates)(
@@ -178,22 +178,6 @@ def summary(rows: list[Row]) -> dict[str, float]:
     plans = of_plans(rows)
     for row in plans:
         groups.setdefault((row.ranks, row.schema), []).append(row)
-    of_plan = {(row.ranks, row.schema, row.plan): row for row in plans}
-    chosen = {
-        (row.ranks, row.schema, row.way): of_plan[row.ranks, row.schema, row.plan]
-        for row in rows
-        if row.way in PLANNERS
-    }
-    pairs = [
-        (row, chosen[ranks, schema, "balanced"])
-        for (ranks, schema, way), row in chosen.items()
-        if way == "torchrec"
-    ]
-    others = [(theirs, ours) for theirs, ours in pairs if ours is not theirs]
-    ratios = [
-        [getattr(ours, name) / getattr(theirs, name) for theirs, ours in others]
-        for name in ("ms", "predicted_ms")
-    ]
     choices = [group for group in groups.values() if len(group) > 1]
     good = [
         min(group, key=lambda row: row.predicted_ms).ms <= 1.05 * min(row.ms for row in group)
@@ -209,13 +193,6 @@ def summary(rows: list[Row]) -> dict[str, float]:
         "time_error_median": statistics.median(abs(row.time_error) for row in rows),
         "rank_correlation": float(np.corrcoef(*places)[0, 1]),
         "best_picked": sum(good) / len(good),
-        **{
-            f"balanced_{name}": statistics.geometric_mean(of) if of else 1.0
-            for name, of in zip(("measured", "predicted"), ratios, strict=True)
-        },
-        "balanced_worst": max(ratios[0], default=1.0),
-        "balanced": len(others),
-        "pairs": len(pairs),
     }
 
 
@@ -255,9 +232,6 @@ def words(found: dict[str, float]) -> str:
         f"time off by {time:.1%} (median)",
         f"rank correlation {places:.2f}",
         f"the best plan or one within 5 % of it picked in {picked:.0%}",
-        f"{found['balanced']} of {found['pairs']} balanced plans are others than TorchRec's, and their steps "
-        f"{found['balanced_measured']:.3f} of those in the geometric mean ({found['balanced_predicted']:.3f} "
-        f"predicted; the worst {found['balanced_worst']:.3f})",
     )
     return ", ".join(parts)
 

@@ -48,12 +48,12 @@ SCHEMAS: dict[str, tuple[Schema, dict[str, Any], int]] = {
         384,
     ),
 }
-PLANNERS = ("torchrec", "balanced")  # which may choose
+PLANNED = "planned"  # as the planner chooses
 WAYS = {
     1: ("table_wise", "data_parallel"),
-    2: ("table_wise", "row_wise", "column_wise", "mixed", *PLANNERS),
-    3: ("table_wise", "row_wise", *PLANNERS),
-    4: ("table_wise", "row_wise", "mixed", *PLANNERS),
+    2: ("table_wise", "row_wise", "column_wise", "mixed", PLANNED),
+    3: ("table_wise", "row_wise", PLANNED),
+    4: ("table_wise", "row_wise", "mixed", PLANNED),
 }
 
 
@@ -70,7 +70,7 @@ class PlanCase:
 CASES = {
     f"{name} {way}": PlanCase(*of_schema, way)
     for name, of_schema in SCHEMAS.items()
-    for way in ("table_wise", "row_wise", "column_wise", "data_parallel", "mixed", *PLANNERS)
+    for way in ("table_wise", "row_wise", "column_wise", "data_parallel", "mixed", PLANNED)
 }
 
 
@@ -80,7 +80,7 @@ def ids_of(case: PlanCase, feature: str) -> int:
 
 
 def config_of(case: PlanCase, world: int) -> RunConfig:
-    """Its configuration. torchrec, balanced: as the planner chooses; mixed: the largest tables by rows, the
+    """Its configuration. planned: as the planner chooses; mixed: the largest tables by rows, the
     smallest copied, the rest whole."""
     ways = {name: case.way for name in case.schema.tables}
     if case.way == "mixed":
@@ -95,8 +95,8 @@ def config_of(case: PlanCase, world: int) -> RunConfig:
         "model": case.model,
         "optim": {"embeddings": {"name": "adagrad"}, "dense": {"name": "adagrad"}},
         "plan": {"tables": {name: {"sharding_type": way} for name, way in ways.items()}}
-        if case.way not in PLANNERS
-        else {"sharding_types": ["table_wise", "row_wise", "column_wise"], "balance": case.way == "balanced"},
+        if case.way != PLANNED
+        else {"sharding_types": ["table_wise", "row_wise", "column_wise"]},
         "checkpoint": {"async_save": False},
         "tracking": {"every_steps": None},
     }

@@ -2,7 +2,8 @@
 
     python benchmarks/plan_side.py RANK WORLD STORE
 
-It reads lines of JSON. {"sample": true}: a look at the machine's rates. {"case": NAME}: builds that plan.
+It reads lines of JSON. {"sample": "s"}: a look at the machine's rates; "cpu s":
+collectives in seconds of CPU. {"case": NAME}: builds that plan.
 {"steps": n}: trains. {"memory": true}: bytes that this plan has taken, at most. It answers each by a line.
 """
 
@@ -23,8 +24,8 @@ from rank_group import join_group
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.data.batch import Batch
-from raytrec.doctor.probe import Probe
 from raytrec.embeddings.tables import tables
+from raytrec.planning.probe import Probe
 from raytrec.worker.build import build_step
 
 STATUS = Path("/proc/self/status")
@@ -103,7 +104,7 @@ def serve(rank: int, world: int, store: str) -> None:
     for line in sys.stdin:
         told: dict[str, Any] = json.loads(line)
         if "sample" in told:
-            answer: Any = probe.sample()
+            answer: Any = probe.sample(process_time if told["sample"] == "cpu s" else perf_counter)
         elif "case" in told:
             case = None
             release()

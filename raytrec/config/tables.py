@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import cos, pi
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -165,10 +165,16 @@ class PlanSection(Section):
     """Groups of tables (or patterns); the tables of a group are placed on one rank, table-wise."""
     # What it rounds away changes what is trained; the number of workers does not.
     qcomms: Annotated[QCommsSection, Mark.FIXED] = Field(default_factory=QCommsSection)
-    balance: bool = True
-    """Whether a plan with a shorter step, as `raytrec plan` predicts it, replaces TorchRec's."""
     memory_gib: PositiveFloat | None = None
     """Memory for tables on each worker's device, in GiB; default: what it has. Where it is set, what tables
     in memory leave of it has the rows of tables in files that are looked up most."""
     mmap_dir: Annotated[str, AfterValidator(_local)] | None = None
     """Folder on a disk of each node for tables with compute_kernel fused_mmap; default: the run folder."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_balance(cls, values: Any) -> Any:
+        """Leave out plan.balance, which configurations of earlier runs have."""
+        if isinstance(values, dict):
+            return {key: value for key, value in values.items() if key != "balance"}
+        return values

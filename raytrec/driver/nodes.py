@@ -8,15 +8,15 @@ from typing import Any
 from raytrec.cluster.session import on_node
 from raytrec.common.errors import ConfigError
 from raytrec.common.machine import OTHER_DEVICE, built_for, gpu_kinds, not_served, smallest_gpu_memory
-from raytrec.compat.ray_core import alive_nodes, nodes_without_gpus, starts_nodes
+from raytrec.compat.ray_core import alive_nodes, nodes_without_gpus, starts_nodes, system_memory
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.doctor.nodes import answers_of
 from raytrec.driver.session import bundle
-from raytrec.planning.footprint import GIB
-from raytrec.planning.hosts import host_memory
+from raytrec.planning.feasibility import HOST_RESERVE, memory_for_copies
 from raytrec.planning.machines import known_gpu
-from raytrec.planning.validation import HOST_RESERVE, memory_for_copies, validate_constraints
+from raytrec.planning.memory import GIB
+from raytrec.planning.validation import validate_constraints
 
 NODE_ANSWER_S = 60.0  # a node that Ray counts may be gone, or may have to start a process first
 
@@ -78,7 +78,7 @@ def look_here() -> dict[str, Any]:
     return {
         "built_for": built_for(),
         "gpu_memory": smallest_gpu_memory(),
-        "host_memory": host_memory(),
+        "host_memory": system_memory(),
         "kinds": tuple(gpu_kinds()),
     }
 
@@ -195,7 +195,7 @@ def check_constraints(
     if memory is None and device == "cuda":
         memory = min((node.gpu_memory for node in nodes if node.gpu_memory), default=None)
     elif memory is None and local:
-        memory = host_memory() // most
+        memory = system_memory() // most
     for workers in range(least, most + 1):
         constraints = validate_constraints(
             config,
@@ -220,6 +220,6 @@ def check_constraints(
 def _host_share(nodes: list[GpuNode], workers: int, local: bool) -> int | None:
     """Bytes of main memory for each worker on GPUs, as far as that is known."""
     if local:
-        return host_memory() // workers
+        return system_memory() // workers
     known = [node for node in nodes if node.host_memory]
     return min((node.host_memory // min(node.gpus, workers) for node in known), default=None)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from raytrec.common.errors import ConfigError, RunError
+from pydantic import Field, TypeAdapter, ValidationError
+
+from raytrec.common.errors import ConfigError, RunError, os_errors
 from raytrec.common.messages import RANKS
 from raytrec.common.reading import NotReadable
 from raytrec.common.storage import read_yaml
+from raytrec.config.base import NonNegativeFloat
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.preflight import check_fit
 from raytrec.driver.resume import stored_schema
+from raytrec.planning.dry_run import Predictor
+from raytrec.planning.loads import recorded_lengths, with_lengths
 from raytrec.planning.machines import MACHINES, Cluster, cluster_of, machine_of
-from raytrec.planning.prediction import Predictor
 from raytrec.planning.rates import Rates
-from raytrec.planning.recorded import recorded_lengths, with_lengths
 from raytrec.planning.report import Plans
 from raytrec.tracking.run_folder import CONFIG, RunFolder, existing_run
 
+PRICES = TypeAdapter(Annotated[dict[str, NonNegativeFloat], Field(min_length=1)])
 ANY = "any"  # --on: of every machine as many as it takes
 
 
@@ -73,19 +78,15 @@ def _prices(path: str | Path) -> dict[str, float]:
     Raises:
         ConfigError: the file is not that.
     """
-    expected = "a mapping of machines to prices an hour, such as 8xh100-sxm: 55.04"
-    try:
-        values = read_yaml(str(path))
-    except (OSError, NotReadable) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read the prices: {reason}", where=str(path), expected=expected) from None
-    numbers = isinstance(values, dict) and all(
-        isinstance(price, int | float) and not isinstance(price, bool) and price >= 0
-        for price in values.values()
-    )
-    if not values or not numbers:
-        raise ConfigError("not a table of prices", where=str(path), expected=expected)
-    return {machine_of(str(name), str(path)).name: float(price) for name, price in values.items()}
+    where = {"where": str(path), "expected": "machines and prices an hour, such as 8xh100-sxm: 55.04"}
+    with os_errors("cannot read the prices", ConfigError, **where):
+        try:
+            prices = PRICES.validate_python(read_yaml(str(path)))
+        except NotReadable as error:
+            raise ConfigError(f"cannot read the prices: {error}", **where) from None
+        except ValidationError:
+            raise ConfigError("not a table of prices", **where) from None
+    return {machine_of(name, str(path)).name: price for name, price in prices.items()}
 
 
 def read_run_schema(place: str | Path) -> Schema:

@@ -15,10 +15,10 @@ from raytrec.config.transforms import Sample
 from raytrec.doctor.host_checks import check_before_run
 from raytrec.driver.prepare import RunPlan
 from raytrec.driver.resume import check_warm_start
-from raytrec.embeddings.constraints import resolve_constraints, table_optimizers
-from raytrec.embeddings.kernels import MMAP_KERNEL, free_disk
+from raytrec.embeddings.constraints import MMAP_KERNEL, free_disk, resolve_constraints, table_optimizers
 from raytrec.metrics.selection import Selection
-from raytrec.planning.footprint import GIB, disk_refusal, footprints, map_share
+from raytrec.planning.feasibility import disk_refusal
+from raytrec.planning.memory import GIB, footprints, map_share
 from raytrec.planning.validation import check_decay
 from raytrec.tasks.columns import check_reserved
 from raytrec.tasks.losses import BatchLoss
@@ -142,11 +142,11 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
     """
     if config.scaling.device == "cuda" or (config.scaling.device == "auto" and built_for() != "cpu"):
         return
-    from raytrec.planning.hosts import host_memory
+    from raytrec.compat.ray_core import system_memory
 
     constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
     sizes = {table: size.device for table, size in footprints(config, schema, constraints, "cpu").items()}
-    have, free, maps = host_memory(), free_disk(config), map_share(schema, 1)
+    have, free, maps = system_memory(), free_disk(config), map_share(schema, 1)
     if refusal := disk_refusal(constraints, schema, config, have - maps, free):
         raise refusal
     need = sum(sizes.values()) + maps

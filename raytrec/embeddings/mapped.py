@@ -23,7 +23,7 @@ from raytrec.compat.fbgemm_lookups import map_table
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tables import EmbeddingOptim
 from raytrec.embeddings.bags import Collection, tables_in
-from raytrec.embeddings.kernels import MMAP_KERNEL, make_room, memory_filesystem, mmap_folder
+from raytrec.embeddings.constraints import MMAP_KERNEL, make_room, memory_filesystem, mmap_folder
 from raytrec.embeddings.optimizers import optimizer_of
 
 SIGHTINGS = 3  # fewer make rows that are looked up seldom take the places of others; more fill them later

@@ -1,35 +1,38 @@
-"""A plan whose step is shorter than that of the plan that TorchRec's planner finds.
+"""The choice of a plan: a way of sharding and ranks for each table, so that the predicted step is short.
 
-TorchRec's planner (1.8.0) adds up the times of all that a rank does, estimated shard by shard, and searches
-by the memory that tables take. Here plans are compared by `step_time`: by the rank that lookups wait for, and
-by the one that exchanges wait for. Several plans are built table by table, each with other ways of sharding;
-the best of them and TorchRec's own are improved by moving, swapping and cutting what the slowest rank has.
+TorchRec's planner (1.8.0) adds up the times of everything that a rank does, estimated shard by shard. Here
+plans are compared by `step_time`: by the rank that lookups wait for, and by the rank that exchanges wait for.
+Several plans are built table by table, each with other ways of sharding; then tables of the slowest ranks are
+moved, swapped and cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torchrec.distributed.planner.types import ShardingOption
 
-from raytrec.config.run_config import RunConfig
-from raytrec.config.schema import Schema
 from raytrec.embeddings.constraints import TableConstraint
-from raytrec.planning.dense_work import DenseWork
-from raytrec.planning.held import PlannedTable
 from raytrec.planning.loads import LoadCounter, Loads
-from raytrec.planning.rates import Rates
-from raytrec.planning.step_time import StepTime, step_time
+from raytrec.planning.memory import PlannedTable
+from raytrec.planning.step import StepTime, step_time
 
-WORTH = 0.01  # of a step: another plan than TorchRec's is to be shorter by as much
+if TYPE_CHECKING:
+    from raytrec.planning.search import Search
+
 TIE = 0.1  # weight of all parts together: of two steps that wait for the host, the one with less to do
 LARGEST = (1.0, 0.5, 0.25, 0.0)  # of a rank's mean time, the time of a shard that need not be cut further
 LOOKED_AT, MOST_LOOKED_AT = 8, 400  # changes that are rated at once, and in all for one plan
 OF_TABLES = ("lookup", "input exchange", "output exchange", "all-reduce")
 SLOW = 3  # ranks, the slowest first, of which one is to be relieved
 EVERYWHERE = ("row_wise", "data_parallel")  # on all ranks, in order
+
+
+class NoRoom(Exception):
+    """No plan was found that fits into memory; the text names a table."""
 
 
 @dataclass(frozen=True)
@@ -66,60 +69,60 @@ class Placed:
 
 
 class Balancer:
-    """Improves plans of one configuration on equal ranks.
+    """Chooses the plan of one configuration on equal ranks.
 
-    Tables with given ranks and groups that must be together stay where the plan has them.
+    Tables with given ranks get these, and groups that must be together one rank; neither moves later.
 
     Args:
-        counter: of the tables' loads.
-        options: every way in which TorchRec may shard the tables, with the storage of each shard.
-        room: bytes of each rank that tables may take, of (GPU, host, disk), float64 [ranks, 3].
-        kernels: table → the kernel that it will have, whatever the planner has chosen.
-        linked: (groups, ranks of each) that fast links join.
-        local: ranks that TorchRec takes for one host.
+        search: Configuration, rates and ranks.
+        constraints: Table → its constraint.
+        options: Every way in which TorchRec may shard the tables, with the storage of each shard.
+        room: Bytes of each rank that tables may take, of (GPU, host, disk), float64 [ranks, 3].
+        kernels: Table → the kernel that it will have, whatever TorchRec's option has.
     """
 
     def __init__(
         self,
-        config: RunConfig,
-        schema: Schema,
-        counter: LoadCounter,
-        dense: DenseWork,
-        rates: Rates,
+        search: Search,
         constraints: Mapping[str, TableConstraint],
         options: Sequence[ShardingOption],
         room: np.ndarray,
         kernels: Mapping[str, str],
-        linked: tuple[int, int],
-        local: int,
     ):
-        self._config, self._schema, self._counter = config, schema, counter
-        self._dense, self._rates = dense, rates
-        self._constraints, self._room, self._kernels = constraints, room, kernels
-        self._linked, self._local, self._world = linked, local, len(room)
-        self._base = counter.none()
+        self._search, self._constraints, self._room, self._kernels = search, constraints, room, kernels
+        self._counter, self._world = LoadCounter(search.config, search.schema, *search.linked), len(room)
+        self._base = self._counter.none()
         self._base.groups.update({("", option.sharding_type): 1 for option in options})
         self._idle = np.array(self._time(self._base).busy)
         self._ways: dict[str, list[Way]] = {}
         for option in options:
             self._ways.setdefault(option.name, []).append(self._way(option))
+        groups: dict[int, list[str]] = {}
+        for name in self._ways:
+            if (group := constraints[name].group) is not None:
+                groups.setdefault(group, []).append(name)
+        self._groups = sorted(
+            groups.values(), key=lambda names: -sum(self._memory(self._ways[name]) for name in names)
+        )
 
-    def improve(self, plan: list[ShardingOption]) -> list[ShardingOption]:
-        """The same plan, or one whose step is at least WORTH shorter.
+    def choose(self) -> list[ShardingOption]:
+        """Return a way for each table, with ranks, whose predicted step is the shortest that was found.
 
-        Args:
-            plan: a way for each table, with ranks.
+        Raises:
+            NoRoom: No plan fits into the ranks' memory.
         """
-        found = self._placed(plan)
-        before = self._time(found.loads).step
-        fixed = {name: of for name, of in found.of.items() if self._is_fixed(name)}
-        starts = [found, *(each for start in self._starts() if (each := self._build(fixed, *start)))]
-        best = min(map(self._refine, starts), key=lambda each: each.score)
-        if self._time(best.loads).step > (1 - WORTH) * before:
-            return plan
+        built, refusal = [], NoRoom("")
+        for kinds, largest in self._starts():
+            try:
+                built.append(self._build(kinds, largest))
+            except NoRoom as error:
+                refusal = error
+        if not built:
+            raise refusal
+        best = min(map(self._refine, built), key=lambda plan: plan.score)
         out = []
-        for option in plan:
-            way, ranks = best.of[option.name]
+        for name in self._ways:
+            way, ranks = best.of[name]
             for shard, rank in zip(way.option.shards, ranks, strict=True):
                 shard.rank = rank
             out.append(way.option)
@@ -129,17 +132,19 @@ class Balancer:
         constraint = self._constraints[name]
         return constraint.group is not None or constraint.ranks is not None
 
-    def _starts(self) -> Iterator[tuple[set[str], float]]:
-        """(ways of sharding, LARGEST) of plans to build: with all ways, and with each alone."""
+    def _starts(self) -> Iterator[tuple[set[str], float | None]]:
+        """(ways of sharding, LARGEST) of plans to build: with all ways, with each alone, and by memory."""
         kinds = {way.option.sharding_type for ways in self._ways.values() for way in ways}
         yield from ((kinds, largest) for largest in LARGEST)
         if len(kinds) > 1:
             yield from (({kind}, LARGEST[-1]) for kind in sorted(kinds))
+        yield kinds, None
 
     # Rating
 
     def _time(self, loads: Loads) -> StepTime:
-        return step_time(self._config, self._schema, loads, self._dense, self._rates, *self._linked)
+        given = self._search
+        return step_time(given.config, given.schema, loads, given.dense, given.rates, *given.linked)
 
     def _rate(self, plan: Placed) -> Placed:
         time = self._time(plan.loads)
@@ -185,45 +190,82 @@ class Balancer:
     def _empty(self) -> Placed:
         return Placed({}, self._room.copy(), self._counter.none(), self._idle.copy())
 
-    def _placed(self, plan: list[ShardingOption]) -> Placed:
-        out = self._empty()
-        for option in plan:
-            self._put(out, self._way(option), [shard.rank for shard in option.shards])
-        return self._rate(out)
-
-    def _build(
-        self, fixed: Mapping[str, tuple[Way, tuple[int, ...]]], kinds: set[str], largest: float
-    ) -> Placed | None:
-        """A plan table by table, those that take most of the time or memory first, each where and in the way
-        in which the slowest of its ranks is done first; None: memory does not hold it.
+    def _build(self, kinds: set[str], largest: float | None) -> Placed:
+        """Build a plan table by table: pinned tables, groups, then tables with most of the time or memory.
 
         Args:
-            kinds: ways of sharding, for tables that have one of them.
-            largest: ways whose shards take at most such a part of a rank's mean time go before others; of
-                these the one that takes least.
+            kinds: Ways of sharding, for tables that have one of them.
+            largest: Ways whose shards take at most this share of a rank's mean time go before others, of
+                these the one that takes least; of others the one whose slowest rank is done first. None: ways
+                and ranks that leave the fullest rank the most memory.
+
+        Raises:
+            NoRoom: A table has no room next to the tables placed before it.
         """
         plan = self._empty()
-        for way, ranks in fixed.values():
-            self._put(plan, way, ranks)
-        ways = {name: ways for name, ways in self._ways.items() if name not in fixed}
-        seconds = {name: min(self._mean(way) for way in of) for name, of in ways.items()}
-        least = np.array([min((way.needs.sum(0) for way in of), key=sum) for of in ways.values()])
-        part = least / np.maximum(1.0, self._room.sum(0)) if ways else least
+        free = {name: ways for name, ways in self._ways.items() if self._constraints[name].group is None}
+        seconds = {name: min(map(self._mean, ways)) for name, ways in free.items()}
         whole = max(1e-12, sum(seconds.values()))
-        weight = {
-            name: max(seconds[name] / whole, float(of.max())) for name, of in zip(ways, part, strict=True)
-        }
-        for name in sorted(ways, key=lambda name: (-weight[name], name)):
-            allowed = [way for way in ways[name] if way.option.sharding_type in kinds] or ways[name]
-            places = [(way, ranks) for way in allowed if (ranks := self._place(way, plan.busy, plan.room))]
-            if not places:
-                return None
-            small = [place for place in places if place[0].own.max() <= largest * whole]
-            if small and largest:
-                self._put(plan, *min(small, key=lambda place: self._mean(place[0])))
-            else:
-                self._put(plan, *min(places, key=lambda place: self._done(plan.busy, *place)))
+        weight = {name: self._memory(ways) for name, ways in free.items()}
+        if largest is not None:
+            weight = {name: max(seconds[name] / whole, part) for name, part in weight.items()}
+        order = sorted(free, key=lambda name: (not self._constraints[name].ranks, -weight[name], name))
+        pinned = [name for name in order if self._constraints[name].ranks]
+        for name in pinned:
+            self._add(plan, name, self._ways[name], largest, whole)
+        for group in self._groups:
+            self._add_group(plan, group)
+        for name in order[len(pinned) :]:
+            ways = [way for way in free[name] if way.option.sharding_type in kinds] or free[name]
+            self._add(plan, name, ways, largest, whole)
         return self._rate(plan)
+
+    def _memory(self, ways: Sequence[Way]) -> float:
+        """Return the largest share of a tier that a table takes, in the way that takes least memory."""
+        least = min((way.needs.sum(0) for way in ways), key=sum)
+        return float((least / np.maximum(1.0, self._room.sum(0))).max())
+
+    def _add(self, plan: Placed, name: str, ways: Sequence[Way], largest: float | None, whole: float) -> None:
+        busy = plan.busy if largest is not None else self._filled(plan.room).max(1)
+        places = [(way, ranks) for way in ways if (ranks := self._place(way, busy, plan.room))]
+        if not places:
+            pin = self._constraints[name].ranks
+            where = f"on ranks {list(pin)}" if pin else "on any ranks"
+            raise NoRoom(f"table {name} does not fit {where} with what else must be there")
+        small = [place for place in places if place[0].own.max() <= (largest or 0) * whole]
+        if largest is None:
+            chosen = min(places, key=lambda place: self._fullest(plan.room, *place))
+        elif small:
+            chosen = min(small, key=lambda place: self._mean(place[0]))
+        else:
+            chosen = min(places, key=lambda place: self._done(plan.busy, *place))
+        self._put(plan, *chosen)
+
+    def _add_group(self, plan: Placed, group: Sequence[str]) -> None:
+        """Place tables that must be together on the least busy rank that has room for all of them."""
+        pin = self._constraints[group[0]].ranks
+        for rank in pin or np.argsort(plan.busy, kind="stable").tolist():
+            left, chosen = plan.room[rank].copy(), []
+            for name in group:
+                fits = [way for way in self._ways[name] if (way.needs[0] <= left).all()]
+                if not fits:
+                    break
+                chosen.append(min(fits, key=self._mean))
+                left -= chosen[-1].needs[0]
+            if len(chosen) == len(group):
+                for way in chosen:
+                    self._put(plan, way, [rank])
+                return
+        raise NoRoom(f"no rank has room for {', '.join(group)} together")
+
+    def _filled(self, room: np.ndarray) -> np.ndarray:
+        """Return the used share of each tier of each rank, [ranks, 3]."""
+        return 1 - room / np.maximum(1.0, self._room)
+
+    def _fullest(self, room: np.ndarray, way: Way, ranks: Sequence[int]) -> tuple[float, float]:
+        """Return the used share of the fullest rank after adding a table, and as a tie its time."""
+        after = room[list(ranks)] - way.needs
+        return float((1 - after / np.maximum(1.0, self._room[list(ranks)])).max()), self._mean(way)
 
     def _mean(self, way: Way) -> float:
         """Seconds that it takes, shared by all ranks."""
@@ -236,6 +278,9 @@ class Balancer:
     def _place(self, way: Way, busy: np.ndarray, room: np.ndarray) -> tuple[int, ...]:
         """The least busy ranks that have room for its shards, each on another; none: ()."""
         count, kind = len(way.option.shards), way.option.sharding_type
+        pin = self._constraints[way.option.name].ranks
+        if pin and kind not in EVERYWHERE:
+            return pin if len(pin) == count and (way.needs <= room[list(pin)]).all() else ()
         if kind in EVERYWHERE:
             return tuple(range(count)) if (way.needs <= room).all() else ()
         if kind in ("table_row_wise", "grid_shard", "table_column_wise"):
@@ -246,8 +291,8 @@ class Balancer:
 
     def _place_on_hosts(self, way: Way, busy: np.ndarray, room: np.ndarray) -> tuple[int, ...]:
         count, found = len(way.option.shards), []
-        hosts = np.arange(self._world).reshape(-1, self._local)
-        size = min(count, self._local)
+        hosts = np.arange(self._world).reshape(-1, self._search.topology.local_world_size)
+        size = min(count, hosts.shape[1])
         for host in sorted(hosts.tolist(), key=lambda host: (busy[host].mean(), host)):
             fitting = [rank for rank in host if (way.needs.max(0) <= room[rank]).all()]
             if way.option.sharding_type == "table_column_wise":

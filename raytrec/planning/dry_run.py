@@ -1,27 +1,248 @@
-"""The plan for machines that are not here."""
+"""A run on machines that are not here: its plan, memory, time of a step, and what would make it fit."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from warnings import catch_warnings, simplefilter
 
-from torch import nn
+import yaml
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.features import resolve_features
-from raytrec.config.run_config import RunConfig
+from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
-from raytrec.embeddings.constraints import table_optimizers
-from raytrec.embeddings.optim import fuse
-from raytrec.embeddings.pooling import PooledEmbeddings
-from raytrec.embeddings.sharding import sharders_for_planning
-from raytrec.planning.footprint import GIB
-from raytrec.planning.held import PlannedTable, planned
-from raytrec.planning.hosts import Hosts
-from raytrec.planning.machines import Cluster
-from raytrec.planning.plan import plan_for, validated
+from raytrec.embeddings.constraints import resolve_constraints, table_optimizers
+from raytrec.planning.machines import Cluster, Machine
+from raytrec.planning.memory import GIB, PlannedTable, footprints, planned
+from raytrec.planning.rates import Rates
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from raytrec.planning.dense_work import BuildModel, DenseWork
+    from raytrec.planning.loads import Loads
+    from raytrec.planning.step import Memory, StepTime
+
+TABLES_SHARE = 0.85  # of a GPU's memory, which TorchRec's planner gives to tables
+MOST_HOSTS = 256
+MOST_REFUSALS = 3  # of plans, each of twice as many hosts: then it is not for want of these
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Memory that is not there, in GiB: of the fullest rank, or of its share of its host."""
+
+    tier: str
+    rank: int
+    needs: float
+    has: float
+
+
+@dataclass
+class Prediction:
+    """A configuration on a cluster.
+
+    Attributes:
+        refusal: why there is no plan; then nothing else is known but remedies, and how many GiB the tables
+            take of how many.
+        time: None without rates.
+        lacks: tiers that are too small.
+        remedies: changes, each of which makes it fit.
+    """
+
+    cluster: Cluster
+    tables: list[PlannedTable] = field(default_factory=list)
+    loads: Loads | None = None
+    memory: Memory | None = None
+    time: StepTime | None = None
+    refusal: ConfigError | None = None
+    tables_gib: tuple[float, float] = (0.0, 0.0)
+    lacks: list[Lack] = field(default_factory=list)
+    remedies: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Name of the cluster."""
+        return self.cluster.name
+
+    @property
+    def fits(self) -> bool:
+        return self.refusal is None and not self.lacks
+
+
+class Predictor:
+    """Predicts one configuration on many clusters. The dense layers are counted once for each size of batch.
+
+    Args:
+        schema: of its data.
+        build: builds a rank's model (worker.build.unsharded).
+        rates: of all clusters; None: by the data sheets of named machines.
+    """
+
+    def __init__(self, config: RunConfig, schema: Schema, build: BuildModel, rates: Rates | None = None):
+        self._config, self._schema, self._build, self._rates = config, schema, build, rates
+        self._dense: dict[tuple, DenseWork] = {}
+        self._parameters: list[Any] = []
+
+    def __call__(self, cluster: Cluster, remedies: bool = False) -> Prediction:
+        """The prediction for a cluster.
+
+        Args:
+            remedies: whether to look what would help, if it does not fit.
+        """
+        config = _for(self._config, cluster)
+        found = self._predict(config, cluster)
+        if remedies and not found.fits:
+            found.remedies = list(self._remedies(config, cluster))
+        return found
+
+    def _predict(self, config: RunConfig, cluster: Cluster) -> Prediction:
+        from raytrec.planning.loads import loads_of
+        from raytrec.planning.step import memory_of, step_time
+
+        try:
+            with catch_warnings():  # of what TorchRec will change
+                simplefilter("ignore", FutureWarning)
+                tables = dry_run(config, self._schema, cluster, self._dense_layers(config))
+        except ConfigError as refusal:
+            return Prediction(cluster, refusal=refusal, tables_gib=self._tables_gib(config, cluster))
+        shape = cluster.linked
+        loads = loads_of(config, self._schema, tables, *shape)
+        dense = self._dense_work(config, cluster)
+        memory = memory_of(config, self._schema, tables, loads, dense)
+        rates = self._rates or (Rates.of_machine(cluster.machine) if cluster.machine else None)
+        cpus = cluster.machine.cpus / cluster.gpus if cluster.machine else 0.0
+        time = step_time(config, self._schema, loads, dense, rates, *shape, cpus) if rates else None
+        return Prediction(cluster, tables, loads, memory, time, lacks=_lacks(memory, cluster))
+
+    def _dense_layers(self, config: RunConfig) -> list[Any]:
+        """Their weights, which are alike on all clusters."""
+        if not self._parameters:
+            import torch
+
+            self._parameters = list(self._build(config, self._schema, torch.device("cpu")).head.parameters())
+        return self._parameters
+
+    def _dense_work(self, config: RunConfig, cluster: Cluster) -> DenseWork:
+        from raytrec.planning.dense_work import count_dense_layers
+
+        train, rows = config.train, -(-config.data.global_batch_size // cluster.world)
+        key = rows, train.matmul, train.activation_checkpointing
+        if key not in self._dense:
+            self._dense[key] = count_dense_layers(self._build, config, self._schema, rows)
+        return self._dense[key]
+
+    def _remedies(self, config: RunConfig, cluster: Cluster) -> Iterator[str]:
+        """Changes that make it fit, one at a time: of the configuration, then of the number of hosts."""
+        plan, on_cpu = config.plan, config.scaling.device == "cpu"
+        kernels = ["fused", "fused_mmap"] if on_cpu else ["fused", "fused_uvm_caching", "fused_uvm"]
+        changes = {
+            f"plan.sharding_types={[*plan.sharding_types, kind]}".replace("'", ""): True
+            for kind in ("row_wise", "column_wise")
+            if kind not in plan.sharding_types
+        }
+        changes |= {
+            f"plan.compute_kernels=[{', '.join(kernels)}]": plan.compute_kernels != kernels,
+            "train.activation_checkpointing=true": not (train := config.train).compile
+            and not train.activation_checkpointing,
+            "checkpoint.async_save=false": config.checkpoint.async_save and not on_cpu,
+            "optim.embeddings.name=rowwise_adagrad": config.optim.embeddings.name in ("adagrad", "adam"),
+            "plan.tables.*.dtype=fp16": not plan.tables,
+        }
+        for change in (change for change, possible in changes.items() if possible):
+            try:
+                changed = load_config(yaml.safe_load(config.to_yaml()), [change], allow_code=True)
+            except ConfigError:
+                continue
+            if self._predict(changed, cluster).fits:
+                yield change + (" (other results)" if change.startswith("optim") else "")
+        more = self.smallest(lambda hosts: cluster._replace(hosts=hosts), cluster.hosts + 1)
+        if more:
+            yield f"{more.cluster.hosts} hosts of this kind" if not cluster.machine else more.cluster.name
+
+    def smallest(self, of_hosts: Callable[[int], Cluster], least: int = 1) -> Prediction | None:
+        """The prediction for the fewest hosts that it fits, found by doubling, then halving the gap; None:
+        none was found.
+
+        Args:
+            of_hosts: the cluster of so many.
+            least: as many at least.
+        """
+        one = of_hosts(1)
+        config = _for(self._config, one)
+        needed, room = self._tables_gib(config, one)
+        if config.plan.compute_kernels == ["fused"]:
+            least = max(least, math.ceil(needed / room))
+        most, low, refused = least, least - 1, 0
+        while True:
+            found = self(of_hosts(most))
+            if found.fits:
+                break
+            refused += found.refusal is not None
+            ended = most >= MOST_HOSTS or most * one.gpus >= config.data.global_batch_size
+            if ended or refused == MOST_REFUSALS:
+                return None
+            low, most = most, min(2 * most, MOST_HOSTS)
+        while most - low > 1:
+            middle = (low + most) // 2
+            between = self(of_hosts(middle))
+            if between.fits:
+                most, found = middle, between
+            else:
+                low = middle
+        return found
+
+    def _tables_gib(self, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
+        """GiB that tables take of devices, with optimizer state, and that there are for them."""
+        on_cpu = config.scaling.device == "cpu"
+        constraints = resolve_constraints(config, self._schema)
+        sizes = footprints(config, self._schema, constraints, "cpu" if on_cpu else "cuda")
+        share = 1.0 if on_cpu else TABLES_SHARE
+        memory = config.plan.memory_gib or cluster.memory_gib
+        return sum(size.device for size in sizes.values()) / GIB, share * memory * cluster.world
+
+    def choose(self, machines: list[Machine], prices: Mapping[str, float]) -> list[Prediction]:
+        """Of each machine as few as it fits, the fewest GPUs first.
+
+        Args:
+            prices: machine → price an hour, of those that have one.
+        """
+        found = [self.smallest(partial(Cluster.of, machine=machine)) for machine in machines]
+        return sorted(
+            (each for each in found if each),
+            key=lambda each: (each.cluster.world, price_of(each, prices) or 0),
+        )
+
+
+def price_of(found: Prediction, prices: Mapping[str, float]) -> float | None:
+    """Of its cluster an hour; None: not known."""
+    machine = found.cluster.machine
+    price = prices.get(machine.name) if machine else None
+    return None if price is None else found.cluster.hosts * price
+
+
+def _for(config: RunConfig, cluster: Cluster) -> RunConfig:
+    """The configuration with a worker for each GPU of a cluster."""
+    values: dict[str, Any] = {"num_workers": cluster.world}
+    if cluster.machine:
+        values["device"] = "cuda"
+    return config.model_copy(update={"scaling": config.scaling.model_copy(update=values)})
+
+
+def _lacks(memory: Memory, cluster: Cluster) -> list[Lack]:
+    needs = {tier: memory.of(tier) / GIB for tier in cluster.rooms}
+    return [
+        Lack(tier, int(needs[tier].argmax()), float(needs[tier].max()), room)
+        for tier, room in cluster.rooms.items()
+        if needs[tier].max() > room
+    ]
 
 
 def dry_run(
@@ -37,6 +258,11 @@ def dry_run(
     Raises:
         ConfigError: tables that do not fit, or constraints that cannot be met.
     """
+    from raytrec.embeddings.optim import fuse
+    from raytrec.embeddings.pooling import PooledEmbeddings
+    from raytrec.embeddings.sharding import sharders_for_planning
+    from raytrec.planning.plan import Hosts, plan_for, validated
+
     device = "cpu" if config.scaling.device == "cpu" else "cuda"
     gpus, world, machine = cluster.gpus, cluster.world, cluster.machine
     if min(cluster.hosts, gpus) < 1:

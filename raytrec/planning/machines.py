@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from raytrec.common.errors import ConfigError, hint
 
-GB_PER_S = 1e9 / 1000  # in bytes per ms, which TorchRec's Topology takes
 ENOUGH_GIB = 1e6  # of a disk whose size is not given
 GIB_OF = r"(\d+(?:\.\d+)?)gib"
 DESCRIBED = re.compile(rf"(\d+)x{GIB_OF}(?::{GIB_OF}(?::{GIB_OF})?)?")
@@ -55,6 +54,8 @@ GPUS = {
     "B200": Gpu(178.3, 75, 1100, 2250, 7700, 900, 64),
     "GB200": Gpu(184.0, 80, 1250, 2500, 8000, 900, 450, 72),
 }
+# A V100, as in TorchRec's defaults, stands for GPUs that are not known.
+UNKNOWN_GPU, UNKNOWN_NETWORK = Gpu(15.7, 15.7, 15.7, 15.7, 900, 150, 16), 12.5
 
 
 class Machine(NamedTuple):
@@ -223,19 +224,3 @@ def network_of(name: str) -> float:
     """10⁹ bytes a second of network for a GPU, where its hosts are not known: as in the largest machine that
     has it; 0: there is none."""
     return max((m.network_of_gpu for m in MACHINES.values() if GPUS[m.gpu] is known_gpu(name)), default=0.0)
-
-
-def bandwidths(names: Collection[str], network: float | None = None) -> dict[str, float]:
-    """What TorchRec's Topology takes, in bytes per ms: the least of these GPUs. What is not known of one of
-    them is left to TorchRec, whose defaults are those of a V100.
-
-    Args:
-        network: 10⁹ bytes a second for each GPU, in one direction; default: see `network_of`.
-    """
-    gpus = [known_gpu(name) for name in names]
-    least = {
-        "hbm_mem_bw": min((gpu.memory if gpu else 0 for gpu in gpus), default=0),
-        "intra_host_bw": min((gpu.intra_host if gpu else 0 for gpu in gpus), default=0),
-        "inter_host_bw": network or min(map(network_of, names), default=0),
-    }
-    return {name: value * GB_PER_S for name, value in least.items() if value}

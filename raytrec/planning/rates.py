@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import ConfigDict, PositiveFloat, TypeAdapter, ValidationError
+
 from raytrec.common.errors import ConfigError, os_errors
 from raytrec.common.reading import NotReadable, json_values
-from raytrec.common.registry import modules_of
-from raytrec.planning.machines import GPUS, Machine
+from raytrec.embeddings.optimizers import OPTIMIZERS
+from raytrec.planning.machines import UNKNOWN_GPU, UNKNOWN_NETWORK, Machine, known_gpu
 
 # Kinds of collectives, by what takes them: ids and whole tables' sums; sums of tables that are cut by rows,
 # and their gradients; dense layers.
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
-WAYS = (*modules_of("raytrec.embeddings.optimizers"), "dense")  # in which rows are updated
+DENSE = "dense"  # update of rows that have no optimizer in a kernel
 # Shares of data sheets that steps reach: fp32 products as in TorchRec's published 149,000 rows/s on A100;
 # tf32, bf16, memory and wires as docs/gpu.md assumes them; rows of some hundred bytes at random places half.
 SHARES = {"fp32": 0.9, "tf32": 0.65, "bf16": 0.5, "copy": 0.75, "lookup": 0.5, "wire": 0.7}
@@ -62,21 +64,23 @@ class Rates:
             process, and to read it in another one; read_id_s: of an id, in each of the two.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of files of rates
+
     source: str
     device: str
     ranks: int
     cores: float
-    copy: float
-    stream: float
+    copy: PositiveFloat
+    stream: PositiveFloat
     lookup: dict[str, LookupRates]
-    matrix: dict[str, float]
+    matrix: dict[str, PositiveFloat]
     latency_s: dict[str, float]
-    bandwidth: dict[str, float]
+    bandwidth: dict[str, PositiveFloat]
     launch_s: float
-    tensor_s: float
     step_s: float
-    group_s: float
-    feature_s: float
+    tensor_s: float = 0.0
+    group_s: float = 0.0
+    feature_s: float = 0.0
     matrix_s: float = 0.0
     peer_s: float = 0.0
     far: float = 0.0
@@ -88,8 +92,19 @@ class Rates:
     read_id_s: float = 5e-9
 
     def lookup_of(self, way: str) -> LookupRates:
-        """The rates of a way of updating rows; of one that was not measured, those of Adagrad."""
-        return self.lookup.get(way, self.lookup["adagrad"])
+        """Return the rates of a table optimizer, or of dense updates.
+
+        Raises:
+            ConfigError: The rates were measured without it.
+        """
+        if way not in self.lookup:
+            raise ConfigError(
+                f"no rates of lookups with the optimizer {way}",
+                where=self.source,
+                expected=f"one of {', '.join(self.lookup)}",
+                do="measure again with `raytrec doctor --rates`",
+            )
+        return self.lookup[way]
 
     def to_json(self) -> str:
         """Text that `from_json` reads."""
@@ -103,19 +118,17 @@ class Rates:
             ConfigError: it is not that; `where` names it.
         """
         try:
-            values = json_values(text)
-            names = {each.name for each in fields(cls)}
-            if not isinstance(values, dict) or set(values) - names:
-                raise TypeError("other keys")
-            values["lookup"] = {way: LookupRates(*of_way) for way, of_way in values["lookup"].items()}
-            made = cls(**values)
-            numbers = [made.copy, made.stream, *made.matrix.values(), *made.bandwidth.values()]
-            if not all(number > 0 for number in numbers) or set(made.bandwidth) != {*COLLECTIVES}:
-                raise ValueError("rates that are not above 0")
+            made = TypeAdapter(cls).validate_python(json_values(text))
+            if set(made.bandwidth) != {*COLLECTIVES}:
+                raise ValueError(f"bandwidth has other keys than {', '.join(COLLECTIVES)}")
             return made
-        except (NotReadable, ValueError, TypeError, AttributeError, KeyError) as error:
+        except (NotReadable, ValueError) as error:
+            why = str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                why = ".".join(map(str, first["loc"])) + f": {first['msg']}"
             raise ConfigError(
-                f"not a file of rates: {error}", where=where, do="write them again with `raytrec doctor`"
+                f"not a file of rates: {why}", where=where, do="write them again with `raytrec doctor`"
             ) from None
 
     @classmethod
@@ -140,7 +153,7 @@ class Rates:
         many cores as this one, and 10 Gb/s between them. Sums over three and four ranks take about
         (ranks − 1)² times as long to begin there."""
         rings = (world - 1) ** 2
-        by_value, by_row = LookupRates(1.8e-10, 2.1e-7, 2.3e-5), LookupRates(3.6e-11, 5e-7, 3e-5)
+        fused = {name: LookupRates(*of.cpu_lookup) for name, of in OPTIMIZERS.parts.items() if of.cpu_lookup}
         return cls(
             source="two ranks on CPU",
             device="cpu",
@@ -148,12 +161,7 @@ class Rates:
             cores=len(os.sched_getaffinity(0)),
             copy=15e9,
             stream=7e9,
-            lookup={
-                **dict.fromkeys(WAYS, by_value),
-                "rowwise_adagrad": by_row,
-                "sgd": LookupRates(9e-11, 5e-8, 1.2e-5),
-                "dense": LookupRates(2e-11, 4e-9, 4e-5),
-            },
+            lookup=fused | {DENSE: LookupRates(2e-11, 4e-9, 4e-5)},
             matrix={"fp32": 160e9, "tf32": 160e9, "bf16": 470e9},
             latency_s={
                 "all_to_all": 6e-4,
@@ -167,16 +175,15 @@ class Rates:
                 "all_gather": 0.7e9,
                 "all_reduce": 1.3e9,
             },
-            launch_s=3e-6,
-            tensor_s=13e-6,
-            step_s=7e-4,
-            group_s=0.0,
-            feature_s=0.0,
+            launch_s=2.9e-6,
+            tensor_s=12.3e-6,
+            step_s=1.5e-3,
+            matrix_s=1.6e-7,
             far=0.9e9,
         )
 
     @classmethod
-    def of_gpu(cls, name: str, network: float) -> Rates:
+    def of_gpu(cls, name: str, network: float = UNKNOWN_NETWORK) -> Rates:
         """From a GPU's data sheet, and SHARES of it.
 
         Host: benchmarks/results/host.json counts operators and milliseconds of a step. With TorchRec's
@@ -185,12 +192,13 @@ class Rates:
         collective takes 20 µs, and 1 µs for each peer: guesses of the right size for NCCL.
 
         Args:
-            name: of GPUS.
+            name: As its driver has it; a GPU that is not known counts as V100.
             network: 10⁹ bytes a second to other hosts.
         """
-        gpu, wire = GPUS[name], SHARES["wire"] * 1e9
+        gpu, wire = known_gpu(name) or UNKNOWN_GPU, SHARES["wire"] * 1e9
         copy = SHARES["copy"] * gpu.memory * 1e9
         near = gpu.intra_host * wire
+        lookup = LookupRates(1 / (SHARES["lookup"] * gpu.memory * 1e9), SORTED / copy)
         return cls(
             source=f"data sheet of {name}",
             device="cuda",
@@ -198,15 +206,13 @@ class Rates:
             cores=0,
             copy=copy,
             stream=copy,
-            lookup=dict.fromkeys(WAYS, LookupRates(1 / (SHARES["lookup"] * gpu.memory * 1e9), SORTED / copy)),
+            lookup=dict.fromkeys([*OPTIMIZERS.parts, DENSE], lookup),
             matrix={name: SHARES[name] * getattr(gpu, name) * 1e12 for name in ("fp32", "tf32", "bf16")},
             latency_s=dict.fromkeys(COLLECTIVES, 20e-6),
             bandwidth=dict.fromkeys(COLLECTIVES, near),
             launch_s=11e-6,
-            tensor_s=0.0,
             step_s=4.8e-3,
             group_s=95 * 11e-6,
-            feature_s=0.0,
             peer_s=1e-6,
             far=network * wire,
             host_link=gpu.pcie * wire,

@@ -10,9 +10,9 @@ from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import ranges
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.planning.footprint import GIB
+from raytrec.planning.dry_run import Prediction, price_of
 from raytrec.planning.machines import ENOUGH_GIB
-from raytrec.planning.prediction import Prediction, price_of
+from raytrec.planning.memory import GIB
 
 TIER_NAMES = {"device": "GPU", "host": "host", "disk": "disk"}
 
@@ -48,7 +48,7 @@ class Plans:
         }
 
     def _of(self, found: Prediction) -> dict[str, Any]:
-        from raytrec.planning.memory_by_part import TIERS
+        from raytrec.planning.memory import TIERS
 
         cluster, parts = found.cluster, found.memory.parts if found.memory else {}
         memory = {
@@ -100,7 +100,7 @@ def _tables(plans: Plans, found: Prediction) -> Any:
     from rich.table import Table
 
     from raytrec.common.terminal import plain
-    from raytrec.planning.held import held
+    from raytrec.planning.memory import held
 
     gib: dict[str, float] = {}
     for (name, _), its in held(found.tables, plans.config, plans.schema).items():
@@ -159,7 +159,7 @@ def _has(shown: list[Prediction], tier: str) -> str:
 
 
 def _time(plans: Plans, shown: list[Prediction]) -> Any:
-    from raytrec.planning.step_time import PARTS
+    from raytrec.planning.step import PARTS
 
     lines = _side_by_side("ms of a step", [each.name for each in shown])
     times = [each.time for each in shown]
@@ -207,7 +207,7 @@ def draw(plans: Plans, path: str | Path) -> None:
     Raises:
         ConfigError: another kind of file, or no plan.
     """
-    from raytrec.planning.held import held
+    from raytrec.planning.memory import held
     from raytrec.report.figures import shards, style
     from raytrec.report.report import writing
 

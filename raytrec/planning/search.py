@@ -1,38 +1,181 @@
-"""A search for a plan that stays small. What it tries grows neither with tables × tables nor with tables ×
-ranks.
+"""The search for a plan: TorchRec enumerates ways of sharding and estimates their storage, Balancer chooses.
 
-TorchRec's planner (1.8.0) estimates every shard of every way of sharding, and its greedy proposers then place
-all shards again for each table that they move on: with T tables on W ranks T·W estimates and about 2·T
-proposals of up to T·W shards (docs/scaling.md). Here shards of one size are estimated once, only the tables
-that need it may be cut into a part for every rank, and a greedy search moves several tables on between two
-proposals, once there are many. A search that is small is TorchRec's own, proposal by proposal.
+What is enumerated grows neither with tables × tables nor with tables × ranks: storage of shards of one size
+is estimated once, and where there are many tables and ranks, only the tables that need it may be cut into a
+part for every rank (docs/scaling.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import replace
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+from warnings import catch_warnings, simplefilter
 
+import numpy as np
+from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.types import Proposer, Shard, ShardingOption, Storage
+from torchrec.distributed.planner.planners import to_sharding_plan
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
+from torchrec.distributed.planner.types import PlannerError, Shard, ShardingOption, Storage
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from raytrec.common.errors import ConfigError
+from raytrec.config.features import resolve_features
+from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.embeddings.constraints import TableConstraint
-from raytrec.embeddings.kernels import UVM_KERNELS
+from raytrec.embeddings.constraints import (
+    MMAP_KERNEL,
+    UVM_KERNELS,
+    TableConstraint,
+    column_parts,
+    kernels_to_choose,
+    table_optimizers,
+)
 from raytrec.embeddings.optimizers import optimizer_of
+from raytrec.planning.balance import Balancer, NoRoom
+from raytrec.planning.dense_work import DenseWork
+from raytrec.planning.feasibility import move_to_files
+from raytrec.planning.loads import lengths_of_tables
+from raytrec.planning.memory import GIB
+from raytrec.planning.rates import Rates
 
+RESERVED_SHARE = 0.15  # of each GPU, for dense layers, activations and the rest
+COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 MOST_SHARDS = 32_768  # that ways of sharding over all ranks add to the search
-MOST_PLACED = 200_000  # shards in all proposals of one greedy search
 LARGE = 0.25  # of a rank's memory: a larger table may always be cut
 SPREAD = ("row_wise", "grid_shard")  # a part for every rank, or for many
+Constraints = dict[str, TableConstraint]
 
 
-def narrow(
-    constraints: dict[str, TableConstraint], schema: Schema, world: int, memory: int
-) -> dict[str, TableConstraint]:
-    """The constraints with which a search stays small.
+@dataclass(frozen=True)
+class Search:
+    """The search for the plan of a model's tables on equal ranks.
+
+    Attributes:
+        topology: Ranks, and the memory of each for tables.
+        dense: About what the dense layers of a rank compute.
+        rates: Rates by which plans are compared.
+        linked: (groups, ranks of each) that fast links join; of one host or more.
+    """
+
+    topology: Topology
+    schema: Schema
+    config: RunConfig
+    model: nn.Module
+    sharders: list[ModuleSharder]
+    dense: DenseWork
+    rates: Rates
+    linked: tuple[int, int]
+
+    def find(self, constraints: Constraints) -> ShardingPlan | ConfigError:
+        """Return the plan, or why there is none.
+
+        Args:
+            constraints: Checked constraint of each table.
+        """
+        device, world = self.topology.compute_device, self.topology.world_size
+        storage, choices = self.topology.devices[0].storage, iter([constraints])
+        memory = storage.hbm if device == "cuda" else storage.ddr
+        if device == "cpu":
+            choices = move_to_files(constraints, self.schema, self.config, world * memory)
+        for chosen in choices:
+            try:
+                return self._plan(narrow(chosen, self.schema, world, memory))
+            except (NoRoom, PlannerError) as error:
+                refusal = self._refusal(chosen, str(error).splitlines()[0].strip())
+        return refusal
+
+    def _plan(self, constraints: Constraints) -> ShardingPlan:
+        fused = {
+            table: optimizer.name
+            for table, optimizer in table_optimizers(self.config, self.schema).items()
+            if self.topology.compute_device in optimizer_of(optimizer.name).devices
+        }
+        kernels = {table: "dense" for table in constraints if table not in fused}
+        kernels |= {table: each.kernel for table, each in constraints.items() if each.kernel}
+        of_torchrec = self._for_torchrec(constraints)
+        on_disk = {table for table, kernel in kernels.items() if kernel == MMAP_KERNEL}
+        options = list(self._options(of_torchrec, fused, on_disk))
+        chosen = Balancer(self, constraints, options, self._room(of_torchrec), kernels).choose()
+        plan = to_sharding_plan(chosen, self.topology)
+        # TorchRec's options (1.8.0) have no dense kernels for sharded tables, and no kernel names of
+        # tables in files or, on CPU, in UVM, which run all the same.
+        for module in plan.plan.values():
+            for table, spec in module.items():
+                spec.compute_kernel = kernels.get(table, spec.compute_kernel)
+        return plan
+
+    def _options(
+        self, of_torchrec: dict[str, ParameterConstraints], fused: Mapping[str, str], on_disk: Set[str]
+    ) -> Iterator[ShardingOption]:
+        """Yield every way of sharding each table, with the storage of its shards."""
+        yield from Enumerator(self.topology, self._batch, of_torchrec, fused, on_disk).enumerate(
+            self.model, self.sharders
+        )
+        for fewer in finer_cuts(of_torchrec, {name: table.dim for name, table in self.schema.tables.items()}):
+            cut = Enumerator(self.topology, self._batch, of_torchrec | fewer, fused, on_disk)
+            for option in cut.enumerate(self.model, self.sharders):
+                if option.name in fewer and option.sharding_type in COLUMN_TYPES:
+                    yield option
+
+    @property
+    def _batch(self) -> int:
+        """Rows of a rank's batch."""
+        return -(-self.config.data.global_batch_size // self.topology.world_size)
+
+    def _room(self, of_torchrec: dict[str, ParameterConstraints]) -> np.ndarray:
+        """Return the bytes of each rank that tables may take, of (GPU, host, disk), float64 [ranks, 3]."""
+        with catch_warnings():  # that it may reserve too much
+            simplefilter("ignore", FutureWarning)
+            reservation = HeuristicalStorageReservation(RESERVED_SHARE)
+        left = reservation.reserve(self.topology, self._batch, self.model, self.sharders, of_torchrec)
+        storage = [device.storage for device in left.devices]
+        return np.array([[of.hbm, of.ddr, of.ssd] for of in storage], float)
+
+    def _for_torchrec(self, constraints: Constraints) -> dict[str, ParameterConstraints]:
+        world, local = self.topology.world_size, self.topology.local_world_size
+        device, out = self.topology.compute_device, {}
+        lengths = lengths_of_tables(self.schema, resolve_features(self.schema, self.config.model))
+        for table, constraint in constraints.items():
+            dim, kernel = self.schema.tables[table].dim, constraint.kernel
+            kernels = kernels_to_choose(self.config, device, bool(self.schema.tables[table].ids))
+            parts = column_parts(dim, constraint.sharding, constraint.ranks, world, local)
+            free = kernel in (None, "dense") or device == "cpu"
+            out[table] = ParameterConstraints(
+                sharding_types=list(constraint.sharding),
+                compute_kernels=["dense", *kernels] if free else [kernel],  # data_parallel is dense anyway
+                min_partition=dim // parts,
+                pooling_factors=lengths[table],
+            )
+        return out
+
+    def _refusal(self, constraints: Constraints, reason: str) -> ConfigError:
+        gib = sum(t.rows * t.dim * 4 for t in self.schema.tables.values()) / GIB
+        return ConfigError(
+            f"no plan for {len(self.schema.tables)} tables ({gib:.2f} GiB of weights) on "
+            f"{self.topology.world_size} workers: {reason}",
+            where="plan, scaling.num_workers",
+            expected=f"tables that fit under {', '.join(self.config.plan.sharding_types)} and plan.tables"
+            + _room_text(self.topology, constraints),
+            do="add workers, allow row_wise, or make tables smaller",
+        )
+
+
+def _room_text(topology: Topology, constraints: Constraints) -> str:
+    has, kernels = topology.devices[0].storage, {constraint.kernel for constraint in constraints.values()}
+    if topology.compute_device != "cuda":
+        words = f" in {has.ddr / GIB:.1f} GiB of memory for each worker"
+        return words + (f", and {has.ssd / GIB:.1f} GiB of disk" if MMAP_KERNEL in kernels else "")
+    words = f" in {has.hbm / GIB:.1f} GiB on each GPU, less 15 %"
+    if kernels & {*UVM_KERNELS}:
+        words += f", and {has.ddr / GIB:.1f} GiB of host memory for each"
+    return words
+
+
+def narrow(constraints: Constraints, schema: Schema, world: int, memory: int) -> Constraints:
+    """Return the constraints with which a search stays small.
 
     Where there are too many tables × ranks, only the tables with most bytes or most lookups may be cut into a
     part for every rank, and only the smallest may be copied to every rank; the others keep what else they
@@ -40,7 +183,7 @@ def narrow(
     part for every rank is the whole table, no table is cut: the same values without sorting ids by rank.
 
     Args:
-        memory: bytes for tables on each rank's device.
+        memory: Bytes for tables on each rank's device.
     """
     features = dict.fromkeys(schema.tables, 0)
     for spec in schema.sparse.values():
@@ -68,15 +211,35 @@ def narrow(
 
 
 def _whole(constraint: TableConstraint) -> TableConstraint:
-    """The constraint of a table on one rank."""
+    """Return the constraint of a table on one rank."""
     cut = {"table_wise", "row_wise"} <= {*constraint.sharding}
     return replace(constraint, sharding=("table_wise",)) if cut else constraint
+
+
+def finer_cuts(
+    constraints: dict[str, ParameterConstraints], dims: dict[str, int]
+) -> Iterator[dict[str, ParameterConstraints]]:
+    """Yield constraints in which tables that may be cut by columns are cut into 2, 4, 8, … parts, as long as
+    these are fewer than in the constraints given."""
+    most = {
+        table: dims[table] // each.min_partition
+        for table, each in constraints.items()
+        if {*COLUMN_TYPES} & {*each.sharding_types}
+    }
+    parts = 2
+    while parts < max(most.values(), default=0):
+        yield {
+            table: replace(constraints[table], min_partition=dims[table] // parts)
+            for table in most
+            if parts < most[table] and dims[table] // 4 % parts == 0
+        }
+        parts *= 2
 
 
 def estimate_once_per_size(
     options: list[ShardingOption], estimate: Callable[[list[ShardingOption]], None]
 ) -> None:
-    """Estimates storage and time of all shards; of those of one option that have one size, the first.
+    """Estimate the storage of all shards; of the shards of one option that have one size, the first.
 
     Args:
         estimate: TorchRec's, of all shards of all options.
@@ -89,80 +252,22 @@ def estimate_once_per_size(
         option.shards = list(sizes.values())
     estimate(options)
     for option, shards in zip(options, shards_of, strict=True):
-        known = {tuple(shard.size): shard for shard in option.shards}
+        known = {tuple(shard.size): shard.storage for shard in option.shards}
         for shard in shards:
-            shard.storage, shard.perf = known[tuple(shard.size)].storage, known[tuple(shard.size)].perf
+            shard.storage = known[tuple(shard.size)]
         option.shards = shards
 
 
-class GreedyProposer(Proposer):
-    """TorchRec's greedy search: begins with the fastest option of each table, and moves the table that takes
-    most memory on to its next one, until there is none.
-
-    Between two proposals it moves as many tables on as keep all its proposals below MOST_PLACED shards; with
-    few tables that is one, as in TorchRec.
-
-    Args:
-        combine: of the times of an option's shards: max or sum.
-    """
-
-    def __init__(self, combine: Callable[[Iterable[float]], float]):
-        self._combine = combine
-        self._options: list[list[ShardingOption]] = []
-        self._at: list[int] = []
-        self._heap: list[tuple[float, float, float, float, int]] = []
-        self._stride, self._over = 1, True
-
-    def load(self, search_space: list[ShardingOption], enumerator: object = None) -> None:
-        of_table: dict[str, list[ShardingOption]] = {}
-        for option in search_space:
-            of_table.setdefault(option.fqn, []).append(option)
-        for options in of_table.values():
-            options.sort(key=lambda option: self._combine([shard.perf.total for shard in option.shards]))
-        self._options = list(of_table.values())
-        self._at = [0] * len(self._options)
-        self._over = not self._options
-        self._heap = [self._place(table) for table in range(len(self._options)) if self._has_more(table)]
-        heapify(self._heap)
-        steps = sum(len(options) - 1 for options in self._options)
-        most = sum(max(option.num_shards for option in options) for options in self._options)
-        self._stride = max(1, -(-steps * most // MOST_PLACED))
-
-    def propose(self) -> list[ShardingOption] | None:
-        if self._over:
-            return None
-        return [options[at] for options, at in zip(self._options, self._at, strict=True)]
-
-    def feedback(self, partitionable, plan=None, perf_rating=None, storage_constraint=None) -> None:
-        self._over = not self._heap
-        for _ in range(self._stride):
-            if not self._heap:
-                return
-            table = heappop(self._heap)[-1]
-            self._at[table] += 1
-            if self._has_more(table):
-                heappush(self._heap, self._place(table))
-
-    def _has_more(self, table: int) -> bool:
-        return self._at[table] + 1 < len(self._options[table])
-
-    def _place(self, table: int) -> tuple[float, float, float, float, int]:
-        """Sorts tables by the memory that their option of the moment takes, the largest first."""
-        sizes = [shard.storage for shard in self._options[table][self._at[table]].shards]
-        hbm, ddr = [size.hbm for size in sizes], [size.ddr for size in sizes]
-        return -max(hbm), -sum(hbm), -max(ddr), -sum(ddr), table
-
-
 class Enumerator(EmbeddingEnumerator):
-    """Counts weights and optimizer state as FBGEMM holds them, and where.
+    """TorchRec's enumerator, which counts weights and optimizer state as FBGEMM holds them, and where.
 
     TorchRec (1.8.0) takes state to be of the weights' dtype, which for fp16 tables is half of what it is,
     and to be where the weights are, although one value a row is on the GPU even if the weights are not. It
     knows of no tables in files.
 
     Args:
-        fused: table → the optimizer that updates it in backward; of the others TorchRec counts no state.
-        on_disk: tables in files.
+        fused: Table → the optimizer that updates it in backward; of the others TorchRec counts no state.
+        on_disk: Tables in files.
     """
 
     def __init__(
@@ -173,7 +278,8 @@ class Enumerator(EmbeddingEnumerator):
         fused: Mapping[str, str],
         on_disk: Set[str] = frozenset(),
     ):
-        super().__init__(topology, batch_size, constraints)
+        storage = EmbeddingStorageEstimator(topology, constraints)
+        super().__init__(topology, batch_size, constraints, storage)
         self._on_gpus, self._fused = topology.compute_device == "cuda", fused
         self._on_disk = on_disk
 

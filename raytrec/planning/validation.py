@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 from raytrec.config.tables import EmbeddingOptim
 from raytrec.embeddings.constraints import (
+    CACHING_KERNEL,
+    MMAP_KERNEL,
     TableConstraint,
     column_parts,
+    kernels_to_choose,
     refused,
     resolve_constraints,
     table_optimizers,
 )
-from raytrec.embeddings.kernels import CACHING_KERNEL, MMAP_KERNEL, kernels_to_choose
 from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.embeddings.qcomms import check_qcomms
-from raytrec.planning.footprint import GIB, footprints
+from raytrec.planning.feasibility import check_room
 
 COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 DEVICE_NAMES = {"cpu": "CPU", "cuda": "GPUs"}
-HOST_RESERVE = 0.15  # of the host memory of GPUs, for processes; TorchRec keeps as much of a GPU
-ON_DEVICE = "on one rank", "(plan.memory_gib, or what the device has)"
-ON_HOST = ("of host memory on one rank", "(its share of its host, less what checkpoints are copied to)")
-
-
-def without_saves(config: RunConfig) -> RunConfig:
-    """Without room for copies from which checkpoints are written."""
-    return config.model_copy(
-        update={"checkpoint": config.checkpoint.model_copy(update={"async_save": False})}
-    )
-
-
-def without_training(config: RunConfig) -> RunConfig:
-    """The same, with tables' optimizers that have no state: Adagrad's takes as much memory as the weights."""
-    optim = config.optim.model_copy(update={"embeddings": EmbeddingOptim(name="sgd"), "tables": {}})
-    return without_saves(config).model_copy(update={"optim": optim})
 
 
 def validate_constraints(
@@ -85,29 +72,8 @@ def validate_constraints(
         _check_dtype(table, constraint, optimizers[table].name, device)
         if constraint.ranks:
             _check_ranks(table, schema.tables[table], constraint, world, ranks_per_host)
-    if memory is not None:
-        _check_memory(config, schema, constraints, device, memory, world, host_share)
-    if device == "cuda" and host_share is not None and config.checkpoint.async_save:
-        _check_copies(config, schema, constraints, world, host_share)
+    check_room(config, schema, constraints, device, world, memory, host_share)
     return constraints
-
-
-def host_room(
-    config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], world: int, host_share: int
-) -> int:
-    """Bytes of host memory that each rank on a GPU may fill with tables (fused_uvm, fused_uvm_caching).
-
-    Its share less a reserve, rows read ahead and, with checkpoint.async_save, the copies
-    from which checkpoints are written: of these tables, and of its part of those on GPUs.
-
-    Args:
-        host_share: bytes of main memory that each rank has a share of.
-    """
-    room = (1 - HOST_RESERVE) * host_share - config.data.buffer_gib * GIB
-    if config.checkpoint.async_save:
-        sizes = footprints(config, schema, constraints, "cuda")
-        room = (room - sum(size.device for size in sizes.values() if not size.host) / world) / 2
-    return max(0, int(room))
 
 
 def _check_kernel(
@@ -213,60 +179,35 @@ def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: in
             )
 
 
-def _check_memory(
-    config: RunConfig,
-    schema: Schema,
-    constraints: dict[str, TableConstraint],
-    device: str,
-    memory: int,
-    world: int,
-    host_share: int | None,
+SCALE_BYTES = 8  # that a group of int8 values carries: its smallest value and its step
+
+
+def check_qcomms(
+    config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], world: int, local: int | None
 ) -> None:
-    """Tables that must share a rank against what a rank has; the planner weighs the rest."""
-    held: dict[tuple, list[str]] = {}
-    for table, constraint in constraints.items():
-        place = ("rank", constraint.ranks[0]) if constraint.ranks and len(constraint.ranks) == 1 else None
-        if place is None and constraint.group is not None:
-            place = ("group", constraint.group)
-        if place:
-            held.setdefault(place, []).append(table)
-    room = None if host_share is None else host_room(config, schema, constraints, world, host_share)
-    for tables in held.values():
-        sizes = footprints(config, schema, {table: constraints[table] for table in tables}, device)
-        _check_fits({table: size.device for table, size in sizes.items()}, memory, ON_DEVICE)
-        if room is not None:
-            _check_fits({table: size.host for table, size in sizes.items()}, room, ON_HOST)
+    """Whether the precisions of plan.qcomms are worth it. (constraints.py leaves out ways of sharding that
+    cannot have them.)
 
+    Args:
+        local: ranks of a host; None: not known.
 
-def memory_for_copies(
-    config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], world: int
-) -> tuple[float, float]:
-    """Bytes of main memory that each rank on a GPU takes for page-locked copies of its tables, from which
-    checkpoints are written, and for rows read ahead."""
-    sizes = footprints(config, schema, constraints, "cuda").values()
-    return sum(size.device for size in sizes) / world, config.data.buffer_gib * GIB
-
-
-def _check_copies(
-    config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], world: int, host_share: int
-) -> None:
-    """The first save would end the processes of the host."""
-    copies, ahead = memory_for_copies(config, schema, constraints, world)
-    if copies + ahead > host_share:
+    Raises:
+        ConfigError: shards whose widths have no common divisor that is large enough for int8.
+    """
+    if not config.plan.qcomms.has_int8:
+        return
+    widths = {
+        table: schema.tables[table].dim
+        // column_parts(schema.tables[table].dim, each.sharding, each.ranks, world, local or world)
+        for table, each in constraints.items()
+        if each.sharding != ("data_parallel",)
+    }
+    if widths and (group := gcd(*widths.values())) <= SCALE_BYTES:
+        narrow = min(widths, key=lambda table: widths[table])
         raise ConfigError(
-            f"checkpoints copy {copies / GIB:.1f} GiB of each GPU to main memory, where each worker also has "
-            f"{ahead / GIB:.1f} GiB of rows read ahead",
-            where="checkpoint.async_save",
-            expected=f"at most {host_share / GIB:.1f} GiB, a worker's share of its host (or container)",
-            do="set checkpoint.async_save=false, which copies nothing while training waits; or take hosts "
-            "with more memory, or more workers",
-        )
-
-
-def _check_fits(sizes: dict[str, int], memory: int, words: tuple[str, str]) -> None:
-    if (size := sum(sizes.values())) > memory:
-        raise refused(
-            ", ".join(table for table, bytes_ in sizes.items() if bytes_),
-            f"{size / GIB:.2f} GiB, with optimizer state, {words[0]}",
-            f"at most {memory / GIB:.2f} GiB {words[1]}",
+            f"int8 saves nothing: {group} values, the common divisor of the widths of all shards, would "
+            f"share {SCALE_BYTES} bytes of scale (a shard of table {narrow} has {widths[narrow]} columns)",
+            where="plan.qcomms",
+            expected=f"shards whose widths have a common divisor above {SCALE_BYTES}, such as 16",
+            do="set plan.qcomms to fp16 or bf16, or the tables' dim to multiples of 16",
         )

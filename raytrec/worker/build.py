@@ -16,17 +16,17 @@ from raytrec.compat.fbgemm_lookups import as_known_to_torchrec, own_lookups
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.codecs import make_codecs, widths_of
-from raytrec.embeddings.constraints import table_optimizers
+from raytrec.embeddings.constraints import CACHING_KERNEL, MMAP_KERNEL, table_optimizers
 from raytrec.embeddings.initial import fill_tables
-from raytrec.embeddings.kernels import CACHING_KERNEL, MMAP_KERNEL
 from raytrec.embeddings.managed.batches import ManagedBatches
 from raytrec.embeddings.mapped import MappedFiles, mark_mapped
 from raytrec.embeddings.optim import DenseAverage, GlobalNormClip, combine, fuse
 from raytrec.embeddings.sharding import sharders, sharders_for_planning
 from raytrec.models.parts.shared import join_ranks
 from raytrec.models.recommender import build_recommender, checkpoint_activations, compile_dense
-from raytrec.planning.held import held, hot_shares, planned
+from raytrec.planning.memory import held, planned
 from raytrec.planning.plan import make_plan
+from raytrec.planning.step import hot_shares
 from raytrec.tasks.global_batch import require_gradient_division
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import columns_of, needs_vectors

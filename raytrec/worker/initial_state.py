@@ -19,7 +19,7 @@ from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.initial import fill_tables
-from raytrec.planning.validation import without_training
+from raytrec.planning.feasibility import without_training
 from raytrec.tasks.objective import Objective
 from raytrec.worker.build import build_step
 from raytrec.worker.step import Step

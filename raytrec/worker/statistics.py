@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from raytrec.checks.live.outcome import read
 from raytrec.compat.fbgemm import cache_hits
 from raytrec.config.schema import Schema
-from raytrec.embeddings.kernels import MMAP_KERNEL
+from raytrec.embeddings.constraints import MMAP_KERNEL
 from raytrec.embeddings.row_gradients import Part, add_row_gradients
 from raytrec.embeddings.tables import Parts, Shard, Table
 from raytrec.embeddings.taps import Lookup, Taps

@@ -88,7 +88,7 @@ def test_tables_in_files_must_fit_the_disk(tmp_path, monkeypatch):
         plan = {"tables": {"user": {"compute_kernel": "fused_mmap"}}} | plan
         check({"plan": plan}, {"tables": SCHEMA["tables"] | {"user": {"rows": rows, "dim": 8}}})
 
-    monkeypatch.setattr("raytrec.planning.hosts.host_memory", lambda: 1 << 20)
+    monkeypatch.setattr("raytrec.compat.ray_core.system_memory", lambda: 1 << 20)
     fits(100_000, mmap_dir=str(tmp_path))  # 3.4 MiB, of which memory has 1
     with pytest.raises(ConfigError, match="compute_kernel=fused_mmap"):
         fits(100_000, tables={})
@@ -115,9 +115,9 @@ def test_names_are_shown_as_they_are(name):
     from raytrec.driver import console
     from raytrec.driver.console import Result, print_summary
     from raytrec.driver.plan import Plans
-    from raytrec.planning.held import PlannedTable
+    from raytrec.planning.dry_run import Prediction
     from raytrec.planning.machines import Cluster
-    from raytrec.planning.prediction import Prediction
+    from raytrec.planning.memory import PlannedTable
     from raytrec.planning.report import print_plans
 
     config = RunConfig.model_validate({"data": {"train": "d/train"}})

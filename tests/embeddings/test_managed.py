@@ -13,7 +13,7 @@ from raytrec.embeddings.managed.batches import IdExchange
 from raytrec.embeddings.managed.key_map import Entries, KeyMap
 from raytrec.embeddings.managed.policy import lowest
 from raytrec.embeddings.managed.row_maps import RowMaps
-from raytrec.planning.footprint import map_share
+from raytrec.planning.memory import map_share
 
 CPU, ALONE = torch.device("cpu"), Peers(alone=True)
 EDGES = [0, 1, -1, 2**63 - 1, -(2**63), 2**62, 12345678901234567]

@@ -12,7 +12,8 @@ from raytrec.compat.fbgemm import fbgemm_of
 from raytrec.compat.torchrec_ import sharded_kernels, tables_of
 from raytrec.config.run_config import load_config
 from raytrec.embeddings.constraints import resolve_constraints, table_optimizers
-from raytrec.embeddings.optimizers import OPTIMIZERS
+from raytrec.embeddings.optimizers import OPTIMIZERS, TableOptimizer, table_optimizer
+from raytrec.planning.rates import Rates
 from raytrec.planning.validation import check_decay
 from raytrec.worker.build import build_step
 
@@ -27,6 +28,13 @@ OTHER = {"rowwise_adagrad": "sgd", "sgd": "adagrad", "adagrad": "adam", "adam": 
 
 def test_all_of_them_are_tested():
     assert set(OTHER) == set(OPTIMIZERS.parts)
+
+
+def test_an_optimizer_without_rates_is_an_error():
+    with pytest.raises(TypeError, match="Momentum has a kernel on CPU, but no cpu_lookup"):
+        table_optimizer(type("Momentum", (TableOptimizer,), {}))
+    with pytest.raises(ConfigError, match="no rates of lookups with the optimizer lamb"):
+        Rates.of_cpu(2).lookup_of("lamb")
 
 
 def test_later_lines_override_earlier_ones():

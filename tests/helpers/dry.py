@@ -1,10 +1,8 @@
 """Dry runs of plans, and where the bytes of their tables are."""
 
 from raytrec.planning.dry_run import dry_run
-from raytrec.planning.footprint import GIB
-from raytrec.planning.held import held
 from raytrec.planning.machines import Cluster
-from raytrec.planning.memory_by_part import TIERS
+from raytrec.planning.memory import GIB, TIERS, held
 
 
 class Held:

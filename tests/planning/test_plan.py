@@ -12,6 +12,7 @@ from torchrec.distributed.planner import Topology
 
 from raytrec.common.errors import ConfigError
 from raytrec.compat.fbgemm import in_memory_of
+from raytrec.compat.ray_core import system_memory
 from raytrec.compat.torchrec_ import sharded_kernels
 from raytrec.config.managed import ManagedIds
 from raytrec.config.run_config import load_config
@@ -20,12 +21,11 @@ from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.embeddings.sharding import describe, sharders
 from raytrec.planning import hosts
 from raytrec.planning.dry_run import dry_run
-from raytrec.planning.footprint import GIB
-from raytrec.planning.held import held, hot_bytes, hot_shares
-from raytrec.planning.hosts import Place, host_memory, hosts_of
+from raytrec.planning.feasibility import without_training
 from raytrec.planning.machines import GPUS, MACHINES, Cluster, cluster_of, machine_of, network_of
-from raytrec.planning.plan import name_devices, plan_for, validated
-from raytrec.planning.validation import without_training
+from raytrec.planning.memory import GIB, held
+from raytrec.planning.plan import Place, hosts_of, name_devices, plan_for, validated
+from raytrec.planning.step import hot_bytes, hot_shares
 from raytrec.worker.build import build_step, plan_of
 
 
@@ -320,7 +320,7 @@ def planned_on_gpu(rank, world, plan, rows):
 
 def test_tables_that_do_not_fit_host_memory_have_no_plan():
     """TorchRec would take each rank to have 128 GiB of it."""
-    rows = 2 * host_memory() // (4 * 8 * 8)  # of four tables of 8 columns, with as much of state
+    rows = 2 * system_memory() // (4 * 8 * 8)  # of four tables of 8 columns, with as much of state
     plan = {"tables": {"t*": {"compute_kernel": "fused_uvm"}}}
     (message,) = on_ranks(1, planned_on_gpu, plan, rows, device="cuda")
     assert "no plan for 4 tables" in message and "of host memory" in message

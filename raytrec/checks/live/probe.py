@@ -19,8 +19,8 @@ from raytrec.checks.live.registry import check
 from raytrec.compat.torchrec_ import shard_origin
 from raytrec.config.tables import QCommsSection
 from raytrec.data.batch import Batch
+from raytrec.embeddings.codecs import Rounding, backward_rounding, forward_rounding, gradient_factor
 from raytrec.embeddings.initial import initial_values
-from raytrec.embeddings.qcomms import Rounding, backward_rounding, forward_rounding, gradient_factor
 from raytrec.embeddings.row_gradients import Key, add_row_gradients, each_id, each_key, found
 from raytrec.embeddings.tables import Table
 

@@ -3,12 +3,14 @@
     @table_optimizer
     class Adagrad(TableOptimizer):
         state = (StateKind("sum", "value", "momentum1"),)
+        cpu_lookup = (1.8e-10, 2.1e-7, 2.3e-5)
 
         def torch_class(): ...
         def update(weight_ND, gradient_ND, state, step, lr, eps): ...
 
-`optim.embeddings.name` then takes it. The memory that plans count, names in checkpoints, statistics and the
-check of parity follow from it. The driver reads these classes, too: a file here imports torch in its methods.
+`optim.embeddings.name` then takes it. The memory and time that plans count, names in checkpoints, statistics
+and the check of parity follow from it. The driver reads these classes, too: a file here imports torch in its
+methods.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ class TableOptimizer(ABC):
         counts: whether an update depends on how many there were before: their number is state, too.
         second_moment: the kind of state that is 0 until a row's first gradient; None: there is none.
         settings: the keys of optim.embeddings that it has besides lr and weight_decay.
+        cpu_lookup: Seconds of a byte read or written, of an id, and of a table's shard, that a lookup with
+            its update takes on CPU, as `raytrec doctor --rates` measures them; None: no kernel on CPU.
     """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
@@ -56,6 +60,7 @@ class TableOptimizer(ABC):
     counts: ClassVar[bool] = False
     second_moment: ClassVar[str | None] = None
     settings: ClassVar[tuple[str, ...]] = ("eps",)
+    cpu_lookup: ClassVar[tuple[float, float, float] | None] = None
 
     @staticmethod
     @abstractmethod
@@ -96,7 +101,13 @@ T = TypeVar("T", bound=type[TableOptimizer])
 
 
 def table_optimizer(cls: T) -> T:
-    """Decorator: registers an optimizer under the name of its file."""
+    """Register an optimizer under the name of its file (a decorator).
+
+    Raises:
+        TypeError: FBGEMM has a CPU kernel, and the class no rates of it, by which plans are compared.
+    """
+    if "cpu" in cls.devices and cls.cpu_lookup is None:
+        raise TypeError(f"{cls.__name__} has a kernel on CPU, but no cpu_lookup")
     OPTIMIZERS(cls.__module__.rpartition(".")[2])(cls)
     return cls
 

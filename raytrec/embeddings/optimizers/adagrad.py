@@ -11,6 +11,7 @@ class Adagrad(TableOptimizer):
 
     state = (StateKind("sum", "value", "momentum1"),)
     second_moment = "sum"
+    cpu_lookup = (1.8e-10, 2.1e-7, 2.3e-5)
 
     @staticmethod
     def torch_class():

@@ -11,6 +11,7 @@ class RowWiseAdagrad(TableOptimizer):
 
     state = (StateKind("sum", "row", "momentum1"),)
     second_moment = "sum"
+    cpu_lookup = (3.6e-11, 5e-7, 3e-5)
 
     @staticmethod
     def torch_class():

@@ -9,11 +9,11 @@ from small import a_schema
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Statistics
-from raytrec.planning import prediction as predict
-from raytrec.planning.dense_layers import count_dense_layers
+from raytrec.planning import dense_work
+from raytrec.planning.dense_work import count_dense_layers
+from raytrec.planning.dry_run import Predictor
 from raytrec.planning.loads import hit_share
 from raytrec.planning.machines import Cluster, cluster_of
-from raytrec.planning.prediction import Predictor
 from raytrec.planning.rates import Rates
 from raytrec.worker.build import unsharded
 
@@ -42,7 +42,7 @@ def counted_once(monkeypatch, counts={}):  # noqa: B006
             counts[key] = count_dense_layers(build, config, schema, rows)
         return counts[key]
 
-    monkeypatch.setattr(predict, "count_dense_layers", count)
+    monkeypatch.setattr(dense_work, "count_dense_layers", count)
 
 
 def schema(ids=3, **parts):

@@ -10,11 +10,16 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.features import Features
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Statistics
-from raytrec.embeddings.constraints import TableConstraint, column_parts, resolve_constraints
-from raytrec.embeddings.kernels import kernels_to_choose
-from raytrec.planning.footprint import CACHED, GIB, footprint, footprints, move_to_files
+from raytrec.embeddings.constraints import (
+    TableConstraint,
+    column_parts,
+    kernels_to_choose,
+    resolve_constraints,
+)
+from raytrec.planning.feasibility import HOST_RESERVE, host_room, move_to_files
 from raytrec.planning.loads import lengths_of_tables
-from raytrec.planning.validation import HOST_RESERVE, host_room, validate_constraints
+from raytrec.planning.memory import CACHED, GIB, footprint, footprints
+from raytrec.planning.validation import validate_constraints
 
 ROWS = {"user": 100, "user_tag": 50, "item": 1000, "shop": 7}
 

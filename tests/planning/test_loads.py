@@ -8,7 +8,7 @@ from raytrec.common.errors import RunError
 from raytrec.common.messages import recorded_ranks
 from raytrec.config.schema import Schema
 from raytrec.driver.plan import read_run_schema
-from raytrec.planning.recorded import recorded_lengths, with_lengths
+from raytrec.planning.loads import recorded_lengths, with_lengths
 
 
 @pytest.fixture(scope="module")

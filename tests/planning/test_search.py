@@ -1,17 +1,15 @@
-"""A search that is small is TorchRec's own; one that would be large stays small, counted in shards."""
+"""What a search enumerates: TorchRec's ways, with the storage of a shard estimated once for each size."""
 
-import pytest
 import torch
 from small import a_schema
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.proposers import GreedyProposer as Torchrecs
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from raytrec.embeddings.constraints import TableConstraint
 from raytrec.embeddings.sharding import BagSharder
-from raytrec.planning.search import MOST_PLACED, MOST_SHARDS, GreedyProposer, estimate_once_per_size, narrow
+from raytrec.planning.search import MOST_SHARDS, estimate_once_per_size, finer_cuts, narrow
 
 ALL = ["table_wise", "row_wise", "data_parallel", "column_wise", "table_row_wise", "table_column_wise"]
 
@@ -39,11 +37,13 @@ def options(world, tables, kinds, rows=lambda i: 10 + 7 * i, once=False):
     return enumerator.enumerate(model, [BagSharder()])
 
 
-def test_estimates_of_shards_of_one_size_are_those_of_torchrec():
+def test_storage_of_shards_of_one_size_is_that_of_torchrec():
     one, other = options(8, 5, ALL), options(8, 5, ALL, once=True)
     assert len(one) == len(other) > 20
     for a, b in zip(one, other, strict=True):
-        assert (a.fqn, a.sharding_type, a.shards) == (b.fqn, b.sharding_type, b.shards)
+        assert (a.fqn, a.sharding_type) == (b.fqn, b.sharding_type)
+        for ours, theirs in zip(b.shards, a.shards, strict=True):
+            assert (ours.size, ours.offset, ours.storage) == (theirs.size, theirs.offset, theirs.storage)
 
 
 def test_each_size_is_estimated_once():
@@ -51,55 +51,6 @@ def test_each_size_is_estimated_once():
     found = options(64, 1, ["row_wise"], rows=lambda i: 64 * 100 - 3)
     estimate_once_per_size(found, lambda few: seen.extend(len(option.shards) for option in few))
     assert max(seen) == 2 and all(len(option.shards) == 64 for option in found)
-
-
-@pytest.mark.parametrize("combine, depth", [(max, True), (sum, False)])
-def test_a_small_search_is_torchrecs(combine, depth):
-    ours, theirs = GreedyProposer(combine), Torchrecs(use_depth=depth)
-    for proposer in (ours, theirs):
-        proposer.load(options(4, 6, ALL))
-    count = 0
-    while expected := theirs.propose():
-        got = ours.propose()
-        assert [(o.fqn, o.sharding_type, o.shards) for o in got] == [
-            (o.fqn, o.sharding_type, o.shards) for o in expected
-        ]
-        for proposer in (ours, theirs):
-            proposer.feedback(True)
-        count += 1
-    assert ours.propose() is None and count > 20
-
-
-def test_a_large_search_ends_and_begins_and_ends_where_a_small_one_does():
-    found = options(64, 60, ["table_wise", "row_wise"], once=True)
-    proposer = GreedyProposer(max)
-    proposer.load(found)
-    proposer._stride = 1
-    every = list(proposals(proposer))
-    proposer.load(found)
-    proposer._stride = 7
-    some = list(proposals(proposer))
-    assert len(every) == 61 and len(some) == 10
-    assert some[0] == every[0] and some[-1] == every[-1] and some[1] == every[7]
-
-
-def proposals(proposer):
-    while proposal := proposer.propose():
-        yield [option.sharding_type for option in proposal]
-        proposer.feedback(False)
-
-
-def test_a_search_places_no_more_shards_with_more_tables():
-    found = options(128, 70, ["table_wise", "row_wise"], once=True)
-    placed = {}
-    for tables in (20, 70):
-        proposer = GreedyProposer(max)
-        proposer.load([option for option in found if int(option.name[1:]) < tables])
-        placed[tables] = 0
-        while proposal := proposer.propose():
-            placed[tables] += sum(option.num_shards for option in proposal)
-            proposer.feedback(False)
-    assert placed[20] < MOST_PLACED and placed[70] < 1.1 * MOST_PLACED, placed
 
 
 def schema(tables, features=()):
@@ -129,3 +80,14 @@ def test_on_one_rank_no_table_is_cut_that_need_not_be():
     narrowed = narrow({"a": both, "b": cut}, schema({"a": 5, "b": 10**9}), 1, 10**8)
     assert (narrowed["a"].sharding, narrowed["b"].sharding) == (("table_wise",), ("row_wise",))
     assert narrow({"a": both}, schema({"a": 5}), 2, 10**8) == {"a": both}
+
+
+def test_columns_may_be_cut_into_fewer_parts_than_there_are_ranks():
+    kinds = {"a": ["column_wise"], "b": ["table_wise"], "c": ["table_wise", "grid_shard"]}
+    given = {name: ParameterConstraints(sharding_types=of, min_partition=8) for name, of in kinds.items()}
+    cuts = list(finer_cuts(given, {"a": 128, "b": 128, "c": 24}))
+    assert [{name: each.min_partition for name, each in cut.items()} for cut in cuts] == [
+        {"a": 64, "c": 12},
+        {"a": 32},
+        {"a": 16},
+    ]

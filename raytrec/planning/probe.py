@@ -1,0 +1,275 @@
+"""Rates of the ranks of this machine: the samples that each rank takes, and the rates that follow from them.
+
+All ranks measure the same at the same time, so that they share caches, memory and links as in a run. What a
+rank computes on CPU is counted in seconds of CPU. The time of a step on the host is not measured: it is that
+of `Rates.of_cpu` or `Rates.of_gpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from itertools import cycle
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+
+from raytrec.embeddings.optimizers import OPTIMIZERS, optimizer_of
+from raytrec.planning.dense_work import Counter
+from raytrec.planning.rates import COLLECTIVES, DENSE, LookupRates, Rates
+
+BAGS, TABLE_BYTES, ID_SETS = 512, 64 << 20, 24
+DENSE_BYTES = 4 * (3 + 2 + 3)  # of a value in Adagrad's dense update, as loads.loads_of counts them
+# Of lookups: (tables, columns, ids of a bag). Bytes, ids and shards follow from these.
+SHAPES = ((1, 16, 16), (8, 16, 1), (8, 64, 1), (1, 64, 16))
+SMALL, LARGE = 256, 1 << 20  # values of a collective
+ROUNDS = 7
+Sample = dict[str, float]
+Lookup = tuple[str, int, int, int]  # way of updating rows, and one of SHAPES
+
+
+def lookups_on(device: str) -> list[Lookup]:
+    """Return the lookups to measure: of every optimizer that has a kernel on a device, and dense."""
+    ways = [name for name, optimizer in OPTIMIZERS.parts.items() if device in optimizer.devices]
+    return [(way, *shape) for way in (*ways, DENSE) for shape in SHAPES]
+
+
+def take_samples(rank: int, world: int, folder: str, limit_s: float) -> dict[str, Any]:
+    """Return the samples of one rank, one for each round.
+
+    Args:
+        folder: Empty folder in which the ranks find each other.
+        limit_s: Seconds that a collective may take.
+    """
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    timeout = timedelta(seconds=limit_s)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", f"file://{folder}/store", timeout, rank=rank, world_size=world
+    )
+    probe = Probe(device)
+    probe.sample()  # sets everything up
+    samples = [probe.sample() for _ in range(ROUNDS)]
+    dist.destroy_process_group()
+    return {"samples": samples}
+
+
+def rates_from(samples: Sequence[Sequence[Sample]]) -> Rates:
+    """Return the rates that follow from samples.
+
+    Args:
+        samples: Of each rank, one for each round.
+    """
+    world, device = len(samples), "cuda" if samples[0][0]["on_gpu"] else "cpu"
+    seen = {
+        name: median([float(np.median([sample[name] for sample in of_rank])) for of_rank in samples])
+        for name in samples[0][0]
+    }
+    took: dict[str, dict[Lookup, float]] = {}
+    for lookup in lookups_on(device):
+        took.setdefault(lookup[0], {})[lookup] = seen[f"lookup {lookup}"]
+    latency, bandwidth = {}, {}
+    for kind in COLLECTIVES:
+        small, large = (seen.get(f"{kind} {size}", 0.0) for size in (SMALL, LARGE))
+        latency[kind] = small
+        sent = 4 * (LARGE - SMALL) * (world - 1) / world * (2 if kind == "all_reduce" else 1)
+        bandwidth[kind] = sent / max(1e-9, large - small) if world > 1 else 1e12
+    return replace(
+        Rates.of_cpu(world) if device == "cpu" else Rates.of_gpu(""),
+        source=f"measured with {world} ranks",
+        ranks=world,
+        copy=seen["copy"],
+        stream=seen["stream"],
+        lookup={way: fit_lookups(of_way) for way, of_way in took.items()},
+        matrix={name: seen[f"matrix {name}"] for name in ("fp32", "tf32", "bf16")},
+        latency_s=latency,
+        bandwidth=bandwidth,
+        peer_s=0.0,  # in the latency of as many ranks
+        host_link=seen.get("host link", float("inf")),
+    )
+
+
+def fit_lookups(took: Mapping[Lookup, float]) -> LookupRates:
+    """Return the seconds of a byte, an id and a shard: at least 0, with the least squares of relative errors.
+
+    Args:
+        took: Lookup → its seconds.
+    """
+    found, left = [0.0, 0.0, 0.0], [0, 1, 2]
+    while left:
+        matrix = np.array([lookup_shape(*shape) for shape in took])[:, left] / np.array([[*took.values()]]).T
+        values = np.linalg.lstsq(matrix, np.ones(len(took)), rcond=None)[0]
+        if (values >= 0).all():
+            for place, value in zip(left, values.tolist(), strict=True):
+                found[place] = value
+            break
+        left.pop(int(values.argmin()))
+    return LookupRates(*found)
+
+
+class Probe:
+    """Measures rates in a rank; making it and each sample are collectives.
+
+    Args:
+        device: Device of the rank.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device, self._world = device, dist.get_world_size()
+        made = torch.Generator(device="cpu").manual_seed(dist.get_rank())
+
+        def values(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=made).to(device)
+
+        big = 1 if device.type == "cpu" else 16
+        self._x, self._w = values(512 * big, 512).requires_grad_(), values(256 * big, 512).requires_grad_()
+        self._layers = [values(512, 512).requires_grad_() for _ in range(4)]
+        self._large = torch.optim.Adagrad([values(1 << 24).requires_grad_()])
+        with Counter() as self._of_layers:
+            self._run_layers()
+        self._launch_s = (Rates.of_cpu(1) if device.type == "cpu" else Rates.of_gpu("")).launch_s
+        self._lookups = {lookup: _Lookup(*lookup, device, made) for lookup in lookups_on(device.type)}
+        self._copy_host = torch.empty(1 << 24, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def sample(self, clock: Callable[[], float] = perf_counter) -> Sample:
+        """Measure every rate once.
+
+        Args:
+            clock: Clock of collectives; process_time on a machine that has other work.
+        """
+        out: Sample = {"on_gpu": float(self._device.type == "cuda")}
+        products = 3 * 2.0 * self._x.shape[0] * self._x.shape[1] * self._w.shape[0]
+        for name in ("fp32", "bf16"):
+            out[f"matrix {name}"] = products / self._compute(partial(self._layer, bf16=name == "bf16"))
+        out["matrix tf32"] = out["matrix fp32"]
+        if self._device.type == "cuda":
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high")
+            out["matrix tf32"] = products / self._compute(self._layer)
+            torch.set_float32_matmul_precision(before)
+            there = self._copy_host.to(self._device)
+            copy = self._compute(lambda: there.copy_(self._copy_host, non_blocking=True))
+            out["host link"] = self._copy_host.numel() / copy
+        layers, work = self._compute(self._run_layers, 4), self._of_layers
+        arithmetic = work.flops / out["matrix fp32"] + work.launches * self._launch_s
+        out["copy"] = work.bytes / max(0.1 * layers, layers - arithmetic)
+        (large,) = self._large.param_groups[0]["params"]
+        out["stream"] = DENSE_BYTES * large.numel() / self._compute(self._update, 1)
+        for shape, lookup in self._lookups.items():
+            out[f"lookup {shape}"] = self._compute(lookup, 1)
+        if self._world > 1:
+            for kind in COLLECTIVES:
+                for size in (SMALL, LARGE):
+                    out[f"{kind} {size}"] = self._collective(kind, size, clock)
+        return out
+
+    def _run_layers(self) -> None:
+        """Run some layers as models have them, forward and backward. The time beyond products and launches is
+        for reading, writing and getting memory."""
+        kept = [self._x]
+        for weights in self._layers:
+            kept.append(torch.nn.functional.linear(kept[-1], weights).relu())
+        torch.cat(kept, 1).square().mean().backward()
+        self._x.grad = None
+        for weights in self._layers:
+            weights.grad = None
+
+    def _layer(self, bf16: bool = False) -> None:
+        """Run a layer's products, forward and backward."""
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=bf16):
+            given = torch.nn.functional.linear(self._x, self._w)
+        given.backward(given.detach())
+        self._x.grad = self._w.grad = None
+
+    def _update(self) -> None:
+        """Run a dense update, whose gradients are made for it."""
+        for weights in self._large.param_groups[0]["params"]:
+            weights.grad = torch.ones_like(weights)
+        self._large.step()
+        self._large.zero_grad()
+
+    def _compute(self, call: Callable[[], object], times: int = 8) -> float:
+        """Return the seconds of the device that a call takes, at least."""
+        clock = process_time if self._device.type == "cpu" else perf_counter
+        return min(self._timed(call, times, clock) for _ in range(3))
+
+    def _timed(self, call: Callable[[], object], times: int, clock: Callable[[], float]) -> float:
+        call()
+        self._wait()
+        began = clock()
+        for _ in range(times):
+            call()
+        self._wait()
+        return (clock() - began) / times
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _collective(self, kind: str, size: int, clock: Callable[[], float]) -> float:
+        """Return the seconds of a collective of `size` values."""
+        each = size // self._world
+        whole, part = (torch.ones(n, device=self._device) for n in (each * self._world, each))
+        other = torch.empty_like(whole)
+        calls: dict[str, Callable[[], object]] = {
+            "all_to_all": lambda: dist.all_to_all_single(other, whole),
+            "reduce_scatter": lambda: dist.reduce_scatter(part, list(whole.split(each))),
+            "all_gather": lambda: dist.all_gather_into_tensor(other, part),
+            "all_reduce": lambda: dist.all_reduce(whole),
+        }
+        dist.barrier()
+        return self._timed(calls[kind], 6, clock)
+
+
+class _Lookup:
+    """FBGEMM's lookup and update of some tables, as TorchRec calls it."""
+
+    def __init__(self, way: str, tables: int, dim: int, length: int, device: torch.device, made: Any):
+        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+            ComputeDevice,
+            DenseTableBatchedEmbeddingBagsCodegen,
+            SplitTableBatchedEmbeddingBagsCodegen,
+        )
+
+        rows, on_cpu = TABLE_BYTES // (4 * dim * tables), device.type == "cpu"
+        places = (EmbeddingLocation.HOST, ComputeDevice.CPU)
+        if not on_cpu:
+            places = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+        if way == DENSE:  # whose gradients are as large as its tables: small ones
+            rows = 1024
+            self._kernel: Any = DenseTableBatchedEmbeddingBagsCodegen([(rows, dim)] * tables, use_cpu=on_cpu)
+        else:
+            kind = optimizer_type_to_emb_opt_type(optimizer_of(way).torch_class())
+            self._kernel = SplitTableBatchedEmbeddingBagsCodegen(
+                [(rows, dim, *places)] * tables, optimizer=kind, device=device
+            )
+        bags = BAGS * tables
+        # Other ids each time, as in training: rows of the last ones are in caches.
+        drawn = torch.randint(0, rows, (ID_SETS, bags * length), generator=made).to(device)
+        self._ids = cycle(drawn.unbind())
+        self._offsets = torch.arange(0, bags * length + 1, length).to(device)
+        self._gradient = torch.full((BAGS, dim * tables), 1e-3, device=device)
+
+    def __call__(self) -> None:
+        self._kernel(next(self._ids), self._offsets).backward(self._gradient)
+
+
+def lookup_shape(way: str, tables: int, dim: int, length: int) -> tuple[float, float, float]:
+    """Return the bytes at random places, ids and shards of `_Lookup`, as loads.loads_of counts them."""
+    bags, row, state = BAGS * tables, 4.0 * dim, 0.0
+    if way != DENSE:
+        state = dim * optimizer_of(way).bytes_per("value") + optimizer_of(way).bytes_per("row")
+    touched = bags * (length * (row + row + 2 * (row + state)) + 2 * row)
+    return touched, float(bags * length), float(tables)
