@@ -40,7 +40,7 @@ def evaluate(rank: int, store: str, rows: int, exact_rows: int | None, metrics: 
     import torch
 
     from raytrec.common.collectives import Peers
-    from raytrec.config.evaluation import EvalSection
+    from raytrec.config.tasks import EvalSection
     from raytrec.metrics.over_ranks.evaluation import Counted, TaskRows
     from raytrec.metrics.selection import Selection
     from raytrec.tasks.losses.bce import BinaryCrossEntropy

@@ -11,7 +11,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from raytrec.config.evaluation import TowerName
+from raytrec.config.tasks import TowerName
 
 
 class NewRows(NamedTuple):

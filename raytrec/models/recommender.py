@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.common.machine import require_compiler
-from raytrec.config.evaluation import TowerName
 from raytrec.config.features import resolve_features
 from raytrec.config.models import PythonSection
 from raytrec.config.models.base import ModelSection
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
+from raytrec.config.tasks import TowerName
 from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models import build_model

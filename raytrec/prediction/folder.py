@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from raytrec.common.errors import DataError
 from raytrec.common.output_folder import OutputFolder
 from raytrec.common.reading import NotReadable, json_values
-from raytrec.config.evaluation import TowerName
+from raytrec.config.tasks import TowerName
 from raytrec.data.fragments import read_footer
 from raytrec.prediction.columns import CarriedColumns
 from raytrec.prediction.spans import Span

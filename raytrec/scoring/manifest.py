@@ -23,9 +23,9 @@ from raytrec.common.errors import RunError, first_line
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import join_uri, read_bytes
 from raytrec.config.base import NonNegativeInt, PositiveInt, Section
-from raytrec.config.evaluation import TowerName
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
+from raytrec.config.tasks import TowerName
 from raytrec.config.transforms import Transform
 from raytrec.scoring.inputs import Input
 
