@@ -40,7 +40,7 @@ def evaluate(rank: int, store: str, rows: int, exact_rows: int | None, metrics: 
     import torch
 
     from raytrec.common.collectives import Peers
-    from raytrec.config.evaluation import EvalSection
+    from raytrec.config.tasks import EvalSection
     from raytrec.metrics.evaluation import TaskRows
     from raytrec.metrics.ranked import Counted
     from raytrec.metrics.selection import Selection

@@ -25,12 +25,11 @@ from raytrec.common.redaction import hide_all
 from raytrec.common.storage import join_uri, read_yaml
 from raytrec.config.base import Mark, Section
 from raytrec.config.data import DataSection, RunSection, WarmStartSection
-from raytrec.config.evaluation import EvalSection
 from raytrec.config.models import SECTIONS, AnyModel
 from raytrec.config.models.ranking import DlrmSection
 from raytrec.config.overrides import Overrides, apply_override, as_texts, plain_values, without_secrets
 from raytrec.config.tables import OptimSection, PlanSection
-from raytrec.config.tasks import TaskSection
+from raytrec.config.tasks import EvalSection, TaskSection
 from raytrec.config.training import (
     CheckpointSection,
     ChecksSection,

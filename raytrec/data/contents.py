@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from raytrec.common.errors import DataError, first_line
 from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
-from raytrec.config.transform_columns import columns_before
+from raytrec.config.features import columns_before
 from raytrec.config.transforms import WITH_VOCABULARY
 from raytrec.data.form import Form
 from raytrec.data.fragments import Dataset

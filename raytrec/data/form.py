@@ -27,8 +27,8 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
+from raytrec.config.features import columns_before
 from raytrec.config.schema import Schema
-from raytrec.config.transform_columns import columns_before
 from raytrec.config.transforms import Sample
 from raytrec.data.arrow import one_array
 from raytrec.data.columns import NO_MANAGED_ID, Tally

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.common.errors import DataError
-from raytrec.config.transform_columns import with_rows
+from raytrec.config.features import with_rows
 from raytrec.data.arrow import empty_table, is_list, plain, select_schema
 from raytrec.data.footers import Footer, read_footer, why_empty
 from raytrec.data.form import Form

@@ -8,9 +8,9 @@ from math import log
 import numpy as np
 import pyarrow as pa
 
+from raytrec.config.features import needed_transforms
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.transform_columns import needed_transforms
 from raytrec.data.decode import Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Item, Part

@@ -11,11 +11,10 @@ from raytrec.checkpoint.index import INDEX, read_index
 from raytrec.checkpoint.table_starts import schema_of
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.common.storage import sibling, split_query
-from raytrec.config.evaluation import TowerName
-from raytrec.config.features import resolve_features
+from raytrec.config.features import needed_transforms, resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.transform_columns import needed_transforms
+from raytrec.config.tasks import TowerName
 from raytrec.data.arrow import find_column, is_list, plain, type_at
 from raytrec.data.decode import SKIPPED, Faults
 from raytrec.data.footers import read_footer

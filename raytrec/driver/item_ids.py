@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raytrec.common.errors import DataError
-from raytrec.config.evaluation import RetrievalSection
-from raytrec.config.transform_columns import columns_before, needed_transforms
+from raytrec.config.features import columns_before, needed_transforms
+from raytrec.config.tasks import RetrievalSection
 from raytrec.config.transforms import Sample
 from raytrec.data.arrow import is_text, one_array, plain, value_type
 from raytrec.data.columns import Place

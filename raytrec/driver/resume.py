@@ -24,7 +24,7 @@ from raytrec.driver.recorder import RESULT, write_json
 from raytrec.embeddings.constraints import table_optimizers
 from raytrec.tracking.run_folder import DATA, LISTED_FILES, SCHEMA
 
-FREE, FIXED = keys_with(Mark.FREE), keys_with(Mark.FIXED)  # in mid-run
+MAY_CHANGE, MUST_STAY = keys_with(Mark.FREE), keys_with(Mark.FIXED)  # in mid-run
 
 
 def resume_config(
@@ -223,7 +223,7 @@ def _differences(before: RunConfig, after: RunConfig) -> list[str]:
     return [
         f"  {key}: {old.get(key)} → {new.get(key)}"
         for key in {**old, **new}
-        if old.get(key) != new.get(key) and (key.startswith(FIXED) or not key.startswith(FREE))
+        if old.get(key) != new.get(key) and (key.startswith(MUST_STAY) or not key.startswith(MAY_CHANGE))
     ]
 
 

@@ -15,7 +15,7 @@ from torch.export import Dim, ExportedProgram, export, save
 from torch.export.graph_signature import InputKind
 
 from raytrec.common.errors import ConfigError, RaytrecError, first_line
-from raytrec.config.evaluation import TowerName
+from raytrec.config.tasks import TowerName
 from raytrec.models.inputs import Sequence as IdSequence
 from raytrec.models.recommender import Recommender, last_vectors
 from raytrec.scoring.late import example

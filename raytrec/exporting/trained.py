@@ -13,10 +13,10 @@ from raytrec import __version__
 from raytrec.checkpoint.managed import ids_of
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.storage import split_query
-from raytrec.config.evaluation import TowerName
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
+from raytrec.config.tasks import TowerName
 from raytrec.embeddings.hashing import keys_of
 from raytrec.exporting.programs import Program, make_program
 from raytrec.exporting.tables import CheckpointTable

@@ -10,9 +10,9 @@ from typing import Any
 
 from raytrec.common.errors import ConfigError, unknown
 from raytrec.common.formatting import number
-from raytrec.config.evaluation import EvalSection
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
+from raytrec.config.tasks import EvalSection
 from raytrec.metrics.registry import (
     DIRECTIONS,
     FORMAT,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from raytrec.common.errors import ConfigError, DataError, unknown
-from raytrec.config.transform_columns import columns_before, needed_transforms
+from raytrec.config.features import columns_before, needed_transforms
 from raytrec.config.transforms import Transform
 from raytrec.data.arrow import empty_table, find_column, leaf_names, select_schema, type_at
 from raytrec.data.fragments import read_footer

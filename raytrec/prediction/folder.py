@@ -30,7 +30,7 @@ from raytrec.common.errors import ConfigError, DataError, os_errors
 from raytrec.common.output_folder import OTHER, ClaimedFolder
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import open_filesystem
-from raytrec.config.evaluation import TowerName
+from raytrec.config.tasks import TowerName
 from raytrec.data.fragments import read_footer
 from raytrec.prediction.columns import CarriedColumns
 from raytrec.prediction.spans import Span

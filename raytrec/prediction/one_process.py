@@ -15,10 +15,10 @@ from raytrec.checkpoint.managed import stored_rows
 from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.compat.torch_ import quiet_tracing
-from raytrec.config.evaluation import TowerName
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
+from raytrec.config.tasks import TowerName
 from raytrec.data.assemble import Rows
 from raytrec.data.batch import Batch, Collator
 from raytrec.data.fragments import Dataset

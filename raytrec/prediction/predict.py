@@ -16,11 +16,11 @@ import pyarrow as pa
 
 from raytrec.common.errors import DataError, RunError
 from raytrec.common.storage import absolute
-from raytrec.config.evaluation import TowerName
+from raytrec.config.features import with_rows
 from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.transform_columns import with_rows
+from raytrec.config.tasks import TowerName
 from raytrec.config.transforms import Transform
 from raytrec.data.contents import fingerprint, look
 from raytrec.data.footers import read_footer

@@ -11,8 +11,8 @@ import pyarrow as pa
 from pyarrow import types
 
 from raytrec.common.errors import DataError, first_line, some
+from raytrec.config.features import needed_transforms
 from raytrec.config.schema import Schema
-from raytrec.config.transform_columns import needed_transforms
 from raytrec.config.transforms import Transform
 from raytrec.data.arrow import list_element, pick_columns, plain
 from raytrec.data.assemble import Rows

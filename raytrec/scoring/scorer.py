@@ -12,8 +12,8 @@ import pyarrow as pa
 import torch
 
 from raytrec.common.errors import ConfigError, DataError, RunError
-from raytrec.config.evaluation import TowerName
-from raytrec.config.transform_columns import columns_before
+from raytrec.config.features import columns_before
+from raytrec.config.tasks import TowerName
 from raytrec.data.assemble import Assembler, Rows
 from raytrec.scoring.late import Program, compute_once
 from raytrec.scoring.lookups import Lookups, Tensors

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raytrec.common.errors import DataError
-from raytrec.config.transform_columns import columns_before
+from raytrec.config.features import columns_before
 from raytrec.data.arrow import is_list
 from raytrec.data.assemble import Assembled, Assembler
 from raytrec.data.footers import read_footer

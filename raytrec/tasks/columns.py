@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from raytrec.common.errors import ConfigError, DataError, hint
-from raytrec.config.evaluation import RetrievalSection
 from raytrec.config.schema import Schema
+from raytrec.config.tasks import RetrievalSection
 from raytrec.config.transforms import Transform
 from raytrec.data.read_plan import ReadPlan, Reserved, TaskRows
 from raytrec.tasks.task import Task, key_columns

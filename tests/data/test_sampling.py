@@ -12,9 +12,8 @@ from reading import DirectStream
 from reading import parse_transforms as parse
 
 from raytrec.common.errors import ConfigError, DataError
-from raytrec.config.features import Features
+from raytrec.config.features import Features, columns_before, needed_transforms, with_rows
 from raytrec.config.run_config import RunConfig
-from raytrec.config.transform_columns import columns_before, needed_transforms, with_rows
 from raytrec.data import transform
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order, Part

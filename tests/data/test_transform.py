@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from reading import parse_transforms, read
 
 from raytrec.common.errors import DataError
+from raytrec.config.features import columns_before
 from raytrec.config.schema import Schema
-from raytrec.config.transform_columns import columns_before
 from raytrec.data.read_plan import ReadPlan
 from raytrec.data.transform import apply_transforms
 

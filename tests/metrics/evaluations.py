@@ -7,8 +7,7 @@ import torch
 from ranks import on_ranks
 from small import SCHEMA
 
-from raytrec.config.evaluation import EvalSection
-from raytrec.config.tasks import TaskSection
+from raytrec.config.tasks import EvalSection, TaskSection
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.outputs import Outputs, TaskOutputs
 from raytrec.tasks.task import key_columns, resolve_tasks

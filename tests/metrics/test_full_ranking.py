@@ -13,8 +13,7 @@ from ranks import on_ranks
 from small import SCHEMA
 from standin import cuda
 
-from raytrec.config.evaluation import EvalSection
-from raytrec.config.tasks import TaskSection
+from raytrec.config.tasks import EvalSection, TaskSection
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.outputs import Outputs
 from raytrec.tasks.task import resolve_tasks

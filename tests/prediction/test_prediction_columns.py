@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrec.common.errors import DataError
+from raytrec.config.features import columns_before, needed_transforms
 from raytrec.config.run_config import load_config
-from raytrec.config.transform_columns import columns_before, needed_transforms
 from raytrec.data.order import Part
 from raytrec.prediction.columns import CarriedColumns
 
