@@ -1,4 +1,4 @@
-"""Observers of a run: records, checks, heartbeat.
+"""Observers of a run: records, checks, heartbeat, profiles.
 
 All are on all ranks; some calls are collectives. A new observer is a class, and a line in `make_observers`.
 """
@@ -7,19 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from time import time
 from typing import Any
+
+from torch.profiler import ProfilerAction, profile
 
 from raytrec.checks.live.registry import CheckedRun, LiveChecks, Outcome, Position, choose, verdict
 from raytrec.checks.live.same_environment import NETWORK
 from raytrec.common import messages
 from raytrec.common.machine import code_hash, installed_versions
+from raytrec.compat.torch_ import record_memory, save_memory
 from raytrec.embeddings.taps import Taps
 from raytrec.worker.context import WorkerContext
 from raytrec.worker.loop import evaluation_steps
 from raytrec.worker.progress import RankRun
 from raytrec.worker.statistics import Statistics
 from raytrec.worker.system import System
+
+PROFILE = "profile"  # in the run folder
 
 
 class Observer:
@@ -29,11 +35,7 @@ class Observer:
         """Before the first step."""
 
     def after_step(self, rows: int) -> None:
-        """After each step.
-
-        Args:
-            rows: of its global batch.
-        """
+        """After each step, whose global batch has so many rows."""
 
     def before_save(self) -> None:
         """Before a state is saved; what raises here keeps it from being saved."""
@@ -196,13 +198,69 @@ class ProbeScheduler(Observer):
         self._taps.probing |= any(wanted)
 
 
+class StepProfiler(Observer):
+    """Profiles the steps that train.profile asks for, and writes profile/ in the run folder.
+
+    rank-R.json.gz is a trace of operators, kernels and collectives for Perfetto or chrome://tracing; on GPUs,
+    rank-R.pickle is the allocator's history for pytorch.org/memory_viz. Where nodes share no folder, each
+    rank's files are on its own.
+    """
+
+    def __init__(self, run: RankRun):
+        config = run.context.task.config
+        self._context, self._progress, self._steps = run.context, run.progress, config.train.profile.range
+        self._folder = Path(str(config.run.dir)) / PROFILE
+        self._profile: profile | None = None
+        self._first = 0  # step of the profile
+
+    def begin(self) -> None:
+        self._start_before(self._progress.step + 1)
+
+    def after_step(self, rows: int) -> None:
+        step = self._progress.step
+        if self._profile is None:
+            self._start_before(step + 1)
+        elif step + 1 in self._steps:
+            self._profile.step()
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Writes what has been recorded."""
+        if self._profile is None:
+            return
+        context, name = self._context, f"rank-{self._context.index}"
+        context.enter_phase("writing the profile", "save")
+        self._profile.stop()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
+            if context.device.type == "cuda":
+                save_memory(self._folder / f"{name}.pickle")
+        except (OSError, RuntimeError) as error:
+            context.report_from_all(messages.Warn(text=f"rank {context.index}: no profile: {error}"))
+        else:
+            last = self._progress.step
+            done = {"step": last, "reason": f"steps {self._first} to {last}, {self._folder}"}
+            context.report(messages.Event(event=messages.PROFILED, details=done))
+        self._profile = None
+
+    def _start_before(self, step: int) -> None:
+        if step not in self._steps:
+            return
+        self._first = step
+        if self._context.device.type == "cuda":
+            record_memory()
+        self._profile = profile(schedule=lambda _: ProfilerAction.RECORD, record_shapes=True)
+        self._profile.step_num = step  # by which the trace names steps
+        self._profile.start()
+
+
 def make_observers(run: RankRun) -> Observers:
     """Return the observers that the configuration asks for, in their order; a collective."""
     config, schema, step = run.context.task.config, run.context.task.schema, run.step
     observers: list[Observer] = [StepHeartbeat(run)]
     if config.train.profile:
-        from raytrec.worker.profiler import StepProfiler
-
         observers.append(StepProfiler(run))
     recorded, checked = config.tracking.every_steps, bool(choose(config))
     if not (recorded or checked):
@@ -218,7 +276,7 @@ def make_observers(run: RankRun) -> Observers:
 
 
 def describe_environment(context: WorkerContext) -> dict[str, Any]:
-    """Facts that must be equal on all ranks."""
+    """Return facts that must be equal on all ranks."""
     return {
         "config": context.task.config.to_yaml(),
         "schema": context.task.schema.to_yaml(),
