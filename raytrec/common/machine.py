@@ -269,22 +269,19 @@ def require_compiler(device: str) -> None:
     Raises:
         ConfigError: names what is missing.
     """
-    if lacking := _missing(device):
+    names = [os.environ.get("CXX", "g++")] if device == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    lacking = None
+    if not any(shutil.which(name) for name in names):
+        lacking = f"there is no {'C++' if device == 'cpu' else 'C'} compiler ({' or '.join(names)})"
+    elif not headers.is_file():
+        lacking = f"Python's headers are missing ({headers})"
+    elif device == "cuda" and not installed("triton"):
+        lacking = "the package triton is not installed"
+    if lacking:
         raise ConfigError(
             f"train.compile is set, and {lacking}",
             where="train.compile",
             expected="what torch.compile needs on every node with workers",
             do="install it, or set train.compile=false",
         )
-
-
-def _missing(device: str) -> str | None:
-    names = [os.environ.get("CXX", "g++")] if device == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
-    if not any(shutil.which(name) for name in names):
-        return f"there is no {'C++' if device == 'cpu' else 'C'} compiler ({' or '.join(names)})"
-    headers = Path(sysconfig.get_path("include")) / "Python.h"
-    if not headers.is_file():
-        return f"Python's headers are missing ({headers})"
-    if device == "cuda" and not installed("triton"):
-        return "the package triton is not installed"
-    return None

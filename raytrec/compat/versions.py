@@ -52,21 +52,22 @@ def wrong_versions() -> RunError | None:
         what.append(" with ".join(f"{name} {version}" for name, version in paired.items()))
         expected.append(" with ".join(f"{name} {pair[name]}" for name in paired))
     where = f"{sys.prefix} on {socket.gethostname()}"
-    if what:
-        return RunError(
-            f"this raytrec is not made for {', '.join(what)}",
-            where=where,
-            expected=", ".join(expected),
-            do=f"pip install --no-deps -r requirements/{files} of this raytrec (docs/install.md)",
-        )
-    return _wrong_build(found, where)
+    if not what:
+        return _wrong_build(found, where)
+    return RunError(
+        f"this raytrec is not made for {', '.join(what)}",
+        where=where,
+        expected=", ".join(expected),
+        do=f"pip install --no-deps -r requirements/{files} of this raytrec (docs/install.md)",
+    )
 
 
 def _wrong_build(found: dict[str, str], where: str) -> RunError | None:
     """The error about builds of FBGEMM that this torch cannot load, in spite of their right releases."""
     cuda, build = found.get("fbgemm-gpu"), "fbgemm-gpu-cpu"
+    release = (cuda or "").partition("+")[0]
     if cuda and build in found:
-        keep = f"{build}=={found[build]}, or fbgemm-gpu=={cuda.partition('+')[0]} where there are GPUs"
+        keep = f"{build}=={found[build]}, or fbgemm-gpu=={release} where there are GPUs"
         return RunError(
             f"{build} {found[build]} and fbgemm-gpu {cuda} are both installed, in one folder",
             where=where,
@@ -79,11 +80,9 @@ def _wrong_build(found: dict[str, str], where: str) -> RunError | None:
     theirs, ours = ".".join(suffix.groups()) if suffix else None, cuda_of_torch()
     if ours and theirs in (None, ours):
         return None
-    build = f"CUDA {theirs}" if theirs else "CUDA"
-    release = cuda.partition("+")[0]
+    built, torchs = (f"CUDA {theirs}" if theirs else "CUDA"), (f"CUDA {ours}" if ours else "CPUs")
     return RunError(
-        f"fbgemm-gpu {cuda} is built for {build}, and torch {found['torch']} for "
-        + (f"CUDA {ours}" if ours else "CPUs"),
+        f"fbgemm-gpu {cuda} is built for {built}, and torch {found['torch']} for {torchs}",
         where=where,
         expected="FBGEMM and torch for the same CUDA",
         do=f"pip install --no-deps --force-reinstall fbgemm-gpu=={release} (PyPI's, for PyPI's torch)"

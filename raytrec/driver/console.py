@@ -84,13 +84,12 @@ class RunConsole:
         """Training begins at a step; `metrics` are descriptions of its figures (selection.Figure)."""
         self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")
         self._total, self._begin, self._figures = total, None, figures_of({"metrics": metrics})
-        described = {"total": total, "step": step, "workers": workers, "metrics": metrics or []}
-        self._message("start", described)
+        self._message("start", {"total": total, "step": step, "workers": workers, "metrics": metrics or []})
         if step:
             self.note(f"resuming at step {step} with {workers} workers")
 
     def event(self, event: str, cause: str = "", reason: str = "", again: bool = False, **_: Any) -> None:
-        """Something that happened to the run: a failure, a restart that was asked for."""
+        """Show an event of the run: a failure, or a restart that was requested."""
         if event == "failed":
             self.warn(f"{cause}; {'restarting' if again else 'giving up'}")
         elif event == "waiting":

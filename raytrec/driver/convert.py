@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from raytrec.checkpoint.index import INDEX
 from raytrec.common.errors import ConfigError, SchemaError, unknown
-from raytrec.common.storage import absolute, open_filesystem
+from raytrec.common.storage import absolute, join_uri, open_filesystem
 from raytrec.config.schema import Schema
 from raytrec.driver.evaluation import resolve_checkpoint
 
@@ -59,7 +59,10 @@ def convert(
     """
     config, schema, folder, index = resolve_checkpoint(place, checkpoint, [], allow_code)
     wanted, out = _parse(tables, schema), absolute(out).rstrip("/")
-    _check_free(out)
+    filesystem, index_file = open_filesystem(join_uri(out, INDEX))
+    if filesystem.get_file_info(index_file).is_file:
+        expected = "a folder without one"
+        raise ConfigError("there is a checkpoint already", where=f"--out {out}", expected=expected)
     from raytrec.checkpoint.convert import rewrite
 
     changes = {table: _change(folder, index, schema, table, kind) for table, kind in wanted.items()}
@@ -101,12 +104,3 @@ def _change(folder: str, index: dict, schema: Schema, name: str, kind: str) -> T
     if not rows.isdecimal() or not 0 < int(rows) < 2**62:
         raise ConfigError(f"--table {name}={kind}", expected="resize:ROWS, such as resize:100000")
     return resized(folder, index, name, table, int(rows))
-
-
-def _check_free(out: str) -> None:
-    from pyarrow import fs
-
-    filesystem, path = open_filesystem(out)
-    if filesystem.get_file_info(f"{path}/{INDEX}").type == fs.FileType.NotFound:
-        return
-    raise ConfigError("there is a checkpoint already", where=f"--out {out}", expected="a folder without one")

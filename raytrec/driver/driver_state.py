@@ -77,7 +77,9 @@ def record_driver(folder: Path) -> Iterator[float]:
             yield before_s
     except BaseException as error:
         note["status"] = "STOPPED" if isinstance(error, ASKED) else "FAILED"
-        note["error"] = None if note["status"] == "STOPPED" else _parts(error)
+        if note["status"] == "FAILED":
+            other = {"what": f"{type(error).__name__}: {error}"}
+            note["error"] = error.parts if isinstance(error, RaytrecError) else other
         raise
     else:
         note["status"] = "FINISHED"
@@ -130,19 +132,11 @@ def _started(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
-def _parts(error: BaseException) -> ErrorParts:
-    if isinstance(error, RaytrecError):
-        return error.parts
-    return {"what": f"{type(error).__name__}: {error}"}
-
-
 def _write(folder: Path, note: DriverNote) -> None:
     from raytrec.driver.recorder import write_json
 
-    try:
+    with suppress(OSError):  # a full disk, which the run itself reports
         write_json(folder / NOTE, note)
-    except OSError:  # a full disk, which the run itself reports
-        return
 
 
 @contextmanager
@@ -212,7 +206,8 @@ def _wait(file, folder: Path, patience_s: float, report: Callable[[str], None]) 
             lock(file)
             return
         except BlockingIOError:
-            holder = _holder(folder)
+            note = driver_of(folder)
+            holder = "process {pid} on {host}".format(**note) if "pid" in note else "another process"
         if monotonic() > deadline:
             raise RunError(
                 "this run is being trained already",
@@ -224,8 +219,3 @@ def _wait(file, folder: Path, patience_s: float, report: Callable[[str], None]) 
             report(f"waiting for {holder} to let go of {folder}")
             told = True
         sleep(0.5)
-
-
-def _holder(folder: Path) -> str:
-    note = driver_of(folder)
-    return "process {pid} on {host}".format(**note) if "pid" in note else "another process"

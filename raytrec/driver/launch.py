@@ -134,9 +134,9 @@ def run_group(
     if watch.result is None and stop.signal is not None:
         raise Interrupted(stop.signal, watch.stopped_at)
     if watch.result is None:
-        run = in_shell(relative(Path(config.run.dir)))
-        again = f"raytrec train --resume {run}" if saves else "the same command again"
-        raise RunError("the workers ended without a result", where=config.run.dir, do=again)
+        again = f"raytrec train --resume {in_shell(relative(Path(config.run.dir)))}"
+        do = again if saves else "the same command again"
+        raise RunError("the workers ended without a result", where=config.run.dir, do=do)
     return watch.result
 
 

@@ -125,24 +125,14 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
             do="set train.compile=true",
         )
     if not grows:  # else the run reports for how many workers there is room, while it waits
-        if device == "cuda":
-            _check_kinds(nodes)
+        refusals = [not_served(kind, node.address) for node in nodes for kind in node.kinds]
+        if device == "cuda" and refusals and all(refusals) and all(node.kinds for node in nodes):
+            raise refusals[0]  # else workers check the GPUs that they get
         _check_room(config, device, sum(node.gpus for node in nodes))
     names = sorted({name for node in nodes for name, _ in node.kinds if not known_gpu(name)})
     if device == "cuda" and names:
         console.note(f"the bandwidths of {', '.join(names)} are not known: tables are sharded as for a V100")
     return device
-
-
-def _check_kinds(nodes: list[GpuNode]) -> None:
-    """Whether FBGEMM may have code for one of the GPUs. Workers check those that they are given.
-
-    Raises:
-        ConfigError: it has for none.
-    """
-    refusals = [not_served(kind, node.address) for node in nodes for kind in node.kinds]
-    if refusals and refusals[0] and all(refusals) and all(node.kinds for node in nodes):
-        raise refusals[0]
 
 
 def _check_room(config: RunConfig, device: str, gpus: int) -> None:
@@ -185,13 +175,13 @@ def reads_elsewhere(config: RunConfig, device: str) -> bool:
 def check_constraints(
     config: RunConfig, schema: Schema, device: str, nodes: list[GpuNode], console: Any
 ) -> None:
-    """Whether constraints can be kept with every number of workers, as far as hosts and memory are known.
+    """Check that constraints can be kept with every number of workers, where hosts and memory are known.
 
     Args:
-        nodes: those with GPUs.
+        nodes: Nodes with GPUs.
     """
-    plan, least, most, local = config.plan, config.scaling.min_workers, config.scaling.max_workers, is_local()
-    memory = int(plan.memory_gib * GIB) if plan.memory_gib else None
+    least, most, local = config.scaling.min_workers, config.scaling.max_workers, is_local()
+    memory = int(config.plan.memory_gib * GIB) if config.plan.memory_gib else None
     if memory is None and device == "cuda":
         memory = min((node.gpu_memory for node in nodes if node.gpu_memory), default=None)
     elif memory is None and local:
@@ -218,7 +208,7 @@ def check_constraints(
 
 
 def _host_share(nodes: list[GpuNode], workers: int, local: bool) -> int | None:
-    """Bytes of main memory for each worker on GPUs, as far as that is known."""
+    """Return the bytes of main memory for each worker on GPUs; None if unknown."""
     if local:
         return system_memory() // workers
     known = [node for node in nodes if node.host_memory]

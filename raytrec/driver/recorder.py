@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
@@ -54,9 +54,37 @@ class Watch:
         self.unsaved: RunError | None = None
         self._record, self._unrecorded = record, set()
 
-    def reading(self, coordinator: Any) -> _Reading:
-        """A block in which a thread reads the coordinator's messages; at its end none is left there."""
-        return _Reading(coordinator, lambda values: self.receive(from_json(values)))
+    @contextmanager
+    def reading(self, coordinator: Any) -> Iterator[None]:
+        """Read the coordinator's messages in a thread while the block runs; at its end none is left.
+
+        No call of the thread to Ray lasts: a thread that is still in a call while Ray is shut down, after a
+        part of Ray was lost, crashes the process.
+        """
+        import ray
+
+        over, lost = Event(), Event()
+        thread = Thread(target=self._read, args=(coordinator, over, lost), name="coordinator", daemon=True)
+        thread.start()
+        try:
+            yield
+        except RayLost:  # the coordinator is gone, too, and Ray may not report it
+            lost.set()
+            raise
+        finally:
+            over.set()
+            if not lost.is_set():
+                coordinator.release.remote()
+            thread.join()
+            if not lost.is_set():
+                ray.kill(coordinator)
+
+    def _read(self, coordinator: Any, over: Event, lost: Event) -> None:
+        last = False
+        while not last and not lost.is_set():
+            last = over.is_set()
+            for values in _messages(coordinator, 0 if last else CALL_S, over, lost):
+                self.receive(from_json(values))
 
     def failed(self, cause: str, again: bool) -> None:
         """Notes that all workers have ended, which no coordinator could report."""
@@ -185,53 +213,18 @@ class Record:
         return taken
 
 
-class _Reading:
-    """Reads the coordinator's messages in a thread.
+def _messages(coordinator: Any, wait_s: float, over: Event, lost: Event) -> list[dict[str, Any]]:
+    """Return the messages that the coordinator has, or gets within this time."""
+    import ray
 
-    No call of it to Ray lasts: a thread that is still in one while Ray is shut down, after a part of Ray was
-    lost, crashes the process.
-    """
-
-    def __init__(self, coordinator: Any, receive: Callable[[dict[str, Any]], None]):
-        self._coordinator, self._receive, self._over, self._lost = coordinator, receive, Event(), Event()
-        self._thread = Thread(target=self._read, name="coordinator", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
-        if isinstance(error, RayLost):  # the coordinator is gone, too, and Ray may not report it
-            self._lost.set()
-        self._over.set()
-        if not self._lost.is_set():
-            self._coordinator.release.remote()
-        self._thread.join()
-        if not self._lost.is_set():
-            import ray
-
-            ray.kill(self._coordinator)
-
-    def _read(self) -> None:
-        last = False
-        while not last:
-            last = self._over.is_set()
-            for message in self._messages(0 if last else CALL_S):
-                self._receive(message)
-
-    def _messages(self, wait_s: float) -> list[dict[str, Any]]:
-        """Those that are there, or come within so many seconds."""
-        import ray
-
-        if self._lost.is_set():
-            return []
-        try:
-            answer = self._coordinator.get.remote(wait_s)
-            while not self._lost.is_set():
-                with suppress(ray.exceptions.GetTimeoutError):
-                    return ray.get(answer, timeout=WAIT_S)
-        except ray.exceptions.RayError:  # it has ended, and Ray starts it again; or all of Ray has
-            self._over.wait(WAIT_S)
-        return []
+    try:
+        answer = coordinator.get.remote(wait_s)
+        while not lost.is_set():
+            with suppress(ray.exceptions.GetTimeoutError):
+                return ray.get(answer, timeout=WAIT_S)
+    except ray.exceptions.RayError:  # the coordinator has ended, and Ray restarts it; or all of Ray has ended
+        over.wait(WAIT_S)
+    return []
 
 
 def write_json(path: Path, values: Any) -> None:

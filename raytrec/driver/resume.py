@@ -183,7 +183,7 @@ def check_same_data(
 
 
 def _trained(schema: Schema) -> str:
-    """What of a schema a result depends on."""
+    """Return the part of a schema that results depend on."""
     return schema.model_copy(update={"statistics": {}}).to_yaml()
 
 

@@ -15,7 +15,7 @@ from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.driver_state import driver_of, record_driver
 from raytrec.driver.prepare import make_run_folder
-from raytrec.driver.recorder import Record, Watch, _Reading
+from raytrec.driver.recorder import Record, Watch
 
 
 def test_no_thread_is_left_in_a_call_to_a_ray_that_was_lost(ray_cluster):
@@ -29,7 +29,7 @@ def test_no_thread_is_left_in_a_call_to_a_ray_that_was_lost(ray_cluster):
 
     coordinator = Silent.remote()
     ray.get(coordinator.__ray_ready__.remote())
-    with pytest.raises(RayLost), _Reading(coordinator, print):
+    with pytest.raises(RayLost), Watch(console=None).reading(coordinator):
         time.sleep(1)
         began = time.monotonic()
         raise RayLost("Ray's raylet has ended")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from raytrec.checks.live.outcome import START, Check, Outcome, Position, differing, ranks
 from raytrec.checks.live.registry import check
 
@@ -28,14 +30,9 @@ class SameEnvironment(Check):
         return self.outcome(position.step, problems, good, float(len(problems)), 0.0)
 
 
-def _apart(one: str, other: str) -> tuple[str, str]:
-    """The parts of two texts from a little before where they part."""
-    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    start = max(0, (min(len(one), len(other)) if same is None else same) - VALUE_WIDTH // 3)
-    cut = [
-        ("…" if start else "")
-        + text[start : start + VALUE_WIDTH]
-        + ("…" if len(text) > start + VALUE_WIDTH else "")
-        for text in (one, other)
-    ]
-    return cut[0], cut[1]
+def _apart(one: str, other: str) -> list[str]:
+    """Return the parts of two texts around the first character in which they differ."""
+    same = [*takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
+    start = max(0, len(same) - VALUE_WIDTH // 3)
+    end = start + VALUE_WIDTH
+    return ["…" * (start > 0) + text[start:end] + "…" * (len(text) > end) for text in (one, other)]
