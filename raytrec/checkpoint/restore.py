@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from raytrec.checkpoint.files import indexes
-from raytrec.checkpoint.finite import not_finite, on_any_rank
 from raytrec.checkpoint.index import CheckpointError
-from raytrec.checkpoint.state import LogicalState, State
+from raytrec.checkpoint.state import LogicalState, State, not_finite, on_any_rank
 from raytrec.checkpoint.storage import ShardReader
 from raytrec.common.errors import root_cause
 

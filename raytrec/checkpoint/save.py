@@ -26,11 +26,9 @@ from raytrec.checkpoint.files import (
     remove_oldest,
     remove_others,
 )
-from raytrec.checkpoint.finite import not_finite, on_any_rank
-from raytrec.checkpoint.hostcopy import HostCopy
 from raytrec.checkpoint.index import NoRoom
-from raytrec.checkpoint.snapshot import RowSnapshot
-from raytrec.checkpoint.state import State
+from raytrec.checkpoint.snapshot import HostCopy, RowSnapshot
+from raytrec.checkpoint.state import State, not_finite, on_any_rank
 from raytrec.checkpoint.storage import ShardWriter
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError, root_cause

@@ -13,23 +13,9 @@ from raytrec.common.reading import NotReadable
 
 MOST_BLOCK_BYTES = 1 << 30  # a block is what is read at a time
 MOST_DIMENSIONS = 8
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "bool": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint64": 8,
-    "uint32": 4,
-    "uint16": 2,
-    "uint8": 1,
-}
+ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+ITEM_BYTES |= {f"float{8 * width}": width for width in (2, 4, 8)}
+ITEM_BYTES |= {f"{kind}{8 * width}": width for kind in ("int", "uint") for width in (1, 2, 4, 8)}
 
 Count = Annotated[int, Strict(), Field(ge=0, lt=2**62)]
 Counts = Annotated[list[Count], Field(max_length=MOST_DIMENSIONS)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from pyarrow import fs
@@ -20,6 +22,11 @@ from raytrec.common.storage import join_uri, open_filesystem, read_bytes, sync
 
 OTHER = "choose another --out, or remove the folder yourself"
 T = TypeVar("T")
+
+
+def binding_of(*parts: Any) -> str:
+    """Return a hash of JSON values that determine the content of a folder or file."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 class OutputFolder:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,18 +17,24 @@ from raytrec.checkpoint.managed import ids_of
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import bytes_text, number, percent
-from raytrec.common.output_folder import ClaimedFolder
+from raytrec.common.output_folder import ClaimedFolder, binding_of
 from raytrec.common.storage import absolute, open_filesystem
 from raytrec.driver.console import Pairs, RunConsole, Summary
 from raytrec.driver.datasets import as_examples, open_inputs
 from raytrec.driver.evaluation import resolve_checkpoint
-from raytrec.exporting.compare import compare_precisions
-from raytrec.exporting.golden import check_golden, golden_rows_of, golden_scores
+from raytrec.exporting.compare import check_golden, compare_precisions, golden_rows_of, golden_scores
 from raytrec.exporting.mlflow_model import MlflowRun
-from raytrec.exporting.onnx_model import ComparedProgram, make_onnx
-from raytrec.exporting.tables import block_bytes, plan_table
+from raytrec.exporting.programs import ComparedProgram, make_onnx
 from raytrec.exporting.target import Target
-from raytrec.exporting.trained import Trained, read_trained, source_of, tasks_of, towers_of
+from raytrec.exporting.trained import (
+    Trained,
+    block_bytes,
+    plan_table,
+    read_trained,
+    source_of,
+    tasks_of,
+    towers_of,
+)
 from raytrec.metrics.selection import EVAL
 from raytrec.scoring.load import open_export
 from raytrec.scoring.manifest import GOLDEN, ONNX, Manifest, PrecisionName, ProgramEntry
@@ -135,8 +139,8 @@ def export(
     places = absolute(str(data)) if data else config.data.test or config.data.valid or config.data.train
     precision: PrecisionName = quantize or "fp32"
     options = precision, golden_rows, onnx
-    request = _hash(absolute(str(run)), checkpoint, *options)
-    target = Target(ClaimedFolder(out, "raytrec export"), _hash(index["sha256"], *options), request)
+    request = binding_of(absolute(str(run)), checkpoint, *options)
+    target = Target(ClaimedFolder(out, "raytrec export"), binding_of(index["sha256"], *options), request)
     if embed and not (mlflow and target.folder.is_local):
         raise ConfigError(
             "only a local export goes into an MLflow model",
@@ -172,10 +176,6 @@ def export(
         "seconds": round(perf_counter() - began, 3),
     }
     return Exported(metrics, out)
-
-
-def _hash(*parts: str | int | None) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _write(

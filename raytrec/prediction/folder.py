@@ -11,7 +11,6 @@ Readers of folders of Parquet pass over names that begin with _.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from uuid import uuid4
 
 import pyarrow as pa
@@ -27,7 +26,7 @@ import pyarrow.parquet as pq
 
 from raytrec.common.documents import document
 from raytrec.common.errors import ConfigError, DataError, os_errors
-from raytrec.common.output_folder import OTHER, ClaimedFolder
+from raytrec.common.output_folder import OTHER, ClaimedFolder, binding_of
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import open_filesystem
 from raytrec.config.tasks import TowerName
@@ -68,11 +67,11 @@ class Manifest:
     def binding(self) -> str:
         """Stands for all that a file's content depends on."""
         tower = [self.vectors] if self.vectors else []
-        return _hash([self.checkpoint_id, self.scores, self.columns, self.input, *tower])
+        return binding_of(self.checkpoint_id, self.scores, self.columns, self.input, *tower)
 
     def plan(self, batch_rows: int, span_rows: int) -> str:
         """Stands for all that a part's content depends on."""
-        return _hash([self.binding, self.rules, batch_rows, span_rows])[:16]
+        return binding_of(self.binding, self.rules, batch_rows, span_rows)[:16]
 
     def difference(self, before: Manifest) -> tuple[str, str] | None:
         """Return how a folder with another manifest differs, and what to do; None for the same predictions.
@@ -270,7 +269,3 @@ def check_place(out: str, data: str) -> str:
             do="choose another --out",
         )
     return prefix + below
-
-
-def _hash(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
 from raytrec.common.documents import read_document
@@ -40,7 +40,14 @@ class Record(TypedDict):
     error: str | None
 
 
+def _complete(values: Any) -> Any:
+    if isinstance(values, dict) and (missing := asdict(Settings()).keys() - values.keys()):
+        raise ValueError(f"{min(missing)} is missing")
+    return values
+
+
 Records = Annotated[list[Record], Field(min_length=1)]
+StoredSettings = Annotated[Settings, BeforeValidator(_complete)]
 
 
 def write_search(search: Search) -> None:
@@ -77,7 +84,7 @@ def read_settings(folder: Path) -> Settings:
     Raises:
         RunError: there is no search, or the file is damaged. ConfigError: a number is out of range.
     """
-    return read_document(str(folder), SEARCH, Settings, "search", "raytrec tune")
+    return read_document(str(folder), SEARCH, StoredSettings, "search", "raytrec tune")
 
 
 def reopen(folder: Path, trials: int | None, allow_code: bool, patience_s: float = 0) -> Search:

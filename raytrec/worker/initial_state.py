@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raytrec.checkpoint.finite import not_finite, on_any_rank
 from raytrec.checkpoint.index import read_index
 from raytrec.checkpoint.managed import ids_to_read, take_over_ids
 from raytrec.checkpoint.restore import load, restore
 from raytrec.checkpoint.sound import why_no_progress
-from raytrec.checkpoint.state import LogicalState, State, is_average
+from raytrec.checkpoint.state import LogicalState, State, is_average, not_finite, on_any_rank
 from raytrec.checkpoint.table_starts import schema_of, table_starts
 from raytrec.common import messages
 from raytrec.common.errors import RunError

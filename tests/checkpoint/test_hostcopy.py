@@ -10,8 +10,8 @@ from small import batches, build, config, train
 from standin import cuda
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from raytrec.checkpoint.hostcopy import HostCopy
 from raytrec.checkpoint.save import Saver
+from raytrec.checkpoint.snapshot import HostCopy
 from raytrec.checkpoint.state import LogicalState
 from raytrec.config.training import CheckpointSection
 

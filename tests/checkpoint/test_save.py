@@ -11,11 +11,10 @@ from small import build, config
 
 from raytrec.checkpoint import files, save
 from raytrec.checkpoint.files import remove_oldest, steps
-from raytrec.checkpoint.finite import in_words, not_finite
 from raytrec.checkpoint.index import write_index
 from raytrec.checkpoint.restore import restore
 from raytrec.checkpoint.save import NotFinite, Saver
-from raytrec.checkpoint.state import LogicalState
+from raytrec.checkpoint.state import LogicalState, in_words, not_finite
 from raytrec.checkpoint.storage import ShardWriter
 from raytrec.config.training import CheckpointSection
 from raytrec.metrics.selection import figures_of

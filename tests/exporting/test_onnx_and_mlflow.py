@@ -21,8 +21,7 @@ from test_models import CASES, Modelled
 import raytrec
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.exporting.mlflow_model import REQUIRED, signature_of
-from raytrec.exporting.onnx_model import make_onnx
-from raytrec.exporting.programs import Program
+from raytrec.exporting.programs import Program, make_onnx
 from raytrec.scoring.manifest import Input
 
 

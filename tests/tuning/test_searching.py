@@ -172,10 +172,13 @@ KEYS = ("state", "values", "error")
 @pytest.mark.parametrize(
     "change, mistake",
     [
-        *((lambda trial, key=key: trial.pop(key), f"cannot be read: KeyError: '{key}'") for key in KEYS),
+        *(
+            (lambda trial, key=key: trial.pop(key), f"cannot be read: 1.{key}: Field required")
+            for key in KEYS
+        ),
         (lambda trial: trial.update(state="odd"), "trials.json of the search cannot be read"),
         (lambda trial: trial["values"].pop("model.dropout"), "trial 2 of the search is not what its space"),
-        (lambda trial: trial.update(values=[]), "trial 2 of the search is not what its space draws"),
+        (lambda trial: trial.update(values=[]), "trials.json of the search cannot be read: 1.values"),
         (lambda trial: trial["values"].update({"model.dropout": "much"}), "trial 2 .*its space draws"),
     ],
 )
