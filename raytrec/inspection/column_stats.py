@@ -305,20 +305,6 @@ def count_distinct(hashes: np.ndarray) -> int:
     return round((SMALLEST - 1) / (float(hashes[SMALLEST - 1]) / 2**64))
 
 
-def share_of(inner: ColumnStats, outer: ColumnStats) -> float:
-    """Which share of a column's distinct values are another's, too, as far as their smallest hashes tell."""
-    known = [s.hashes[-1] for s in (inner, outer) if len(s.hashes) >= SMALLEST]
-    mine, theirs = (s.hashes[s.hashes <= min(known)] if known else s.hashes for s in (inner, outer))
-    first = mine[:FEW]  # most columns have nothing in common, which a few values show
-    if (
-        len(mine) > FEW
-        and len(theirs)
-        and not (theirs[np.searchsorted(theirs, first).clip(max=len(theirs) - 1)] == first).any()
-    ):
-        return 0.0
-    return len(np.intersect1d(mine, theirs, assume_unique=True)) / max(len(mine), 1)
-
-
 def pair_with_labels(
     column: ColumnStats, data: Mapping[str, pa.ChunkedArray], labels: Sequence[ColumnStats]
 ) -> None:

@@ -36,11 +36,8 @@ class HotIds:
             np.concatenate(each) for each in zip((self._ids, self._counts), *self._new, strict=True)
         )
         self._new, self._new_count = [], 0
-        order = np.argsort(hashes, kind="stable")
-        hashes, first = hashes[order], np.ones(len(hashes), bool)
-        first[1:] = hashes[1:] != hashes[:-1]
-        starts = np.flatnonzero(first)
-        ids, sums = hashes[starts], np.add.reduceat(counts[order], starts) if len(starts) else counts
+        ids, places = np.unique(hashes, return_inverse=True)
+        sums = np.bincount(places, counts, len(ids)).astype(np.int64)
         if len(ids) > MOST:
             place = len(sums) - MOST - 1
             least = int(np.partition(sums, place)[place])

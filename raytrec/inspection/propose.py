@@ -21,7 +21,7 @@ A table whose ids fill their range has a row for each id up to the highest one, 
 service reads larger values of an ordinal (at most 100 values, such as an age) as the highest, and larger ids
 as one more row, which is not trained. If only a sample was read, there is a tenth more rows, and larger ids
 are hashed. Text, wide and negative ids are hashed into ten times as many rows as there are values (of many:
-twice as many), or more, so that frequent values do not share a row (table_size.py). Floats that are whole
+twice as many), or more, so that frequent values do not share a row (shared_tables.py). Floats that are whole
 numbers have the roles of integers.
 """
 
@@ -45,8 +45,13 @@ from raytrec.inspection.column_roles import (
 from raytrec.inspection.column_scan import scan_columns
 from raytrec.inspection.column_stats import ColumnStats, copied_label
 from raytrec.inspection.result import Inspection, as_flow
-from raytrec.inspection.shared_tables import SharedTable, find_tables, free_name, is_sequence
-from raytrec.inspection.table_size import bucket_boundaries
+from raytrec.inspection.shared_tables import (
+    SharedTable,
+    bucket_boundaries,
+    find_tables,
+    free_name,
+    is_sequence,
+)
 
 # Of transforms: in lists, all but fill_null remove nulls, whose weights would stay.
 ORDER = ("fill_null", "cast", "drop_null", "binarize", "clip", "bucketize")

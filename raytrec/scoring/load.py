@@ -29,7 +29,6 @@ from raytrec.scoring.program_archive import load_program
 from raytrec.scoring.rows import wide
 from raytrec.scoring.scorer import Scorer
 
-HASHED_BYTES = 16 << 20  # bytes that are hashed together
 COPY = "raytrec-export-"  # begins the names of temporary folders
 
 
@@ -162,12 +161,9 @@ def check_files(folder: Path, manifest: Manifest, tables: bool, where: str) -> N
 
 
 def sha256_of(file: Path) -> str:
-    """Of a file's content."""
-    digest = hashlib.sha256()
+    """Return the checksum of a file's content."""
     with file.open("rb") as stream:
-        while data := stream.read(HASHED_BYTES):
-            digest.update(data)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def open_export(folder: Path, manifest: Manifest) -> Scorer:

@@ -72,14 +72,6 @@ class Report:
     figures: tuple[Metric, ...] = ()
 
 
-@dataclass
-class Seen:
-    """A replica's last report, and when it came."""
-
-    report: Report
-    at: float
-
-
 class Coordinator:
     """An actor; its methods are called by replicas, which may end at any time.
 
@@ -100,7 +92,7 @@ class Coordinator:
         self._complete = monotonic() + 2 * FOLLOW_S if again else 0.0
         # Other numbers than before it was started again, which replicas may still report.
         self._order, self._changed = Order(int(time.time() * 1000), self._now), asyncio.Event()
-        self._replicas: dict[str, Seen] = {}
+        self._replicas: dict[str, tuple[Report, float]] = {}  # last report of each, and its time
         self._news = ""
         self._busy = asyncio.Lock()
 
@@ -155,16 +147,16 @@ class Coordinator:
 
     async def hear(self, replica: str, report: Report) -> None:
         """Takes a replica's report."""
-        self._replicas[replica] = Seen(report, monotonic())
+        self._replicas[replica] = report, monotonic()
 
     async def versions(self) -> dict[str, str]:
         """Replica → the version that it answers with, of those that are there."""
-        return {name: seen.report.version for name, seen in self._live().items()}
+        return {name: report.version for name, report in self._live().items()}
 
     async def metrics(self) -> bytes:
         """The text of /metrics, of all replicas as they have last reported: all through here, as a replica's
         counter would fall if the replica itself answered one scrape and another one the next."""
-        return write_metrics({name: seen.report.figures for name, seen in self._live().items()})
+        return write_metrics({name: report.figures for name, report in self._live().items()})
 
     async def overview(self) -> dict[str, Any]:
         """Return the version of each replica, and the version that answered before."""
@@ -188,12 +180,11 @@ class Coordinator:
         async with self._busy:
             self._tell(prepare=uri)
             prepared = await self._carried_out()
-            failed = [(name, seen.report) for name, seen in prepared.items() if seen.report.error]
-            versions = {seen.report.prepared for seen in prepared.values()}
-            if failed or len(versions) != 1:
+            errors = [report.error for report in prepared.values() if report.error]
+            versions = {report.prepared for report in prepared.values()}
+            if errors or len(versions) != 1:
                 self._tell()
-                other = RunError("replicas have loaded different files", where=uri)
-                raise failed[0][1].error if failed else other
+                raise errors[0] if errors else RunError("replicas have loaded different files", where=uri)
             export = Export(uri, versions.pop())
             if export != self._now:
                 self._remember(export, self._now, self._declared)
@@ -212,7 +203,7 @@ class Coordinator:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _carried_out(self) -> dict[str, Seen]:
+    async def _carried_out(self) -> dict[str, Report]:
         """The replicas that are there, when all of them have carried out the order.
 
         Raises:
@@ -230,7 +221,7 @@ class Coordinator:
                     where=where,
                     do="see the service's log; an export may need more memory than there is",
                 )
-            done = all(seen.report.done == self._order.number for seen in live.values())
+            done = all(report.done == self._order.number for report in live.values())
             if live and done and monotonic() > self._complete:
                 return live
             if not live and monotonic() - began > 2 * GONE_S:
@@ -239,8 +230,8 @@ class Coordinator:
         self._tell()
         raise RunError("replicas do not answer", where="the service", do="see its log")
 
-    def _live(self) -> dict[str, Seen]:
-        """Replicas that still report."""
-        now = monotonic()
-        self._replicas = {name: seen for name, seen in self._replicas.items() if now - seen.at < GONE_S}
-        return self._replicas
+    def _live(self) -> dict[str, Report]:
+        """Return the last report of each replica that still reports."""
+        oldest = monotonic() - GONE_S
+        self._replicas = {name: seen for name, seen in self._replicas.items() if seen[1] > oldest}
+        return {name: report for name, (report, _) in self._replicas.items()}

@@ -14,7 +14,7 @@ from raytrec.config.base import Section
 from raytrec.scoring.manifest import read_manifest
 
 TOKEN = "RAYTREC_SERVE_TOKEN"
-Location = Annotated[str, AfterValidator(absolute)]  # local path or URI
+Location = Annotated[str, AfterValidator(lambda place: place and absolute(place))]  # local path or URI
 
 
 class Served(Section):

@@ -25,7 +25,7 @@ from raytrec.data.arrow import pick_columns
 from raytrec.scoring.rows import with_user
 from raytrec.serving.bodies import Query
 from raytrec.serving.figures import Figures
-from raytrec.skew.rows import REQUEST, VERSION
+from raytrec.skew.samples import REQUEST, VERSION
 
 _log = logging.getLogger(__name__)
 MOST_WAITING = 20_000  # rows between requests and the thread

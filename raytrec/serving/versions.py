@@ -14,7 +14,7 @@ from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.coordinator import Export, Order, Report
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
@@ -122,6 +122,6 @@ def carry_out(versions: Versions, order: Order, before: Report) -> Report:
     except RaytrecError as failed:
         error = copy(failed)  # its traceback would keep the exports of its frames
     except Exception as failed:
-        log.exception("an order could not be carried out")
+        _log.exception("an order could not be carried out")
         error = RunError(f"{type(failed).__name__}: {failed}", where=order.prepare or answer.uri)
     return Report(order.number, versions.version, prepared, error)

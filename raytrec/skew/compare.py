@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,16 @@ from raytrec.common.errors import RunError
 from raytrec.common.formatting import percent
 from raytrec.common.storage import absolute
 from raytrec.common.terminal import bold, open_console, plain
+from raytrec.config.schema import Schema
 from raytrec.scoring.load import load
-from raytrec.scoring.scorer import TOLERANCE, Scorer
-from raytrec.skew.distributions import LENGTHS, MODERATE, TOP, chance, in_bins, of_ids, of_numbers, psi
-from raytrec.skew.rows import RowStats, find_groups, read_rows
+from raytrec.scoring.scorer import TOLERANCE
+from raytrec.skew.samples import RowSample, find_groups, read_rows
 
 SAMPLE_ROWS = 50_000  # of the log and of the data that are looked at
+MODERATE = 0.1  # psi, from which a change is worth a look (Siddiqi 2006); 0.25: it is large
+DECILES = 10  # of training: the bins of numbers
+TOP = 20  # ids that are compared one by one, all others together
+LENGTHS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256])  # upper bounds of the bins of bags' lengths
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Measure:
     """One way in which a column of the log may differ from training.
 
     Attributes:
-        psi: see distributions.psi. chance: what it exceeds once in a thousand times without a difference.
+        psi: see `psi`. chance: what it exceeds once in a thousand times without a difference.
         log, training: what it was of: figures by name.
     """
 
@@ -117,29 +122,31 @@ def skew(
             expected=f"rows of {version}; it has {', '.join(sorted(others))}",
             do="--export URI of a version that is in the log",
         )
-    served, measures, trained = read_rows(scorer, groups[version], rows, logged=True), [], RowStats()
+    served, measures, data_rows = read_rows(scorer, groups[version], rows, logged=True), [], 0
     if data:
         found = [group for each in find_groups(absolute(data), "--data").values() for group in each]
         trained = read_rows(scorer, found, rows, logged=False)
-        measures = sorted(
-            _Comparison(served, trained).measures(scorer), key=lambda m: (not m.differs, -m.psi)
-        )
-    rescored = {name: _differences(np.concatenate(off)) for name, off in served.off.items()}
+        compared = _Comparison(served, trained).measures(scorer.reader.form.schema)
+        measures, data_rows = sorted(compared, key=lambda m: (not m.differs, -m.psi)), trained.rows
+    rescored = {name: _differences(given, served.rescored[name]) for name, given in served.scores.items()}
     differs = [f"{name} (scored again)" for name, each in rescored.items() if each["share"]]
     metrics = {
         "name": version,
         "rows": served.rows,
-        "requests": len(served.requests),
+        "requests": served.requests,
         "other_versions": others,
         "rescored": rescored,
-        "data_rows": trained.rows,
+        "data_rows": data_rows,
         "columns": [vars(each) | {"differs": each.differs} for each in measures],
         "differs": differs + [f"{each.column} ({each.measure})" for each in measures if each.differs],
     }
     return Skew(metrics, measures)
 
 
-def _differences(off_N: np.ndarray) -> dict[str, float]:
+def _differences(given_N: np.ndarray, again_N: np.ndarray) -> dict[str, float]:
+    off_N = np.abs(given_N - again_N) / np.maximum(1, np.abs(again_N))
+    off_N[np.isnan(given_N) & np.isnan(again_N)] = 0
+    off_N = np.nan_to_num(off_N, nan=1.0)
     return {
         "max": float(off_N.max()),
         "mean": float(off_N.mean()),
@@ -150,56 +157,102 @@ def _differences(off_N: np.ndarray) -> dict[str, float]:
 class _Comparison:
     """Measures of the log's rows against those of training."""
 
-    def __init__(self, served: RowStats, trained: RowStats):
-        self._served, self._trained = served, trained
+    def __init__(self, log: RowSample, training: RowSample):
+        self._sides = log, training
 
-    def measures(self, scorer: Scorer) -> Iterator[Measure]:
-        """All of them."""
-        schema, served, trained = scorer.reader.form.schema, self._served, self._trained
-        dense = np.concatenate(served.dense), np.concatenate(trained.dense)
+    def measures(self, schema: Schema) -> Iterator[Measure]:
+        """Yield all measures."""
         for place, name in enumerate(schema.dense):
-            yield self._numbers(name, "values", *(each[:, place] for each in dense))
+            yield self._numbers(name, "values", [each.dense[:, place] for each in self._sides])
             yield self._nulls(name)
-        for name in schema.sparse:
-            yield from self._ids(name, managed=bool(schema.tables[schema.sparse[name].table].ids))
+        for name, spec in schema.sparse.items():
+            yield from self._ids(name, "without a row" if schema.tables[spec.table].ids else "out of range")
             yield self._nulls(name)
-        for name, values in served.scores.items():
-            yield self._numbers(name, "scores", np.concatenate(values), np.concatenate(trained.scores[name]))
+        for name in self._sides[0].scores:
+            yield self._numbers(name, "scores", [each.scores[name] for each in self._sides])
 
-    def _measure(self, column: str, measure: str, counts: Any, log: Any, training: Any) -> Measure:
+    def _measure(self, column: str, measure: str, counts: Any, figures: Any) -> Measure:
         found_B, expected_B = counts
         bins = int(((found_B + expected_B) > 0).sum())
-        by_chance = chance(bins, self._served.independent, self._trained.independent)
-        return Measure(column, measure, psi(found_B, expected_B), by_chance, log, training)
+        by_chance = chance(bins, *(each.independent for each in self._sides))
+        return Measure(column, measure, psi(found_B, expected_B), by_chance, *figures)
 
-    def _numbers(self, column: str, measure: str, found_N: np.ndarray, expected_M: np.ndarray) -> Measure:
-        counts = of_numbers(found_N, expected_M)
-        return self._measure(column, measure, counts, _figures(found_N), _figures(expected_M))
+    def _numbers(self, column: str, measure: str, values: list[np.ndarray]) -> Measure:
+        """Compare numbers between the deciles of training."""
+        bounds = np.unique(np.quantile(values[1], np.linspace(0, 1, DECILES + 1)))
+        return self._measure(
+            column, measure, [_in_bins(each, bounds) for each in values], map(_figures, values)
+        )
 
-    def _share(self, column: str, measure: str, found: float, expected: float) -> Measure:
-        """A share of the log's rows or lookups, and of training's."""
-        rows = self._served.rows, self._trained.rows
-        counts = (np.array([s, 1 - s]) * n for s, n in zip((found, expected), rows, strict=True))
-        return self._measure(column, measure, counts, {"share": found}, {"share": expected})
+    def _share(self, column: str, measure: str, shares: list[float]) -> Measure:
+        """Compare shares of rows or lookups."""
+        counts = [np.array([s, 1 - s]) * each.rows for s, each in zip(shares, self._sides, strict=True)]
+        return self._measure(column, measure, counts, [{"share": share} for share in shares])
 
     def _nulls(self, column: str) -> Measure:
-        served, trained = self._served, self._trained
-        shares = (each.nulls[column] / each.rows for each in (served, trained))
-        return self._share(column, "nulls", *shares)
+        return self._share(column, "nulls", [each.nulls[column] / each.rows for each in self._sides])
 
-    def _ids(self, feature: str, managed: bool) -> Iterator[Measure]:
-        sides = self._served, self._trained
-        found, expected = (each.ids[feature] for each in sides)
-        counts = of_ids(found, expected)
-        top = ({f"top {TOP}": 1 - c[-1] / max(1, c.sum())} for c in counts)
-        yield self._measure(feature, "ids", counts, *top)
-        unseen = found.counts[expected.count(found.ids) == 0].sum() / max(1, found.total)
-        yield self._share(feature, "unseen ids", float(unseen), expected.unseen())
-        odd = (each.odd[feature] / max(1, each.ids[feature].total) for each in sides)
-        yield self._share(feature, "ids without a row" if managed else "ids out of range", *odd)
-        lengths = [np.concatenate(each.lengths[feature]) for each in sides]
-        figures = ({"mean": float(n.mean()), "empty": float((n == 0).mean())} for n in lengths)
-        yield self._measure(feature, "length", [in_bins(n, LENGTHS) for n in lengths], *figures)
+    def _ids(self, feature: str, odd: str) -> Iterator[Measure]:
+        sides = self._sides
+        found_N, expected_M = ids = [each.ids[feature] for each in sides]
+        known, often = np.unique(expected_M, return_counts=True)
+        top = known[np.argsort(-often, kind="stable")[:TOP]]
+        counts = [_count_top(each, top) for each in ids]
+        tops = [{f"top {TOP}": 1 - each[-1] / max(1, each.sum())} for each in counts]
+        yield self._measure(feature, "ids", counts, tops)
+        # Ids that are there once predict the share of further lookups whose ids are not there (I. J. Good,
+        # "The population frequencies of species", 1953).
+        once = float((often == 1).sum()) / max(1, len(expected_M))
+        unseen = float((~np.isin(found_N, known)).sum() / max(1, len(found_N)))
+        yield self._share(feature, "unseen ids", [unseen, once])
+        shares = [each.odd[feature] / max(1, len(each.ids[feature])) for each in sides]
+        yield self._share(feature, f"ids {odd}", shares)
+        lengths = [each.lengths[feature] for each in sides]
+        figures = [{"mean": float(n.mean()), "empty": float((n == 0).mean())} for n in lengths]
+        yield self._measure(feature, "length", [_in_bins(n, LENGTHS) for n in lengths], figures)
+
+
+def _in_bins(values_N: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """Return the number of values up to each bound, above the one before; last, those above all bounds."""
+    return np.bincount(np.searchsorted(bounds, values_N), minlength=len(bounds) + 1)
+
+
+def _count_top(ids_N: np.ndarray, top: np.ndarray) -> np.ndarray:
+    """Return the number of lookups of each id of `top`, and last of all other ids: int64 [top + 1]."""
+    counts = np.array([(ids_N == each).sum() for each in top], np.int64)
+    return np.append(counts, len(ids_N) - counts.sum())
+
+
+def psi(found_B: np.ndarray, expected_B: np.ndarray) -> float:
+    """Return the population stability index Σ (p − q) ln(p / q) of two samples' counts in the same bins.
+
+    It is the symmetrical divergence of Jeffreys ("An invariant form for the prior probability in estimation
+    problems", 1946); the name and the bounds 0.1 and 0.25 are those of N. Siddiqi, "Credit Risk Scorecards"
+    (2006). Half a count is added to each bin, so that an empty one gives a number.
+
+    Args:
+        found_B: Counts of one sample, [bins].
+        expected_B: Counts of the other sample, [bins].
+    """
+    p_B, q_B = ((each + 0.5) / (each.sum() + 0.5 * len(each)) for each in (found_B, expected_B))
+    return float(((p_B - q_B) * np.log(p_B / q_B)).sum())
+
+
+def chance(bins: int, found: int, expected: int) -> float:
+    """Return what the index of two samples of one distribution exceeds once in a thousand times.
+
+    psi ÷ (1/n + 1/m) is about χ² with bins − 1 degrees of freedom (B. Yurdakul, "Statistical properties of
+    population stability index", 2018), whose quantile is that of Wilson and Hilferty ("The distribution of
+    chi-square", 1931).
+
+    Args:
+        bins: Number of bins that are not empty.
+        found: Independent values of one sample.
+        expected: Independent values of the other sample.
+    """
+    k, z = max(1, bins - 1), 3.09
+    quantile = k * (1 - 2 / (9 * k) + z * sqrt(2 / (9 * k))) ** 3
+    return quantile * (1 / max(1, found) + 1 / max(1, expected))
 
 
 def _figures(values_N: np.ndarray) -> dict[str, float]:

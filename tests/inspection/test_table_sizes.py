@@ -12,7 +12,7 @@ from reading import batch_of, read
 from raytrec.data.batch import Collator
 from raytrec.data.read_plan import ReadPlan
 from raytrec.inspection.propose import inspect
-from raytrec.scoring.rows import RowReader
+from raytrec.scoring.rows import RowReader, to_table
 
 ROWS = 4000
 
@@ -204,6 +204,6 @@ def test_requests_with_values_that_were_not_seen_are_read(tmp_path):
         {"age": -1, "user_id": -1, "city": "Chur"},
         {"age": None, "user_id": 299, "city": None},
     ]
-    sparse = Collator(reader.form, None)([reader.read(asked)], 3, 3).sparse
+    sparse = Collator(reader.form, None)([reader.read(to_table(asked, reader.columns))], 3, 3).sparse
     assert [ids.tolist() for ids in sparse["age"].to_dense()] == [[90], [0], []]
     assert [ids.tolist() for ids in sparse["user_id"].to_dense()] == [[300], [0], [299]]

@@ -1,0 +1,162 @@
+"""Rows of a request log, or of training data: read, counted and scored by an export."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from raytrec.common.errors import DataError
+from raytrec.config.features import columns_before
+from raytrec.data.arrow import is_list
+from raytrec.data.assemble import Assembled, Assembler, Rows
+from raytrec.data.footers import read_footer
+from raytrec.data.fragments import RowGroup
+from raytrec.data.listing import list_files
+from raytrec.data.partitions import find_in_folders, in_folders
+from raytrec.data.rows import decode_columns
+from raytrec.scoring.rows import RowReader
+from raytrec.scoring.scorer import Scorer
+
+REQUEST = "_request"  # column of a log: id of the request
+VERSION = b"raytrec.version"  # of a log's rows, in the metadata of their file
+MAX_GROUPS = 64  # row groups that are read, if each has enough rows
+SCORED_ROWS = 2048  # rows that are scored together
+
+Scores = dict[str, np.ndarray]  # column, of a task of classes column[class] → float32 [rows]
+
+
+@dataclass(frozen=True)
+class RowSample:
+    """Rows of a log, or of training data.
+
+    Attributes:
+        rows: Number of rows.
+        requests: Number of the log's requests; 0: training data.
+        dense: float32 [rows, dense columns].
+        ids: Feature → its lookups, int64.
+        lengths: Feature → lengths of its bags, int32 [rows].
+        odd: Feature → number of lookups out of range, or in rows that ids share.
+        nulls: Column or feature → number of rows with a null in its source columns.
+        scores: The log's scores; of training data, those of the export.
+        rescored: Scores of the export.
+    """
+
+    rows: int
+    requests: int
+    dense: np.ndarray
+    ids: dict[str, np.ndarray]
+    lengths: dict[str, np.ndarray]
+    odd: dict[str, int]
+    nulls: Counter
+    scores: Scores
+    rescored: Scores
+
+    @property
+    def independent(self) -> int:
+        """Number of values of a column that are independent of each other, at least."""
+        return self.requests or self.rows
+
+
+def find_groups(place: str, key: str) -> dict[str, list[RowGroup]]:
+    """Return the row groups of a folder by their version."""
+    files, found = list_files(place, key).files, defaultdict(list)
+    with ThreadPoolExecutor(16) as pool:
+        for file, footer in zip(files, pool.map(read_footer, files), strict=True):
+            version = (footer.metadata or {}).get(VERSION, b"no version").decode()
+            counts = (footer.row_group(number).num_rows for number in range(footer.num_row_groups))
+            found[version] += [RowGroup(file, number, rows) for number, rows in enumerate(counts) if rows]
+    return {version: groups for version, groups in found.items() if groups}
+
+
+def _tables(
+    groups: Sequence[RowGroup], rows: int, reader: RowReader, columns: list[str]
+) -> Iterator[tuple[str, pa.Table]]:
+    """Yield (file, up to SCORED_ROWS rows): about `rows` in all, a piece of each of some row groups."""
+    draw = np.random.default_rng(0)
+    each, left = -(-rows // min(MAX_GROUPS, len(groups))), rows
+    for place in draw.permutation(len(groups)):
+        group, count = groups[place], min(each, groups[place].rows, left)
+        if count:
+            first = int(draw.integers(0, group.rows - count + 1))
+            form = reader.form
+            if in_folders(group.path):
+                arrow = read_footer(group.path).schema.to_arrow_schema()
+                types = {field.name: field.type for field in reader.columns}
+                form = replace(form, types=types, from_folders=find_in_folders(arrow, form, group.path))
+            table = decode_columns(group.path, group.index, first, count, columns, form.folders)
+            yield from ((group.path, table.slice(at, SCORED_ROWS)) for at in range(0, count, SCORED_ROWS))
+        left -= count
+
+
+def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: bool) -> RowSample:
+    """Return about `rows` rows of Parquet, as the export reads and scores them.
+
+    Args:
+        logged: True if the rows are of a log, which contains scores and requests.
+    """
+    reader, names = scorer.reader, [task.column for task in scorer.manifest.tasks]
+    schema, transforms = reader.form.schema, reader.form.plan.transforms
+    sources = {name: columns_before(transforms, [name]) for name in schema.dense}
+    sources |= {name: columns_before(transforms, [schema.column_of(name)]) for name in schema.sparse}
+    columns = [*reader.columns.names, *([*names, REQUEST] if logged else [])]
+    pieces: list[Rows] = []
+    nulls, requests, scores, rescored = Counter(), set[str](), [], []
+    for file, table in _tables(groups, rows, reader, columns):
+        try:
+            pieces.append(reader.read(table))
+        except DataError as error:
+            raise DataError(**error.parts | {"where": f"{file}: {error.parts['where']}"}) from None
+        for name, of_name in sources.items():
+            null = np.any([pc.is_null(table[source]).to_numpy() for source in of_name], axis=0)
+            nulls[name] += int(null.sum())
+        rescored.append(_by_class(names, scorer.score(pieces[-1:])))
+        if logged:
+            requests.update(pc.unique(table[REQUEST]).to_pylist())
+            scores.append(_by_class(names, [_numbers(table[name]) for name in names]))
+    count = sum(map(len, pieces))
+    whole = Assembler(reader.form).assemble(pieces, count)
+    bags = whole.bags
+    lengths = dict(zip(bags.keys, bags.lengths.view(len(bags.keys), -1).numpy(), strict=True))
+    ids = dict(zip(bags.keys, bags.ids.split(bags.counts), strict=True))
+    odd = {name: _odd(scorer, name, ids[name], whole, place) for place, name in enumerate(bags.keys)}
+    ids = {name: each.numpy() for name, each in ids.items()}
+    again = _joined(rescored)
+    dense, given = whole.dense.numpy(), _joined(scores) if logged else again
+    return RowSample(count, len(requests), dense, ids, lengths, odd, nulls, given, again)
+
+
+def _odd(scorer: Scorer, feature: str, ids_N: torch.Tensor, rows: Assembled, place: int) -> int:
+    """Return the number of a feature's lookups out of range, or in rows that ids share."""
+    schema = scorer.reader.form.schema
+    name = schema.sparse[feature].table
+    if schema.tables[name].ids:
+        return int((scorer.rows_of(name, ids_N) >= schema.tables[name].own_rows).sum())
+    return int(rows.changed[0, place]) if rows.changed is not None else 0
+
+
+def _by_class(names: list[str], values: Sequence[np.ndarray]) -> Scores:
+    found = {}
+    for name, each in zip(names, values, strict=True):
+        if each.ndim == 1:
+            found[name] = each
+        else:
+            found |= {f"{name}[{i}]": each[:, i] for i in range(each.shape[1])}
+    return found
+
+
+def _joined(parts: list[Scores]) -> Scores:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _numbers(column: pa.ChunkedArray) -> np.ndarray:
+    """Return a column of scores: float32 [n] or [n, classes]."""
+    if not is_list(column.type):
+        return column.to_numpy()
+    return column.combine_chunks().flatten().to_numpy().reshape(len(column), -1)
