@@ -13,7 +13,7 @@ from raytrec.checkpoint.sound import why_no_run
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import number
 from raytrec.common.reading import MOST_YAML_BYTES, NotReadable, read_bytes, yaml_values
-from raytrec.common.storage import absolute, chooses_server, join_uri, open_filesystem, split_query
+from raytrec.common.storage import absolute, chooses_server, file_info, join_uri, open_filesystem, split_query
 from raytrec.config.trust import is_ours, not_ours
 from raytrec.metrics.selection import Figure
 
@@ -77,7 +77,7 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
         folder, index = newest(root)
         if folder:
             return folder, _of_a_run(folder, index)
-    if _is_step(split_query(place)[0].rpartition("/")[2]) or _exists(join_uri(place, INDEX)):
+    if _is_step(split_query(place)[0].rpartition("/")[2]) or file_info(join_uri(place, INDEX)).is_file:
         return place, _of_a_run(place, read_index(place))
     raise RunError(
         "there is no run or checkpoint here",
@@ -173,15 +173,14 @@ def _found(root: str) -> dict[int, dict | None]:
         try:
             found[step] = _about(folder)
         except CheckpointError:
-            if not _exists(join_uri(folder, INDEX)):
+            if not file_info(join_uri(folder, INDEX)).is_file:
                 found[step] = None
     return found
 
 
 def _about(folder: str) -> dict:
     """`about` of an index; read and checked again only if the file is another one."""
-    filesystem, path = open_filesystem(folder)
-    info = filesystem.get_file_info(f"{path}/{INDEX}")
+    info = file_info(join_uri(folder, INDEX))
     seen = info.size, info.mtime_ns
     if None in seen or _KNOWN.get(folder, (None,))[0] != seen:
         _KNOWN[folder] = seen, read_index(folder)["about"]
@@ -257,13 +256,6 @@ def _of_a_run(folder: str, index: dict[str, Any]) -> dict[str, Any]:
 
 def _is_step(name: str) -> bool:
     return name.startswith(STEP_PREFIX) and name.removeprefix(STEP_PREFIX).isdecimal()
-
-
-def _exists(uri: str) -> bool:
-    from pyarrow import fs
-
-    filesystem, path = open_filesystem(uri)
-    return filesystem.get_file_info(path).type == fs.FileType.File
 
 
 def _check_trusted(root: str, config: Path) -> None:

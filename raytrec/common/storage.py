@@ -57,6 +57,12 @@ def open_filesystem(uri: str):
     return filesystem, path.rstrip("/") or "/"
 
 
+def file_info(uri: str):
+    """Return pyarrow's FileInfo of a path or URI; its type is NotFound if nothing is there."""
+    filesystem, path = open_filesystem(uri)
+    return filesystem.get_file_info(path)
+
+
 def chooses_server(uri: str) -> bool:
     """Whether a URI decides which server is asked, and sent the credentials of this user.
 
@@ -172,24 +178,18 @@ def sibling(uri: str, name: str) -> str:
 
 def train_part(uri: str) -> str:
     """The train/ folder inside a folder that has one; else the place itself."""
-    from pyarrow import fs
-
     inner = join_uri(uri, "train")
-    filesystem, path = open_filesystem(inner)
-    return inner if filesystem.get_file_info(path).type == fs.FileType.Directory else uri
+    return inner if file_info(inner).type.name == "Directory" else uri
 
 
 def parts_beside(uri: str) -> dict[str, str]:
     """Validation and test data next to a folder train/ (or a file train.parquet): name → place."""
-    from pyarrow import fs
-
     name = split_query(uri)[0].rpartition("/")[2]
     if name.partition(".")[0] != "train":
         return {}
     found = {}
     for part in ("valid", "val", "validation", "test", "eval"):
         place = sibling(uri, name.replace("train", part, 1))
-        filesystem, path = open_filesystem(place)
-        if filesystem.get_file_info(path).type != fs.FileType.NotFound:
+        if file_info(place).type.name != "NotFound":
             found[part] = place
     return found

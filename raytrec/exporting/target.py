@@ -66,9 +66,8 @@ class Target:
             if before.binding == self.binding:
                 self.files = {name: entry for name, entry in before.files.items() if name in names}
             elif before.request != self.request:
-                raise self.folder.refused(
-                    "this folder holds an export of something else, which was interrupted"
-                )
+                what = "an export of something else that was interrupted"
+                raise self.folder.refused(f"this folder holds {what}")
             else:
                 for name in before.files.keys() & names:
                     self.folder.delete(name)
