@@ -78,7 +78,7 @@ def record_driver(folder: Path) -> Iterator[float]:
     except BaseException as error:
         note["status"] = "STOPPED" if isinstance(error, ASKED) else "FAILED"
         if note["status"] == "FAILED":
-            other = {"what": f"{type(error).__name__}: {error}"}
+            other: ErrorParts = {"what": f"{type(error).__name__}: {error}"}
             note["error"] = error.parts if isinstance(error, RaytrecError) else other
         raise
     else:
