@@ -102,7 +102,7 @@ class Rates:
                 f"no rates of lookups with the optimizer {way}",
                 where=self.source,
                 expected=f"one of {', '.join(self.lookup)}",
-                do="measure again with `raytrec doctor --rates`",
+                do="measure again with `raytrec doctor --measure`",
             )
         return self.lookup[way]
 
