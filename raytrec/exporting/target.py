@@ -17,7 +17,7 @@ UNFINISHED = "_export.json"  # what has been written, as long as not all has
 
 
 @dataclass(frozen=True)
-class Unfinished:
+class ExportClaim:
     """The claim of an export that is being written (_export.json).
 
     Attributes:
@@ -60,7 +60,7 @@ class Target:
                 if manifest.binding == self.binding:
                     return manifest
                 raise self.folder.refused(f"this folder holds another export, {manifest.version}")
-            names, before = self.folder.claim(UNFINISHED, Unfinished)
+            names, before = self.folder.claim(UNFINISHED, ExportClaim)
             if before is None:
                 return None
             if before.binding == self.binding:
@@ -75,7 +75,7 @@ class Target:
 
     def _note(self) -> None:
         """Write the names of the complete files."""
-        self.folder.write(UNFINISHED, document(Unfinished(self.binding, self.files, self.request)))
+        self.folder.write(UNFINISHED, document(ExportClaim(self.binding, self.files, self.request)))
 
     def write(self, name: str, data: Iterable[bytes]) -> None:
         """Write a file, unless it is complete.

@@ -32,7 +32,7 @@ SEARCH_CONFIG, SEARCH, TRIALS = "base/config.yaml", "search.json", "trials.json"
 SPACE, OUTCOME = "space.yaml", "outcome.json"
 
 
-class TrialState(TypedDict):
+class TrialRecord(TypedDict):
     """The state of a trial in trials.json."""
 
     values: dict[str, Any]
@@ -46,7 +46,7 @@ def _complete(values: Any) -> Any:
     return values
 
 
-Records = Annotated[list[TrialState], Field(min_length=1)]
+Records = Annotated[list[TrialRecord], Field(min_length=1)]
 StoredSettings = Annotated[Settings, BeforeValidator(_complete)]
 
 
