@@ -52,7 +52,7 @@ class TableOptimizer(ABC):
         second_moment: the kind of state that is 0 until a row's first gradient; None: there is none.
         settings: the keys of optim.embeddings that it has besides lr and weight_decay.
         cpu_lookup: Seconds of a byte read or written, of an id, and of a table's shard, that a lookup with
-            its update takes on CPU, as `raytrec doctor --rates` measures them; None: no kernel on CPU.
+            its update takes on CPU, as `raytrec doctor --measure` measures them; None: no kernel on CPU.
     """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
