@@ -23,6 +23,7 @@ from raytrec.planning.step import StepTime, step_time
 if TYPE_CHECKING:
     from raytrec.planning.search import Search
 
+ALIKE = 0.005  # of a score: plans that differ by less are compared by the memory of their fullest rank
 TIE = 0.1  # weight of all parts together: of two steps that wait for the host, the one with less to do
 LARGEST = (1.0, 0.5, 0.25, 0.0)  # of a rank's mean time, the time of a shard that need not be cut further
 LOOKED_AT, MOST_LOOKED_AT = 8, 400  # changes that are rated at once, and in all for one plan
@@ -106,7 +107,7 @@ class Balancer:
         )
 
     def choose(self) -> list[ShardingOption]:
-        """Return a way for each table, with ranks, whose predicted step is the shortest that was found.
+        """Return a way for each table, with ranks, whose predicted step is about the shortest that was found.
 
         Raises:
             NoRoom: No plan fits into the ranks' memory.
@@ -119,7 +120,10 @@ class Balancer:
                 refusal = error
         if not built:
             raise refusal
-        best = min(map(self._refine, built), key=lambda plan: plan.score)
+        refined = [self._refine(plan) for plan in built]
+        most = (1 + ALIKE) * min(plan.score for plan in refined)
+        alike = [plan for plan in refined if plan.score <= most]
+        best = min(alike, key=lambda plan: (round(float(self._filled(plan.room).max()), 1), plan.score))
         out = []
         for name in self._ways:
             way, ranks = best.of[name]
@@ -226,12 +230,13 @@ class Balancer:
         return float((least / np.maximum(1.0, self._room.sum(0))).max())
 
     def _add(self, plan: Placed, name: str, ways: Sequence[Way], largest: float | None, whole: float) -> None:
-        busy = plan.busy if largest is not None else self._filled(plan.room).max(1)
+        """Place a table; see `_build`."""
+        busy = plan.busy if largest is not None else self._filled(plan.room)
         places = [(way, ranks) for way in ways if (ranks := self._place(way, busy, plan.room))]
         if not places:
             pin = self._constraints[name].ranks
-            where = f"on ranks {list(pin)}" if pin else "on any ranks"
-            raise NoRoom(f"table {name} does not fit {where} with what else must be there")
+            where = f"rank{'s' if len(pin) > 1 else ''} {', '.join(map(str, pin))}" if pin else "any ranks"
+            raise NoRoom(f"table {name} does not fit on {where} with what else must be there")
         small = [place for place in places if place[0].own.max() <= (largest or 0) * whole]
         if largest is None:
             chosen = min(places, key=lambda place: self._fullest(plan.room, *place))
@@ -258,14 +263,18 @@ class Balancer:
                 return
         raise NoRoom(f"no rank has room for {', '.join(group)} together")
 
-    def _filled(self, room: np.ndarray) -> np.ndarray:
-        """Return the used share of each tier of each rank, [ranks, 3]."""
-        return 1 - room / np.maximum(1.0, self._room)
+    def _filled(self, room: np.ndarray, ranks: Sequence[int] | slice = slice(None)) -> np.ndarray:
+        """Return the used share of the fullest tier of each rank, [ranks].
+
+        Args:
+            room: Bytes that these ranks have left, [ranks, 3].
+        """
+        return (1 - room / np.maximum(1.0, self._room[ranks])).max(1)
 
     def _fullest(self, room: np.ndarray, way: Way, ranks: Sequence[int]) -> tuple[float, float]:
         """Return the used share of the fullest rank after adding a table, and as a tie its time."""
-        after = room[list(ranks)] - way.needs
-        return float((1 - after / np.maximum(1.0, self._room[list(ranks)])).max()), self._mean(way)
+        left = room[list(ranks)] - way.needs
+        return float(self._filled(left, list(ranks)).max()), self._mean(way)
 
     def _mean(self, way: Way) -> float:
         """Seconds that it takes, shared by all ranks."""

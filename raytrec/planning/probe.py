@@ -28,17 +28,17 @@ from raytrec.planning.rates import COLLECTIVES, DENSE, LookupRates, Rates
 BAGS, TABLE_BYTES, ID_SETS = 512, 64 << 20, 24
 DENSE_BYTES = 4 * (3 + 2 + 3)  # of a value in Adagrad's dense update, as loads.loads_of counts them
 # Of lookups: (tables, columns, ids of a bag). Bytes, ids and shards follow from these.
-PROBE_SHAPES = ((1, 16, 16), (8, 16, 1), (8, 64, 1), (1, 64, 16))
+LOOKUP_SHAPES = ((1, 16, 16), (8, 16, 1), (8, 64, 1), (1, 64, 16))
 SMALL, LARGE = 256, 1 << 20  # values of a collective
 ROUNDS = 7
 Sample = dict[str, float]
-Lookup = tuple[str, int, int, int]  # way of updating rows, and one of PROBE_SHAPES
+Lookup = tuple[str, int, int, int]  # way of updating rows, and one of LOOKUP_SHAPES
 
 
 def lookups_on(device: str) -> list[Lookup]:
     """Return the lookups to measure: of every optimizer that has a kernel on a device, and dense."""
     ways = [name for name, optimizer in OPTIMIZERS.parts.items() if device in optimizer.devices]
-    return [(way, *shape) for way in (*ways, DENSE) for shape in PROBE_SHAPES]
+    return [(way, *shape) for way in (*ways, DENSE) for shape in LOOKUP_SHAPES]
 
 
 def take_samples(rank: int, world: int, folder: str, limit_s: float) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class Rates:
                 f"no rates of lookups with the optimizer {way}",
                 where=self.source,
                 expected=f"one of {', '.join(self.lookup)}",
-                do="measure again with `raytrec doctor --measure`",
+                do="measure again with `raytrec doctor --measure FILE`",
             )
         return self.lookup[way]
 
@@ -128,7 +128,9 @@ class Rates:
                 first = error.errors()[0]
                 why = ".".join(map(str, first["loc"])) + f": {first['msg']}"
             raise ConfigError(
-                f"not a file of rates: {why}", where=where, do="write them again with `raytrec doctor`"
+                f"not a file of rates: {why}",
+                where=where,
+                do="write them again with `raytrec doctor --measure FILE`",
             ) from None
 
     @classmethod

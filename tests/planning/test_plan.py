@@ -19,12 +19,12 @@ from raytrec.config.run_config import load_config
 from raytrec.embeddings.constraints import resolve_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.embeddings.sharding import describe, sharders
-from raytrec.planning import hosts
 from raytrec.planning.dry_run import dry_run
 from raytrec.planning.feasibility import without_training
 from raytrec.planning.machines import GPUS, MACHINES, Cluster, cluster_of, machine_of, network_of
 from raytrec.planning.memory import GIB, held
-from raytrec.planning.plan import Place, hosts_of, name_devices, plan_for, validated
+from raytrec.planning.plan import Place, hosts_of, name_devices, plan_for, rates_of
+from raytrec.planning.rates import SHARES
 from raytrec.planning.step import hot_bytes, hot_shares
 from raytrec.worker.build import build_step, plan_of
 
@@ -150,7 +150,7 @@ def test_the_planner_chooses_files_where_memory_is_short():
 
 def planned_on_small_disk(rank, world, plan, free, run):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hosts, "free_disk", lambda config: free)
+        patch.setattr("raytrec.planning.plan.free_disk", lambda config: free)
         return planned(rank, world, plan, 10**6, run=run)
 
 
@@ -224,18 +224,17 @@ def test_memory_is_the_least_of_any_rank():
     [
         (["NVIDIA H100 80GB HBM3"], 3350, 450, 50),
         (["NVIDIA H100 80GB HBM3", "NVIDIA L40S"], 864, 32, 6.25),
-        (["NVIDIA A100 80GB PCIe"], 1935, 32, None),
-        (["NVIDIA H100 80GB HBM3", "one of next year"], None, None, None),
+        (["NVIDIA A100 80GB PCIe"], 1935, 32, 12.5),
+        (["NVIDIA H100 80GB HBM3", "one of next year"], 900, 150, 12.5),
     ],
     ids=["one kind", "the slower", "without a network", "not known"],
 )
 def test_the_planner_knows_how_fast_gpus_are(gpus, memory, intra_host, inter_host):
     ranks = [replace(place, gpu=gpus[i % len(gpus)]) for i, place in enumerate(places(4, 4))]
-    made = settings(8, {})
-    _, topology = validated(hosts_of(ranks, made.plan), 8, made, schema(), "cuda")
-    default = Topology(8, "cuda")
-    for name, gb in {"hbm_mem_bw": memory, "intra_host_bw": intra_host, "inter_host_bw": inter_host}.items():
-        assert getattr(topology, name) == (gb * 1e6 if gb else getattr(default, name))
+    rates = rates_of(hosts_of(ranks, settings(8, {}).plan), "cuda", 8)
+    assert rates.copy == pytest.approx(SHARES["copy"] * memory * 1e9)
+    reached = rates.bandwidth["all_reduce"], rates.far
+    assert reached == pytest.approx([SHARES["wire"] * gb * 1e9 for gb in (intra_host, inter_host)])
 
 
 @pytest.mark.parametrize("name", list(MACHINES))
@@ -268,7 +267,7 @@ def test_machines_without_a_name_are_described_by_their_sizes(text, sizes):
 
 
 def test_plans_follow_from_how_fast_gpus_are():
-    tables = {f"t{i}": {"rows": 2000, "dim": 128} for i in range(8)}
+    tables = {f"t{i}": {"rows": 5000, "dim": 128} for i in range(8)}
     given = a_schema(sparse={t: {"table": t} for t in tables}, tables=tables)
     made = settings(8, {"sharding_types": ["table_wise", "data_parallel"]})
     made.data.global_batch_size = 65536

@@ -333,3 +333,10 @@ def test_the_planner_expects_the_ids_of_sequences():
     found = SEQUENCES.model_copy(update={"statistics": {"history": Statistics(**known)}})
     assert lengths_of_tables(found, Features(SEQUENCES, {}))["item"] == [1.0, 70.5]
     assert lengths_of_tables(found, Features(SEQUENCES, {"history": 50}))["item"] == [1.0, 50.0]
+
+
+def test_a_key_of_earlier_configurations_is_ignored():
+    given = {"data": {"train": "d/train"}, "plan": {"balance": False, "memory_gib": 2}}
+    assert load_config(given).plan.model_dump() == load_config(given, ["plan.balance=true"]).plan.model_dump()
+    with pytest.raises(ConfigError, match="balanced: unknown key"):
+        load_config({"data": {"train": "d/train"}, "plan": {"balanced": False}})
