@@ -51,7 +51,7 @@ def _kind_of(file: str, values: Mapping[str, Any]) -> tuple[type[Message], Mappi
     if file in OF_FILE:
         return OF_FILE[file], values
     tag = "event" if file == messages.EVENTS else "kind"
-    kind = CLASSES.get(values[tag])
+    kind = CLASSES.get(values[tag]) if isinstance(values[tag], str) else None
     if kind is None or tag != kind.TAG:
         return Event, values
     return kind, {k: v for k, v in values.items() if k != tag}

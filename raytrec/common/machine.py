@@ -12,6 +12,7 @@ import runpy
 import shutil
 import sysconfig
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,7 +85,8 @@ def _answer_of_nvml(ask: Callable[[Any], T]) -> T | None:
     except (pynvml.NVMLError, ValueError, AttributeError):  # AttributeError: an older library
         return None
     finally:
-        pynvml.nvmlShutdown()
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
 
 
 def _kind(name: str) -> tuple[str, tuple[int, int]]:

@@ -10,12 +10,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO, cast
-
-from rich.console import Console
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from raytrec.common.redaction import hide
+
+if TYPE_CHECKING:  # the command line uses the streams of this module before it needs rich
+    from rich.console import Console
+    from rich.text import Text
 
 # Escapes move the cursor, set titles and more; rich itself takes away bells and carriage returns.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -23,6 +24,8 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 def open_console(*, stderr: bool = False) -> Console:
     """Open a console that shows text as it is: without markup, emoji and highlighting."""
+    from rich.console import Console
+
     stream = LastingStream(lambda: sys.stderr if stderr else sys.stdout)
     return Console(file=cast("TextIO", stream), markup=False, emoji=False, highlight=False)
 
@@ -34,6 +37,8 @@ def plain(text: object) -> str:
 
 def bold(text: object) -> Text:
     """Text in bold."""
+    from rich.text import Text
+
     return Text(plain(text), style="bold")
 
 

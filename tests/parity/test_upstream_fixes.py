@@ -62,6 +62,7 @@ def compare_uneven(rank, world, cases):
     """Return the findings of one gradient and of three steps for each case (on rank 0)."""
     from raytrec.checks.parity import compare
     from raytrec.checks.parity.batches import cuts
+    from raytrec.checks.parity.sharded import Sharded
     from raytrec.worker.build import build_step
 
     out = []
@@ -69,8 +70,11 @@ def compare_uneven(rank, world, cases):
         config, schema, device = case.config(), case.schema(), torch.device("cpu")
         bounds = cuts(ROWS, world, case.balance)
         choices = [uneven_batches(schema, compare.CANDIDATES, seed) for seed in range(3)]
-        found = compare._gradient(build_step, config, schema, device, choices[0], bounds)
-        found += compare._steps(build_step, config, schema, device, choices, bounds)
+
+        def shard(config):
+            return Sharded(build_step, config, schema, device, bounds)  # noqa: B023
+
+        found = compare._gradient(shard, config, choices[0]) + compare._steps(shard, config, choices)
         out.append([finding.record() for finding in found])
     return out
 

@@ -20,7 +20,7 @@ def read_here(stream, items):
     """Stream._tables without Ray."""
     from raytrec.data.rows import read_item
 
-    yield from (read_item(item, stream.dataset.form, stream._faults) for item in items)
+    yield from (read_item(item, stream.dataset.form, stream.faults) for item in items)
 
 
 def settings(folder, **changes):

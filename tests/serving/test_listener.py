@@ -231,9 +231,14 @@ def test_new_connections_take_the_place_of_those_that_wait_the_longest(monkeypat
         for _ in range(3):
             kept.append(stack.enter_context(connect(listener)))
             wait_for(lambda: len(taken) == len(kept), "a connection to be accepted", WAIT_S)
-        for asking in (kept[0], stack.enter_context(connect(listener)), kept[0], kept[2]):
-            asking.sendall(GET)
-            assert statuses(asking.recv(1 << 16)) == [200]
+
+        def ask(connection):
+            connection.sendall(GET)
+            assert statuses(connection.recv(1 << 16)) == [200]
+
+        ask(kept[0])  # so that kept[1] is the one that has waited the longest when a fourth connection comes
+        for connection in (stack.enter_context(connect(listener)), kept[0], kept[2]):
+            ask(connection)
         assert read_all(kept[1]) == b""
 
 

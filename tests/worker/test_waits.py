@@ -135,7 +135,9 @@ def waits(rank, world, case, folder):
         if made.progress.step == FIRST:
             gpu.waits.clear()
         if made.progress.step == LAST:
-            assigned[:] = [w for w in gpu.waits if any(c.endswith("build.py:assign") for c in w.callers)]
+            assigned[:] = [
+                w for w in gpu.waits if any(c.endswith("managed/batches.py:assign") for c in w.callers)
+            ]
             found.update((w.where, w.callers, w.drains) for w in gpu.waits if w not in assigned or w.drains)
             of_torchrec = sum(not w.where.startswith("raytrec/") for w in gpu.waits if w not in assigned)
             assert case.schema != "bags" or of_torchrec <= UPSTREAM * (LAST - FIRST), of_torchrec
