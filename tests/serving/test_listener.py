@@ -231,6 +231,7 @@ def test_new_connections_take_the_place_of_those_that_wait_the_longest(monkeypat
         for _ in range(3):
             kept.append(stack.enter_context(connect(listener)))
             wait_for(lambda: len(taken) == len(kept), "a connection to be accepted", WAIT_S)
+            time.sleep(0.01)  # the loop's clock, which decides who waits the longest, counts milliseconds
 
         def ask(connection):
             connection.sendall(GET)
