@@ -290,7 +290,7 @@ def dry_run(
 
 @contextmanager
 def _ranks_per_host(count: int) -> Iterator[None]:
-    """TorchRec reads it from the environment wherever it needs it; see hosts.agree_on_hosts."""
+    """TorchRec reads it from the environment wherever it needs it; see plan.agree_on_hosts."""
     before = os.environ.get("LOCAL_WORLD_SIZE")
     os.environ["LOCAL_WORLD_SIZE"] = str(count)
     try:

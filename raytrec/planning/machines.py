@@ -172,7 +172,7 @@ class Cluster(NamedTuple):
 
     @property
     def rooms(self) -> dict[str, float]:
-        """Tier (memory_by_part.TIERS) → GiB of a rank, of its host a share."""
+        """Tier (memory.TIERS) → GiB of a rank, of its host a share."""
         return {
             "device": self.memory_gib,
             "host": self.host_memory_gib / self.gpus,

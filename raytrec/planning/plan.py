@@ -82,7 +82,6 @@ def agree_on_hosts(config: RunConfig, device: torch.device) -> Hosts:
     TorchRec reads LOCAL_WORLD_SIZE wherever it needs the number of ranks of a host. Where hosts hold
     different numbers of ranks, each rank would have another one; so ranks agree on it, and write it there.
     """
-
     places = [_place(config, device)] * dist.get_world_size()
     dist.all_gather_object(places, places[0])
     hosts = hosts_of(places, config.plan)

@@ -50,8 +50,8 @@ def memory_of(
 ) -> Memory:
     """What each rank has.
 
-    weights, optimizer state, cache: of shards, by `footprint.parts_of`; id maps by `footprint.map_share`.
-    hot rows: of tables in files, in what plan.memory_gib leaves (`held.hot_shares`).
+    weights, optimizer state, cache: of shards, by `memory.parts_of`; id maps by `memory.map_share`.
+    hot rows: of tables in files, in what plan.memory_gib leaves (`hot_shares`).
     dense model: weights P, the optimizer's state (Adam 2·P, Adagrad P), an average P with train.ema.
     gradients: of the dense layers P; of tables with a dense kernel, or copied to all ranks, twice their size,
         as the kernel makes them for all tables at once, and each table then gets its own.

@@ -38,7 +38,7 @@ class Parity(Check):
     An error is seen against Σ of the sizes of what is added up, bag by bag and row by row, so that terms
     which cancel do not make rounding look large. Measured: up to 5e-7. A wrong divisor, row or factor gives
     0.1 or more. Where plan.qcomms rounds what ranks send one another, the limit is what that may change at
-    most (embeddings/qcomms.py), in addition to the 1e-5.
+    most (embeddings/codecs.py), in addition to the 1e-5.
     """
 
     moments = frozenset({STEP})
