@@ -294,8 +294,8 @@ class Balancer:
             return tuple(range(count)) if (way.needs <= room).all() else ()
         if kind in ("table_row_wise", "grid_shard", "table_column_wise"):
             return self._place_on_hosts(way, busy, room)
-        fits = (way.needs.max(0) <= room).all(1)
-        ranks = [rank for rank in np.argsort(busy, kind="stable").tolist() if fits[rank]][:count]
+        order = np.argsort(busy, kind="stable")
+        ranks = order[(way.needs.max(0) <= room[order]).all(1)][:count].tolist()
         return tuple(ranks) if len(ranks) == count else ()
 
     def _place_on_hosts(self, way: Way, busy: np.ndarray, room: np.ndarray) -> tuple[int, ...]:
