@@ -12,7 +12,6 @@ import runpy
 import shutil
 import sysconfig
 from collections.abc import Callable
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,11 +81,10 @@ def _answer_of_nvml(ask: Callable[[Any], T]) -> T | None:
         return None
     try:
         return ask(pynvml)
-    except (pynvml.NVMLError, ValueError, AttributeError):  # AttributeError: an older library
+    except (pynvml.NVMLError, ValueError, LookupError, AttributeError):  # AttributeError: an older library
         return None
     finally:
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
+        pynvml.nvmlShutdown()
 
 
 def _kind(name: str) -> tuple[str, tuple[int, int]]:

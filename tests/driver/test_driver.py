@@ -17,7 +17,7 @@ import pytest
 
 from raytrec.common import machine
 from raytrec.common.errors import ConfigError, DataError, GpuFailed, RunError
-from raytrec.common.machine import check_gpu
+from raytrec.common.machine import awaits_recovery, check_gpu
 from raytrec.config.run_config import load_config
 from raytrec.driver import run as driver
 from raytrec.driver.datasets import open_data
@@ -331,12 +331,20 @@ def test_a_gpu_that_has_failed_is_not_used_again(two_gpus, monkeypatch, action, 
     field = SimpleNamespace(nvmlReturn=status, value=SimpleNamespace(uiVal=action))
     healthy = SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=0))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    for name in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetFieldValues", lambda gpu, _: [field if gpu else healthy])
     with pytest.raises(GpuFailed, match=f"GPU 1 of .* asks for {asks}") if asks else nullcontext() as error:
         check_gpu("127.0.0.1")
     assert not asks or error.value.place[1] == "1"
+
+
+def test_the_recovery_of_a_gpu_that_is_not_visible_is_unknown(monkeypatch):
+    for name in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert awaits_recovery("cuda:1") is None
 
 
 def seen(folder):
