@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -76,6 +78,41 @@ class RowReader:
         return Rows.of(pa.RecordBatch.from_arrays(columns, schema=rows_read.schema))
 
 
+@dataclass(frozen=True)
+class ObjectRows:
+    """Rows of a request in JSON, which become a table when they are scored.
+
+    Converting a table has a cost for each column, so that rows of requests that are scored together are
+    converted together.
+
+    Attributes:
+        rows: A mapping of columns to values for each row; not checked yet.
+        schema: Columns that the model reads, with the types of their values.
+    """
+
+    rows: list[Any]
+    schema: pa.Schema
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def slice(self, offset: int, length: int) -> ObjectRows:
+        """Return some of the rows."""
+        return ObjectRows(self.rows[offset : offset + length], self.schema)
+
+
+def concat_rows(parts: Sequence[pa.Table | ObjectRows]) -> pa.Table:
+    """Return rows of one type and schema as a table.
+
+    Raises:
+        DataError: A row is not a mapping, or a value does not fit its column.
+    """
+    objects = [part for part in parts if isinstance(part, ObjectRows)]
+    if objects:
+        return to_table([row for part in objects for row in part.rows], objects[0].schema)
+    return parts[0] if len(parts) == 1 else pa.concat_tables(parts)
+
+
 def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
     """Rows as a table.
 
@@ -94,7 +131,9 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
     if isinstance(rows, Mapping):
         rows = [rows]
     if isinstance(rows, list | tuple):
-        return pa.table([_column(rows, field) for field in columns], schema=columns)
+        values = _transpose(rows, columns)
+        arrays = [_to_column(*each) for each in zip(values, columns, strict=True)]
+        return pa.table(arrays, schema=columns)
     try:
         try:
             return pa.Table.from_pandas(rows, preserve_index=False)
@@ -117,15 +156,28 @@ def with_user(candidates: pa.Table, user: pa.Table, names: Sequence[str]) -> pa.
     return candidates
 
 
-def _column(rows: Sequence[Any], field: pa.Field) -> pa.Array:
-    name = field.name
+def _transpose(rows: Sequence[Any], columns: pa.Schema) -> list[Sequence[Any]]:
+    """Return the values of each column."""
+    names = columns.names
+    if not rows or not names:
+        return [[] for _ in names]
     try:
-        values = [row[name] for row in rows]
+        if len(names) == 1:  # for which itemgetter returns values instead of tuples
+            return [[row[names[0]] for row in rows]]
+        return list(zip(*map(itemgetter(*names), rows), strict=True))
     except (KeyError, TypeError, IndexError):
-        at = next(i for i, row in enumerate(rows) if not isinstance(row, Mapping) or name not in row)
-        if not isinstance(rows[at], Mapping):
-            raise _odd(f"a row is {some(rows[at])}", at, None, "a mapping of columns to values") from None
-        raise _odd(f"column '{name}' is missing", at, name, _words(field.type)) from None
+        for at, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise _odd(f"a row is {some(row)}", at, None, "a mapping of columns to values") from None
+            for field in columns:
+                if field.name not in row:
+                    what = f"column '{field.name}' is missing"
+                    raise _odd(what, at, field.name, _words(field.type)) from None
+        raise
+
+
+def _to_column(values: Sequence[Any], field: pa.Field) -> pa.Array:
+    name = field.name
     try:
         return to_array(values, field.type)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
@@ -136,7 +188,7 @@ def _column(rows: Sequence[Any], field: pa.Field) -> pa.Array:
         raise _odd(f"column '{name}' is {some(values[at])}", at, name, _words(field.type)) from None
 
 
-def to_array(values: list[Any], kind: pa.DataType) -> pa.Array:
+def to_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     """Python's values in a type; times may be text, as JSON has them.
 
     Raises:

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.common.errors import DataError, RunError
+from raytrec.scoring.rows import ObjectRows
 from raytrec.serving.bodies import Query, Refused
 
 RETRY_S = 1  # after which a request that was turned away may come again
@@ -23,7 +24,7 @@ class _Piece:
     """Rows of a query that are scored together; `done` receives their scores."""
 
     query: Query
-    rows: pa.Table
+    rows: pa.Table | ObjectRows
     done: asyncio.Future
 
     def joins(self, other: _Piece) -> bool:
@@ -31,7 +32,9 @@ class _Piece:
         mine, theirs = self.query, other.query
         if (mine.scorer, mine.program) != (theirs.scorer, theirs.program):
             return False
-        return mine.user is None and theirs.user is None and self.rows.schema.equals(other.rows.schema)
+        if mine.user is not None or theirs.user is not None or type(self.rows) is not type(other.rows):
+            return False
+        return self.rows.schema.equals(other.rows.schema)
 
 
 class Batcher:
@@ -132,7 +135,7 @@ class Batcher:
             return
         parts = [piece.rows for piece in batch]
         try:
-            scores = batch[0].query.score(parts[0] if len(parts) == 1 else pa.concat_tables(parts))
+            scores = batch[0].query.score(parts)
         except DataError as error:
             if len(batch) == 1:
                 batch[0].done.set_exception(_of_whole(batch[0]) or error)
@@ -161,7 +164,7 @@ def _of_whole(piece: _Piece) -> DataError | None:
     if piece.rows is piece.query.rows:
         return None
     try:
-        piece.query.score(piece.query.rows)
+        piece.query.score([piece.query.rows])
     except DataError as error:
         return error
     return None

@@ -14,7 +14,7 @@ from pydantic_core import from_json, to_json
 from raytrec.common.errors import DataError, RaytrecError, first_line
 from raytrec.data.arrow import is_list
 from raytrec.scoring.manifest import ProgramName
-from raytrec.scoring.rows import THE_ROWS, to_array, to_table
+from raytrec.scoring.rows import THE_ROWS, ObjectRows, concat_rows, to_array
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.arrow_bodies import TooMuch, read_stream
 
@@ -64,15 +64,19 @@ class Query:
 
     scorer: Scorer
     program: ProgramName
-    rows: pa.Table
+    rows: pa.Table | ObjectRows
     user: pa.Table | None = None
 
-    def score(self, rows: pa.Table) -> list[np.ndarray]:
-        """Return the scores of some of the rows, as Scorer.score does.
+    def score(self, parts: Sequence[pa.Table | ObjectRows]) -> list[np.ndarray]:
+        """Return the scores of rows of this query, or of queries to the same program, as Scorer.score does.
+
+        Args:
+            parts: Rows, which are scored together; of a user's candidates, a single part.
 
         Raises:
             DataError: A value does not fit the model.
         """
+        rows = concat_rows(parts)
         if self.user is not None:
             return self.scorer.rank(self.user, rows)
         return self.scorer.score([self.scorer.reader_of(self.program).read(rows)], self.program)
@@ -93,8 +97,9 @@ def decode_request(
     else:
         rows, user = _decode_json(body, scorer, program, limits)
     _check_count(rows, limits)
-    for table in (rows, user):
-        _check_lists(table, limits)
+    _check_lists(rows, limits)
+    if user is not None:
+        _check_lists(user, limits)
     return Query(scorer, program, rows, user)
 
 
@@ -123,7 +128,7 @@ def _decode_arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
 
 def _decode_json(
     body: bytes, scorer: Scorer, program: ProgramName, limits: Limits
-) -> tuple[pa.Table, pa.Table | None]:
+) -> tuple[pa.Table | ObjectRows, pa.Table | None]:
     """Return (rows or candidates, the user or None)."""
     if body.count(b"{") > 10 * limits.rows:  # which would take seconds to read
         raise _bad("too many objects", "the body", f"{limits.rows:,} rows", 413)
@@ -144,7 +149,7 @@ def _decode_json(
         raise _bad("rows are not a list", "rows or candidates", "a list of objects")
     _check_count(rows, limits)  # before they take memory in another form
     if "rows" in values:
-        return to_table(rows, scorer.reader_of(program).columns), None
+        return ObjectRows(rows, scorer.reader_of(program).columns), None
     if program != "predict":
         raise _bad("vectors are of rows", "the body", "rows or columns")
     if not isinstance(values["user"], dict):
@@ -177,14 +182,21 @@ def _check_count(rows: Sized, limits: Limits) -> None:
         raise _bad(f"{len(rows):,} rows", THE_ROWS, f"at most {limits.rows:,} a request", 413)
 
 
-def _check_lists(table: pa.Table | None, limits: Limits) -> None:
+def _check_lists(rows: pa.Table | ObjectRows, limits: Limits) -> None:
     """Raise Refused if a row has a list with too many values."""
-    for place, field in enumerate(table.schema if table is not None else ()):
+    for place, field in enumerate(rows.schema):
         if is_list(field.type):
-            longest = pc.max(pc.list_value_length(table.column(place))).as_py() or 0
+            longest = _longest_list(rows, place, field.name)
             if longest > limits.ids:
                 what = f"a row of '{field.name}' has {longest:,} values"
                 raise _bad(what, field.name, f"at most {limits.ids:,}", 413)
+
+
+def _longest_list(rows: pa.Table | ObjectRows, place: int, name: str) -> int:
+    if isinstance(rows, pa.Table):
+        return pc.max(pc.list_value_length(rows.column(place))).as_py() or 0
+    values = (row.get(name) for row in rows.rows if isinstance(row, dict))
+    return max((len(value) for value in values if isinstance(value, list)), default=0)
 
 
 def encode_response(

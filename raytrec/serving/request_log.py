@@ -22,7 +22,7 @@ from raytrec.common.output_folder import OutputFolder
 from raytrec.common.redaction import hide
 from raytrec.common.storage import absolute
 from raytrec.data.arrow import pick_columns
-from raytrec.scoring.rows import with_user
+from raytrec.scoring.rows import concat_rows, with_user
 from raytrec.serving.bodies import Query
 from raytrec.serving.figures import Figures
 from raytrec.skew.samples import REQUEST, VERSION
@@ -152,7 +152,7 @@ def logged_rows(logged: Logged) -> pa.Table:
     Raises:
         ArrowException, RaytrecError: a value has no place in the type of its column.
     """
-    query, scorer, table = logged.query, logged.query.scorer, logged.query.rows
+    query, scorer, table = logged.query, logged.query.scorer, concat_rows([logged.query.rows])
     columns = scorer.reader.columns
     if query.user is not None:
         table = with_user(table, query.user, query.user.column_names)

@@ -156,7 +156,7 @@ def test_a_request_log_has_the_models_types_and_is_compared_column_by_column(fol
     others = [{k: v for k, v in row.items() if k not in user} for row in rows[:9]]
     of_user, candidates = model.ranking_tables(user, others)
     query = Query(model, "predict", candidates, of_user)
-    log.offer("/predict", query, query.score(candidates))
+    log.offer("/predict", query, query.score([candidates]))
     for at in range(len(table)):
         each = [values[at : at + 1] for values in scores]
         part = table.slice(at, 1) if at % 2 else to_table(rows[at : at + 1], model.columns)

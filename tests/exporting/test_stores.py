@@ -138,7 +138,7 @@ def test_a_log_of_requests_goes_to_a_store_and_is_read_there(bucket, made):
     _, local, table = made
     query, figures = Query(raytrec.load(local), "predict", table), Figures()
     log = RequestLog(f"{bucket}/log", 1.0, "writer", figures)
-    log.offer("/predict", query, query.score(table))
+    log.offer("/predict", query, query.score([table]))
     log.close()
     assert [each._value.get() for each in (figures.logged, figures.not_logged)] == [len(table), 0]
     filesystem, path = open_filesystem(f"{bucket}/data")

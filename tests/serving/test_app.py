@@ -1,5 +1,6 @@
 """The service over HTTP, in this process: what it answers, and what it refuses. No Ray."""
 
+import asyncio
 import json
 import os
 import re
@@ -20,11 +21,12 @@ from test_models import Modelled
 from waiting import wait_for
 
 import raytrec
-from raytrec.common.errors import RunError
+from raytrec.common.errors import DataError, RunError
 from raytrec.scoring.manifest import read_manifest
+from raytrec.scoring.rows import ObjectRows
 from raytrec.serving.app import Service, make_page
 from raytrec.serving.batching import Batcher
-from raytrec.serving.bodies import ARROW, JSON, Limits
+from raytrec.serving.bodies import ARROW, JSON, Limits, Query
 from raytrec.serving.coordinator import Export, Order, Report
 from raytrec.serving.figures import about_model
 from raytrec.serving.versions import Versions, carry_out, load_either
@@ -178,6 +180,23 @@ def test_requests_are_scored_together_and_each_gets_its_own(http, model, made):
         thread.join()
     for place, predictions in found.items():
         assert_same(predictions, expected.slice(place, 1))
+
+
+def test_a_wrong_row_fails_its_own_request_alone(model, made):
+    rows, expected = good(made), model.predict(made[1].slice(0, len(good(made))))
+    schema = model.reader.columns
+    wrong = [*rows[:-1], {**rows[-1], schema.names[0]: {}}]
+
+    async def ask():
+        batcher = Batcher()
+        queries = [Query(model, "predict", ObjectRows(each, schema)) for each in (rows, wrong, rows)]
+        return await asyncio.gather(*map(batcher.score, queries), return_exceptions=True)
+
+    first, second, third = asyncio.run(ask())
+    assert isinstance(second, DataError) and f"row {len(rows) - 1}" in str(second)
+    for scores in (first, third):
+        for got, column in zip(scores, expected.columns, strict=True):
+            np.testing.assert_allclose(got, column.to_numpy(), rtol=1e-6)
 
 
 def test_a_full_queue_turns_requests_away(made):
