@@ -36,7 +36,7 @@ class Writer:
     """One rank's file."""
 
     def __init__(self, checkpoints: Any):
-        context = checkpoints._context
+        context = checkpoints._run.context
         self._folder, self._world = records_of(context.task.config.run.dir), context.world
         self._attempt = (
             context.heartbeat._attempt
@@ -47,8 +47,8 @@ class Writer:
     def step(self, checkpoints: Any, outputs: Any) -> None:
         from torch.nn.functional import binary_cross_entropy_with_logits as entropy
 
-        step = checkpoints._progress.step
-        batch = checkpoints._batches.at(step - 1)  # counted from 0 there
+        step = checkpoints._run.progress.step
+        batch = checkpoints._run.batches.at(step - 1)  # counted from 0 there
         rows = batch.sparse[FEATURE].values().tolist()
         assert len(rows) == int((batch.weights > 0).sum()), "each row has one id"
         (task,) = outputs.tasks.values()
