@@ -39,9 +39,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
-from raytrec.embeddings.bags import embedding_bags
 from raytrec.embeddings.constraints import table_optimizers
 from raytrec.embeddings.optim import combine, fuse
+from raytrec.embeddings.pooling import embedding_bags
 from raytrec.embeddings.sharding import BagSharder
 from raytrec.models import build_model
 from raytrec.worker.build import build_step

@@ -26,7 +26,7 @@ from raytrec.common.errors import SchemaError
 from raytrec.config.managed import ManagedIds
 from raytrec.config.schema import Table
 from raytrec.data.hashing import hash_bits
-from raytrec.embeddings.initial import initial_values
+from raytrec.embeddings.hashing import initial_values
 
 BAND_BYTES = 4 << 20  # float32 values of whole rows that are in work at a time
 

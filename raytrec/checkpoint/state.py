@@ -28,9 +28,9 @@ from raytrec.common.collectives import Peers
 from raytrec.compat.fbgemm import fbgemm_of, set_updates_made, updates_made
 from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, local_parts, sharded_tensor
 from raytrec.compat.torchrec_ import sharded_kernels, tables_of, torch_optimizers, unwrapped
-from raytrec.embeddings.bags import table_of
 from raytrec.embeddings.optim import average_of
 from raytrec.embeddings.optimizers import OPTIMIZERS
+from raytrec.embeddings.pooling import table_of
 from raytrec.embeddings.tables import Parts, Table, tables
 
 State = dict[str, torch.Tensor | ShardedTensor]

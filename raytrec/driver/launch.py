@@ -29,7 +29,7 @@ from raytrec.driver.failure_analysis import explain, write_story
 from raytrec.driver.nodes import check_constraints, choose_device, gpu_nodes, reads_elsewhere
 from raytrec.driver.recorder import Watch
 from raytrec.driver.session import bundle
-from raytrec.planning.feasibility import without_saves, without_training
+from raytrec.planning.memory import without_saves, without_training
 from raytrec.worker.context import WorkerTask
 
 

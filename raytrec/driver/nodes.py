@@ -13,9 +13,8 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.doctor.nodes import answers_of
 from raytrec.driver.session import bundle
-from raytrec.planning.feasibility import HOST_RESERVE, memory_for_copies
 from raytrec.planning.machines import known_gpu
-from raytrec.planning.memory import GIB
+from raytrec.planning.memory import GIB, HOST_RESERVE, memory_for_copies
 from raytrec.planning.validation import validate_constraints
 
 NODE_ANSWER_S = 60.0  # a node that Ray counts may be gone, or may have to start a process first

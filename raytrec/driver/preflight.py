@@ -17,8 +17,7 @@ from raytrec.driver.prepare import RunPlan
 from raytrec.driver.resume import check_warm_start
 from raytrec.embeddings.constraints import MMAP_KERNEL, free_disk, resolve_constraints, table_optimizers
 from raytrec.metrics.selection import Selection
-from raytrec.planning.feasibility import disk_refusal
-from raytrec.planning.memory import GIB, footprints, map_share
+from raytrec.planning.memory import GIB, check_disk, footprints, map_share
 from raytrec.planning.validation import check_decay
 from raytrec.tasks.columns import check_reserved
 from raytrec.tasks.losses import BatchLoss
@@ -147,8 +146,7 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
     constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
     sizes = {table: size.device for table, size in footprints(config, schema, constraints, "cpu").items()}
     have, free, maps = system_memory(), free_disk(config), map_share(schema, 1)
-    if refusal := disk_refusal(constraints, schema, config, have - maps, free):
-        raise refusal
+    check_disk(constraints, schema, config, have - maps, free)
     need = sum(sizes.values()) + maps
     if need > have + (free if MMAP_KERNEL in config.plan.compute_kernels else 0):
         names = " and ".join(dict.fromkeys(optimizer.name for optimizer in optimizers.values()))

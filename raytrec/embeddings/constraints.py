@@ -23,6 +23,7 @@ from raytrec.config.tables import EmbeddingOptim
 BY_ID_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 # Of tables that give sums of bags: ranks hold parts of each sum, which a reduce-scatter adds up.
 SUMMED_TYPES = ("row_wise", "table_row_wise", "grid_shard")
+COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 WHOLE_TYPES = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
 # Why other ways are refused, and what is expected.
 OF_SEQUENCES = (

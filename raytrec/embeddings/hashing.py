@@ -1,4 +1,4 @@
-"""Hashes of integers, and ids as keys of one table or of several, on any device.
+"""Hashes of integers, initial values that follow from them, and ids as keys of tables, on any device.
 
 Arithmetic of int64 wraps around on CPU and GPU, and nothing is rounded, so both give the same bits.
 data/hashing.py does the same in NumPy.
@@ -11,15 +11,19 @@ there are.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from itertools import pairwise
+from math import sqrt
 
+import numpy as np
 import torch
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # constants of 64 bits as torch's signed integers have them
 FIRST, SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 UNDO_FIRST, UNDO_SECOND = 0x96DE1B173F119089 - 2**64, 0x319642B2D24D8EC3  # their inverses
 NO_KEY = -(2**63)  # in the place of a key where there is none
+BLOCK_VALUES = 2**19  # made at once: few enough for a processor's cache, enough to keep a GPU busy
 _BITS = 32  # of a key that decide on its owner
 
 
@@ -49,6 +53,31 @@ def _unshifted(bits: torch.Tensor, count: int) -> torch.Tensor:
 def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:
     """To the right, with zeros from the left: torch's own shift repeats the sign."""
     return (bits >> count).bitwise_and_(2 ** (64 - count) - 1)
+
+
+def initial_values(seed: int, table: str, ids: torch.Tensor, columns: range, rows: int) -> torch.Tensor:
+    """Return the initial values of the rows of ids, uniform in ±1/√rows, made on the device of the ids.
+
+    Each is a function of (seed, table, id, column) alone, with the same bits on CPU and GPU: an id starts a
+    sequence of splitmix64, and each number of it gives 32 bits to two columns. The first 25 of those, the
+    last one set, are a whole number that float32 can hold; only its one multiplication is rounded.
+
+    Args:
+        ids: int64 [n], any values; row numbers, where a table's rows are its ids.
+        columns: of the table, [start, stop).
+        rows: of the whole table; the bound follows from them.
+
+    Returns:
+        float32 [n, len(columns)].
+    """
+    digest = hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest()
+    starts_N = hash_bits(ids + int.from_bytes(digest, "big", signed=True))
+    first, last = columns.start // 2, -(-columns.stop // 2)
+    outputs_P = torch.arange(first, last, device=ids.device) * GOLDEN
+    halves = hash_bits(starts_N.unsqueeze(1) + outputs_P).view(torch.int32)
+    halves = halves[:, columns.start - 2 * first : columns.stop - 2 * first]
+    scale = float(np.float32(1 / sqrt(rows) / 2**24))
+    return (halves >> 7).bitwise_or_(1).to(torch.float32).mul_(scale)
 
 
 def keys_of(ids: torch.Tensor) -> torch.Tensor:

@@ -22,9 +22,9 @@ from raytrec.common.memory import bring_in, is_here, unmap_file
 from raytrec.compat.fbgemm_lookups import map_table
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tables import EmbeddingOptim
-from raytrec.embeddings.bags import Collection, tables_in
 from raytrec.embeddings.constraints import MMAP_KERNEL, make_room, memory_filesystem, mmap_folder
 from raytrec.embeddings.optimizers import optimizer_of
+from raytrec.embeddings.pooling import Collection, tables_in
 
 SIGHTINGS = 3  # fewer make rows that are looked up seldom take the places of others; more fill them later
 WINDOW = 4096  # places that the hand looks at, at least

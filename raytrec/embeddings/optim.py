@@ -24,10 +24,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from raytrec.compat.torch_ import apply_optimizer_in_backward, multiply_
 from raytrec.compat.torchrec_ import layers, sharded_kernels
 from raytrec.config.tables import DenseOptim, EmbeddingOptim
-from raytrec.embeddings.bags import Collection, table_of, tables_in
 from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.embeddings.row_gradients import row_gradients_squared
+from raytrec.embeddings.pooling import Collection, table_of, tables_in
 from raytrec.embeddings.tables import tables
+from raytrec.embeddings.taps import row_gradients_squared
 
 
 def _settings(config: EmbeddingOptim | DenseOptim) -> dict:

@@ -1,14 +1,13 @@
 """One view of any sharded table.
 
 for table in tables(model, optimizer).values():
-    print(table.name, table.shape, table.dtype, table.sharding, table.kernel)
     start = table.weight.dense(rows=range(1000), first_only=True)    # rank 0: float [1000, dim]
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,9 @@ from raytrec.common.errors import RunError
 from raytrec.compat.fbgemm import Cache, InMemory, caches
 from raytrec.compat.torch_ import ShardedTensor, local_parts
 from raytrec.compat.torchrec_ import sharded_collections, unwrapped
-from raytrec.embeddings.bags import table_of, weight_name
+from raytrec.embeddings.hashing import BLOCK_VALUES, initial_values
 from raytrec.embeddings.optimizers import TableOptimizer, optimizer_of
+from raytrec.embeddings.pooling import table_of, weight_name
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,7 @@ class Shard:
     cache: Cache | InMemory | None = None
 
     def read(self, rows: torch.Tensor | slice) -> torch.Tensor:
-        """The current values of some rows, on the rank that holds them; a view where that is possible.
-
-        Args:
-            rows: int64 [n], from 0 for the first of the shard; or a slice.
-        """
+        """Return the current values of rows, int64 [n] from the shard's first row, or a slice of them."""
         if self.cache is not None:
             if isinstance(rows, slice):
                 rows = torch.arange(*rows.indices(len(self.values)), device=self.values.device)
@@ -56,7 +52,7 @@ class Shard:
         return self.values[rows] if isinstance(rows, slice) else self.values.index_select(0, rows)
 
     def write(self, rows: torch.Tensor, new: torch.Tensor) -> None:
-        """Replaces the values of rows as in `read`: by [n, columns] or [n], of any dtype."""
+        """Replace the values of rows (as in `read`) by [n, columns] or [n], of any dtype."""
         if self.cache is not None:
             self.cache.write(self.values, rows, new.to(self.values.dtype))
         else:
@@ -87,12 +83,11 @@ class Parts:
         return [shard for shard in self.shards if shard.values is not None]
 
     def dense(self, rows: range | None = None, *, first_only: bool = False) -> torch.Tensor | None:
-        """Rows as one leaf tensor, contiguous; a collective.
+        """Return rows as one contiguous leaf tensor; a collective.
 
         Args:
-            rows: which rows; default: all. Memory and traffic are those of these rows alone, so that a table
-                larger than any rank's memory can be walked through.
-            first_only: on rank 0 only; the other ranks get None and receive nothing.
+            rows: Rows to return; default: all. Memory and traffic are those of these rows alone.
+            first_only: If True, rank 0 gets the rows, and the other ranks None.
 
         Raises:
             RunError: rows outside the table.
@@ -100,9 +95,8 @@ class Parts:
         rows = self._checked(range(self.shape[0]) if rows is None else rows)
         wanted = dist.get_rank() == 0 or not first_only
         self._flush()
-        out = (
-            torch.empty(len(rows), *self.shape[1:], dtype=self.dtype, device=self.device) if wanted else None
-        )
+        size = (len(rows), *self.shape[1:])
+        out = torch.empty(size, dtype=self.dtype, device=self.device) if wanted else None
         for shard in self.shards:
             if both := _overlap(rows, shard.rows):
                 piece = self._exchange(shard, both, first_only)
@@ -112,7 +106,7 @@ class Parts:
 
     @torch.no_grad()
     def load(self, values: torch.Tensor, first_row: int = 0) -> None:
-        """Writes rows into the live shards. Not a collective: each rank takes its part of what it is given.
+        """Write rows into the live shards of this rank; not a collective.
 
         Args:
             values: [n, dim], or [n] for state with one value a row: the rows from `first_row` on, the same on
@@ -137,20 +131,19 @@ class Parts:
                 shard.cache.purge()
 
     def _flush(self) -> None:
-        """Brings `values` up to date where a kernel keeps newer ones in a cache."""
+        """Bring `values` up to date where a kernel keeps newer ones in a cache."""
         for shard in self.local:
             if shard.cache is not None:
                 shard.cache.flush()
 
     def _checked(self, rows: range) -> range:
         if rows.step != 1 or rows.start < 0 or rows.stop > self.shape[0]:
-            raise RunError(
-                f"{rows} of a table of {self.shape[0]:,} rows", expected="a range within the table"
-            )
+            what = f"{rows} of a table of {self.shape[0]:,} rows"
+            raise RunError(what, expected="a range within the table")
         return rows
 
     def _exchange(self, shard: Shard, rows: range, first_only: bool) -> torch.Tensor | None:
-        """Those rows of a shard, from the rank that holds it to those that want them."""
+        """Send rows of a shard from the rank that holds it to the ranks that want them."""
         me, piece = dist.get_rank(), None
         if shard.values is not None:
             piece = shard.values[rows.start - shard.rows.start : rows.stop - shard.rows.start]
@@ -177,14 +170,12 @@ class Table:
         name: as in the schema.
         shape: (rows, dim).
         dtype: of the weights; fixed since sharding.
-        sharding: table_wise, row_wise, column_wise, data_parallel, table_row_wise, table_column_wise or
-            grid_shard.
+        sharding: Way of sharding (config.tables.Sharding).
         kernel: fused, dense, fused_uvm, fused_uvm_caching or fused_mmap.
         weight: the weights.
         optimizer: how it is updated; None where it was read without an optimizer.
         state: kind of optimizer state (TableOptimizer.state) → its values; empty before torch makes it.
-        parameter: what TorchRec calls the table's weight on this rank (None where it holds no shard): a
-            slice of a larger tensor, not a leaf.
+        parameter: TorchRec's weight on this rank, a slice of a larger tensor; None where it holds no shard.
     """
 
     name: str
@@ -199,16 +190,16 @@ class Table:
 
 
 def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[str, Table]:
-    """Every table of a sharded model by name.
+    """Return every table of a sharded model by name.
 
     Args:
-        model: a DistributedModelParallel, or any module with a sharded collection inside.
-        optimizer: the one of `optim.combine`, for the state of tables.
+        model: DistributedModelParallel, or any module with a sharded collection inside.
+        optimizer: Optimizer of `optim.combine`, for the state of tables.
     """
-    names = unwrapped(optimizer).names if optimizer is not None else {}
-    optimizers = {table: optimizer_of(name) for table, name in names.items()}
-    live_state = _live_state(optimizer, optimizers) if optimizer is not None else {}
-    found = {}
+    optimizers, live_state, found = {}, {}, {}
+    if optimizer is not None:
+        optimizers = {table: optimizer_of(name) for table, name in unwrapped(optimizer).names.items()}
+        live_state = _live_state(optimizer, optimizers)
     for module in sharded_collections(model):
         live, parameters = module.state_dict(), dict(module.named_parameters())
         cached = caches(module)
@@ -249,46 +240,41 @@ def _weight(value: torch.Tensor | ShardedTensor, cache: Cache | InMemory | None)
 def _state(
     weight: Parts, optimizer: type[TableOptimizer] | None, live: Mapping[str, list[torch.Tensor]]
 ) -> dict[str, Parts]:
-    """Kinds of state as shards that are where the weights' shards are; without those that torch makes at the
-    first step, before it."""
-    here = any(shard.values.numel() for shard in weight.local)
-    return {
-        each.kind: _state_parts(weight, each.per == "row", live.get(each.kind, []))
-        for each in (optimizer.state if optimizer else ())
-        if each.kind in live or not here
-    }
+    """Return kinds of state as shards in the places of the weights' shards.
 
-
-def _state_parts(weight: Parts, per_row: bool, live: list[torch.Tensor]) -> Parts:
-    values = iter(live)
-    shards = []
-    for s in weight.shards:
-        cache = None if isinstance(s.cache, Cache) else s.cache  # on GPUs state has none
-        mine = next(values) if s.values is not None and live else None
-        shards.append(Shard(s.rank, s.rows, s.columns, mine, cache))
-    shape = weight.shape[:1] if per_row else weight.shape
-    return Parts(shape, torch.float32, shards, weight.replicated, weight.device)
+    State that torch makes at the first step is left out before it.
+    """
+    made, here = {}, any(shard.values.numel() for shard in weight.local)
+    for each in optimizer.state if optimizer else ():
+        if here and each.kind not in live:
+            continue
+        values, shards = iter(live.get(each.kind, [])), []
+        for shard in weight.shards:
+            mine = next(values, None) if shard.values is not None else None
+            cache = None if isinstance(shard.cache, Cache) else shard.cache  # on GPUs state has none
+            shards.append(replace(shard, values=mine, cache=cache))
+        shape = weight.shape[:1] if each.per == "row" else weight.shape
+        made[each.kind] = replace(weight, shape=shape, dtype=torch.float32, shards=shards)
+    return made
 
 
 def _live_state(
     optimizer: KeyedOptimizer, optimizers: Mapping[str, type[TableOptimizer]]
 ) -> dict[str, dict[str, list[torch.Tensor]]]:
-    """This rank's state: table → kind → its shards, in order."""
+    """Return this rank's state: table → kind → its shards, in order."""
     live: dict[str, dict[str, list[torch.Tensor]]] = {}
     for fqn, states in optimizer.state_dict()["state"].items():
-        table = table_of(fqn)
-        if table is None:
+        if (table := table_of(fqn)) is None:
             continue
         kinds_of = {name: each.kind for each in optimizers[table].state for name in (each.kind, each.buffer)}
         for name, value in states.items():
             if kind := kinds_of.get(name.rpartition(".")[2]):  # torch.optim's name of it, or FBGEMM's
-                live.setdefault(table, {})[kind] = [_flat(part.detach()) for part in local_parts(value)]
+                parts = [part.detach() for part in local_parts(value)]
+                # With one value a row, torch's row-wise Adagrad keeps [rows, 1].
+                live.setdefault(table, {})[kind] = [
+                    part.squeeze(1) if part.shape[1:] == (1,) else part for part in parts
+                ]
     return live
-
-
-def _flat(value: torch.Tensor) -> torch.Tensor:
-    """State with one value a row as [rows]; torch's row-wise Adagrad keeps [rows, 1]."""
-    return value.squeeze(1) if value.dim() == 2 and value.shape[1] == 1 else value
 
 
 def _overlap(one: range, other: range) -> range:
@@ -298,3 +284,15 @@ def _overlap(one: range, other: range) -> range:
 def _part(values: torch.Tensor, rows: range, first_row: int, columns: range) -> torch.Tensor:
     part = values[rows.start - first_row : rows.stop - first_row]
     return part if part.dim() == 1 else part[:, columns.start : columns.stop]
+
+
+def fill_tables(model: nn.Module, seed: int) -> None:
+    """Write the initial values into a sharded model's local shards, block by block on the shard's device."""
+    for table in tables(model).values():
+        for shard in table.weight.local:
+            block = max(1, BLOCK_VALUES // max(1, len(shard.columns)))
+            for first in range(shard.rows.start, shard.rows.stop, block):
+                ids = torch.arange(first, min(first + block, shard.rows.stop), device=shard.values.device)
+                at = first - shard.rows.start
+                values = initial_values(seed, table.name, ids, shard.columns, table.shape[0])
+                shard.values[at : at + len(ids)].copy_(values)

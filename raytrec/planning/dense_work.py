@@ -5,19 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from raytrec.compat.torch_ import EveryOperator, described, storage_key
-from raytrec.config.features import Features, resolve_features
+from raytrec.compat.torch_ import EveryOperator, described, quiet_tracing, storage_key
+from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-
-if TYPE_CHECKING:
-    pass
-
 
 MOST_META_ROWS, FEW_CPU_ROWS = 8192, 64
 # Operators that compute nothing, besides views.
@@ -112,52 +109,6 @@ class Counter(EveryOperator):
         self._alive -= size
 
 
-def count_dense_work(run: Callable[[torch.device, int, Counter], list[torch.Tensor]], rows: int) -> DenseWork:
-    """What `run` computes of `rows` rows.
-
-    Autocast, and models that read values (such as lengths of sequences), cannot run on the meta device: they
-    run on CPU with two small numbers of rows, and a line through these is extended. So it is for more than
-    MOST_META_ROWS rows. Losses that compare each two rows of a batch are underestimated by that.
-
-    Args:
-        run: runs forward and backward of so many rows on a device, inside the counter, with its `keep`
-            between the two; gives the model's parameters.
-    """
-    if rows <= MOST_META_ROWS:
-        try:
-            return _count(run, "meta", rows)[0]
-        except (RuntimeError, NotImplementedError):
-            pass
-        few = "cpu", FEW_CPU_ROWS
-    else:
-        few = "meta", MOST_META_ROWS // 2
-    try:
-        one, two = (_count(run, few[0], times * few[1]) for times in (1, 2))
-    except (RuntimeError, NotImplementedError):
-        one, two = (_count(run, "cpu", times * FEW_CPU_ROWS) for times in (1, 2))
-        few = "cpu", FEW_CPU_ROWS
-    more = rows / few[1] - 1
-    (first, kept), (second, kept_of_second) = one, two
-    scaled = {
-        name: max(0.0, getattr(first, name) + more * (getattr(second, name) - getattr(first, name)))
-        for name in ("flops", "matrices", "bytes")
-    }
-    return replace(first, **scaled, activations=max(0.0, kept + more * (kept_of_second - kept)))
-
-
-def _count(
-    run: Callable[[torch.device, int, Counter], list[torch.Tensor]], device: str, rows: int
-) -> tuple[DenseWork, int]:
-    """The work, and bytes of activations."""
-    counter = Counter()
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        parameters = run(torch.device(device), rows, counter)
-    size = sum(p.numel() * p.element_size() for p in parameters)
-    activations = max(0.0, counter.peak - size)
-    work = counter.flops, counter.matrices, counter.bytes, counter.launches
-    return DenseWork(*work, size, len(parameters), activations), counter.kept
-
-
 def _tensors(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         yield value
@@ -169,57 +120,69 @@ def _tensors(value: Any) -> Any:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Of its values that are there: of an expanded tensor each counts once."""
-    count = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        count *= size if stride else 1
-    return count * tensor.element_size()
+    """Return the bytes of the distinct values of a tensor; a value of an expanded tensor counts once."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return prod(size for size, stride in sizes if stride) * tensor.element_size()
 
 
-BuildModel = Callable[[RunConfig, Schema, "torch.device"], Any]  # of worker.build.unsharded
+def count_dense_layers(
+    build: Callable[[RunConfig, Schema, torch.device], Any], config: RunConfig, schema: Schema, rows: int
+) -> DenseWork:
+    """Count the work of the dense layers, losses and their backward for a rank's batch.
 
-
-def count_dense_layers(build: BuildModel, config: RunConfig, schema: Schema, rows: int) -> DenseWork:
-    """What the dense layers, losses and their backward are for so many rows of a rank.
-
-    Losses that compare the rows of a global batch are counted for this rank's rows alone.
+    Autocast, and models that read values (such as lengths of sequences), cannot run on the meta device: they
+    run on CPU with two small numbers of rows, and a line through these is extended. The same is done for more
+    than MOST_META_ROWS rows. Losses that compare the rows of a global batch are counted for this rank's rows
+    alone; where a line is extended, losses that compare each two rows are underestimated.
 
     Args:
         build: Builds a rank's model (worker.build.unsharded).
         rows: Rows of the rank's batch.
 
     Raises:
-        ConfigError: a model that cannot be built from this schema.
+        ConfigError: No model can be built from this schema.
     """
-    import torch
-
     from raytrec.checks.parity.batches import local_batch, random_batches
-    from raytrec.compat.torch_ import quiet_tracing
     from raytrec.tasks.task import resolve_tasks
 
     quiet_tracing()
     features, tasks = resolve_features(schema, config.model), resolve_tasks(config.tasks, schema)
 
-    def run(device: torch.device, count: int, counter: Counter) -> list[torch.Tensor]:
-        head = build(config, schema, torch.device("cpu")).head.to(device)
-        (whole,) = random_batches(schema, count, 1, seed=0, tasks=tasks)
-        here = local_batch(whole, schema, [0, count], 0, features)
-        batch = here.to(device)
-        batch.lengths = here.lengths
-        found = {name: _vectors(name, schema, features, count, device) for name in schema.sparse}
-        with counter:
-            loss, _ = head(found, batch)
-            counter.keep()
-            loss.backward()
-        return list(head.parameters())
+    def count(device: str, rows: int) -> tuple[DenseWork, int]:
+        """Return the work, and bytes alive between forward and backward."""
+        counter = Counter()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            head = build(config, schema, torch.device("cpu")).head.to(device)
+            (whole,) = random_batches(schema, rows, 1, seed=0, tasks=tasks)
+            here = local_batch(whole, schema, [0, rows], 0, features)
+            batch = here.to(torch.device(device))
+            batch.lengths = here.lengths
+            looked_up = {}
+            for name, spec in schema.sparse.items():
+                length, dim = features.sequences.get(name), schema.tables[spec.table].dim
+                shape = (rows, length, dim) if length else (rows, dim)
+                looked_up[name] = torch.zeros(shape, device=device, requires_grad=True)
+            with counter:
+                loss, _ = head(looked_up, batch)
+                counter.keep()
+                loss.backward()
+        parameters = list(head.parameters())
+        size = sum(p.numel() * p.element_size() for p in parameters)
+        activations = max(0.0, counter.peak - size)
+        work = counter.flops, counter.matrices, counter.bytes, counter.launches
+        return DenseWork(*work, size, len(parameters), activations), counter.kept
 
-    return count_dense_work(run, rows)
-
-
-def _vectors(name: str, schema: Schema, features: Features, rows: int, device: torch.device) -> torch.Tensor:
-    """What is looked up of a feature."""
-    import torch
-
-    dim, length = schema.tables[schema.sparse[name].table].dim, features.sequences.get(name)
-    shape = (rows, length, dim) if length else (rows, dim)
-    return torch.zeros(shape, device=device, requires_grad=True)
+    try:
+        if rows <= MOST_META_ROWS:
+            return count("meta", rows)[0]
+        few = MOST_META_ROWS // 2
+        (first, kept), (second, kept_of_second) = count("meta", few), count("meta", 2 * few)
+    except RuntimeError:
+        few = FEW_CPU_ROWS
+        (first, kept), (second, kept_of_second) = count("cpu", few), count("cpu", 2 * few)
+    more = rows / few - 1
+    scaled = {
+        name: max(0.0, getattr(first, name) + more * (getattr(second, name) - getattr(first, name)))
+        for name in ("flops", "matrices", "bytes")
+    }
+    return replace(first, **scaled, activations=max(0.0, kept + more * (kept_of_second - kept)))

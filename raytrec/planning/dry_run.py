@@ -26,7 +26,7 @@ from raytrec.planning.rates import Rates
 if TYPE_CHECKING:
     from torch import nn
 
-    from raytrec.planning.dense_work import BuildModel, DenseWork
+    from raytrec.planning.dense_work import DenseWork
     from raytrec.planning.loads import Loads
     from raytrec.planning.step import Memory, StepTime
 
@@ -37,7 +37,7 @@ MOST_REFUSALS = 3  # of plans, each of twice as many hosts: then it is not for w
 
 @dataclass(frozen=True)
 class Lack:
-    """Memory that is not there, in GiB: of the fullest rank, or of its share of its host."""
+    """Missing memory of the fullest rank, or of its share of its host, in GiB."""
 
     tier: str
     rank: int
@@ -47,14 +47,14 @@ class Lack:
 
 @dataclass
 class Prediction:
-    """A configuration on a cluster.
+    """The plan, memory and time of a configuration on a cluster.
 
     Attributes:
-        refusal: why there is no plan; then nothing else is known but remedies, and how many GiB the tables
-            take of how many.
         time: None without rates.
-        lacks: tiers that are too small.
-        remedies: changes, each of which makes it fit.
+        refusal: Why there is no plan; then only `remedies` and `tables_gib` are set.
+        tables_gib: GiB that the tables take, and GiB that there are for them; set with `refusal`.
+        lacks: Tiers that are too small.
+        remedies: Changes, each of which makes it fit.
     """
 
     cluster: Cluster
@@ -78,25 +78,23 @@ class Prediction:
 
 
 class Predictor:
-    """Predicts one configuration on many clusters. The dense layers are counted once for each size of batch.
+    """Predicts one configuration on many clusters. The dense layers are counted once per size of a batch.
 
     Args:
-        schema: of its data.
-        build: builds a rank's model (worker.build.unsharded).
-        rates: of all clusters; None: by the data sheets of named machines.
+        schema: Schema of its data.
+        build: Builds a rank's model (worker.build.unsharded).
+        rates: Rates of all clusters; None: data sheets of named machines.
     """
 
-    def __init__(self, config: RunConfig, schema: Schema, build: BuildModel, rates: Rates | None = None):
+    def __init__(
+        self, config: RunConfig, schema: Schema, build: Callable[..., Any], rates: Rates | None = None
+    ):
         self._config, self._schema, self._build, self._rates = config, schema, build, rates
         self._dense: dict[tuple, DenseWork] = {}
         self._parameters: list[Any] = []
 
     def __call__(self, cluster: Cluster, remedies: bool = False) -> Prediction:
-        """The prediction for a cluster.
-
-        Args:
-            remedies: whether to look what would help, if it does not fit.
-        """
+        """Return the prediction for a cluster, with remedies if asked for and if it does not fit."""
         config = _for(self._config, cluster)
         found = self._predict(config, cluster)
         if remedies and not found.fits:
@@ -104,31 +102,36 @@ class Predictor:
         return found
 
     def _predict(self, config: RunConfig, cluster: Cluster) -> Prediction:
-        from raytrec.planning.loads import loads_of
+        import torch
+
+        from raytrec.planning.loads import LoadCounter
         from raytrec.planning.step import memory_of, step_time
 
         try:
             with catch_warnings():  # of what TorchRec will change
                 simplefilter("ignore", FutureWarning)
-                tables = dry_run(config, self._schema, cluster, self._dense_layers(config))
+                if not self._parameters:  # alike on all clusters
+                    head = self._build(config, self._schema, torch.device("cpu")).head
+                    self._parameters = list(head.parameters())
+                tables = dry_run(config, self._schema, cluster, self._parameters)
         except ConfigError as refusal:
             return Prediction(cluster, refusal=refusal, tables_gib=self._tables_gib(config, cluster))
         shape = cluster.linked
-        loads = loads_of(config, self._schema, tables, *shape)
+        loads = LoadCounter(config, self._schema, *shape).count(tables)
         dense = self._dense_work(config, cluster)
         memory = memory_of(config, self._schema, tables, loads, dense)
-        rates = self._rates or (Rates.of_machine(cluster.machine) if cluster.machine else None)
-        cpus = cluster.machine.cpus / cluster.gpus if cluster.machine else 0.0
+        rates, cpus, machine = self._rates, 0.0, cluster.machine
+        if machine:
+            rates = rates or Rates.of_gpu(machine.gpu, machine.network_of_gpu)
+            cpus = machine.cpus / cluster.gpus
         time = step_time(config, self._schema, loads, dense, rates, *shape, cpus) if rates else None
-        return Prediction(cluster, tables, loads, memory, time, lacks=_lacks(memory, cluster))
-
-    def _dense_layers(self, config: RunConfig) -> list[Any]:
-        """Their weights, which are alike on all clusters."""
-        if not self._parameters:
-            import torch
-
-            self._parameters = list(self._build(config, self._schema, torch.device("cpu")).head.parameters())
-        return self._parameters
+        needs = {tier: memory.of(tier) / GIB for tier in cluster.rooms}
+        lacks = [
+            Lack(tier, int(needs[tier].argmax()), float(needs[tier].max()), room)
+            for tier, room in cluster.rooms.items()
+            if needs[tier].max() > room
+        ]
+        return Prediction(cluster, tables, loads, memory, time, lacks=lacks)
 
     def _dense_work(self, config: RunConfig, cluster: Cluster) -> DenseWork:
         from raytrec.planning.dense_work import count_dense_layers
@@ -236,15 +239,6 @@ def _for(config: RunConfig, cluster: Cluster) -> RunConfig:
     return config.model_copy(update={"scaling": config.scaling.model_copy(update=values)})
 
 
-def _lacks(memory: Memory, cluster: Cluster) -> list[Lack]:
-    needs = {tier: memory.of(tier) / GIB for tier in cluster.rooms}
-    return [
-        Lack(tier, int(needs[tier].argmax()), float(needs[tier].max()), room)
-        for tier, room in cluster.rooms.items()
-        if needs[tier].max() > room
-    ]
-
-
 def dry_run(
     config: RunConfig, schema: Schema, cluster: Cluster, dense: Iterable[nn.Parameter] = ()
 ) -> list[PlannedTable]:
@@ -277,38 +271,27 @@ def dry_run(
         machine.network_of_gpu if machine else None,
     )
     optimizers = table_optimizers(config, schema)
-    with _ranks_per_host(gpus), _quiet():
+    with _as_on_hosts_of(gpus):
         constraints, topology = validated(there, world, config, schema, device)
         tables = PooledEmbeddings(schema, constraints, resolve_features(schema, config.model).sequences)
         fuse(tables.collections, optimizers, device)  # from which the planner knows of the optimizers' state
         offered = sharders_for_planning(config, schema, world)
         plan = plan_for(there, topology, constraints, schema, config, tables, offered, dense)
-    if isinstance(plan, ConfigError):
-        raise plan
     return planned(plan, config, schema, world)
 
 
 @contextmanager
-def _ranks_per_host(count: int) -> Iterator[None]:
-    """TorchRec reads it from the environment wherever it needs it; see plan.agree_on_hosts."""
-    before = os.environ.get("LOCAL_WORLD_SIZE")
-    os.environ["LOCAL_WORLD_SIZE"] = str(count)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["LOCAL_WORLD_SIZE"]
-        else:
-            os.environ["LOCAL_WORLD_SIZE"] = before
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without warnings that topology and dense layers are made up, which is the point."""
-    logger = logging.getLogger("torchrec.distributed.planner")
-    before = logger.level
+def _as_on_hosts_of(ranks: int) -> Iterator[None]:
+    """Set the number of ranks per host that TorchRec reads from the environment (plan.agree_on_hosts), and
+    silence its warnings that topology and dense layers are made up."""
+    logger, name = logging.getLogger("torchrec.distributed.planner"), "LOCAL_WORLD_SIZE"
+    level, before = logger.level, os.environ.get(name)
     logger.setLevel(logging.ERROR)
+    os.environ[name] = str(ranks)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before

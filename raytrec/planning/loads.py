@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -29,65 +29,43 @@ WIRE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.125}  # int8: wit
 UNKNOWN_HITS = 0.8
 
 
-@dataclass
 class Loads:
-    """Arrays of one number a rank, float64 [ranks], of a step, forward and backward.
+    """What the tables of a plan take of each rank in a step, forward and backward; LoadCounter adds tables.
+
+    Arrays are float64 [ranks].
+
+    Args:
+        world: Number of ranks.
+        row_ids: Mean number of ids of a row.
 
     Attributes:
-        ids, shards, touched: how rows are updated (a table's optimizer, or dense) → ids looked up, of all
+        ids, shards, touched: Way of updating rows (a table's optimizer, or dense) → ids looked up, of all
             ranks' rows; shards that they are looked up in; bytes read and written for that in the device's
             memory, at random places.
-        streamed: bytes that dense updates read and write, in order.
-        host_bytes: the same of host memory, over the link of a GPU.
-        file_rows: rows read from files.
-        received_ids: bytes of ids and lengths that reach the rank; sent_ids: that it sends (one number).
-        pooled: bytes of the sums, or vectors, that its lookups give; summed: of those that ranks add up.
-        near, far: kind of collective → bytes that a rank sends to others of its host and to other hosts;
+        streamed: Bytes that dense updates read and write, in order.
+        host_bytes: Bytes of host memory that lookups read and write over the link of a GPU.
+        file_rows: Rows read from files.
+        received_ids: Bytes of ids and lengths that reach the rank; sent_ids: bytes sent (one number).
+        pooled: Bytes of the sums, or vectors, that its lookups give; summed: those of sums that ranks add up.
+        near, far: Kind of collective → bytes that a rank sends to others of its host and to other hosts;
             forward and backward together.
-        arrived: of an all-to-all, bytes that each rank gets from its host and from other hosts (two numbers).
-        gradients: bytes of dense gradients of tables, which replicas add up.
-        groups: ways of sharding, for each of which ids and sums travel apart → how many tables have it.
-        replicated: bytes of gradients of tables that are copied to all ranks (one number).
-        row_values: values of a row's inputs that reach the dense layers; row_ids: its ids (numbers).
+        arrived: Bytes of all-to-alls that each rank gets from its host and from other hosts (two numbers).
+        gradients: Bytes of dense gradients of tables, which replicas add up.
+        groups: (table that is read id by id, or "", way of sharding) → number of tables; ids and sums of each
+            group travel apart.
+        replicated: Bytes of gradients of tables that are copied to all ranks (one number).
+        row_values: Values of a row's inputs that reach the dense layers.
     """
 
-    ids: dict[str, np.ndarray]
-    shards: dict[str, np.ndarray]
-    touched: dict[str, np.ndarray]
-    streamed: np.ndarray
-    host_bytes: np.ndarray
-    file_rows: np.ndarray
-    received_ids: np.ndarray
-    pooled: np.ndarray
-    summed: np.ndarray
-    gradients: np.ndarray
-    near: dict[str, np.ndarray]
-    far: dict[str, np.ndarray]
-    arrived: np.ndarray
-    sent_ids: float = 0.0
-    groups: Counter[tuple[str, str]] = field(default_factory=Counter)
-    replicated: float = 0.0
-    row_values: float = 0.0
-    row_ids: float = 0.0
-
-    @classmethod
-    def none(cls, world: int, row_ids: float) -> Loads:
-        """Those of no table."""
-        kinds = ("all_to_all", "reduce_scatter", "all_gather")
-        near, far = ({kind: np.zeros(world) for kind in kinds} for _ in range(2))
-        ids, shards, touched = (defaultdict(lambda: np.zeros(world)) for _ in range(3))
-        streamed, host, files, received, pooled, summed, added = np.zeros((7, world))
-        of_ranks = streamed, host, files, received, pooled, summed, added
-        return cls(ids, shards, touched, *of_ranks, near, far, np.zeros(2), row_ids=row_ids)
-
-
-def loads_of(config: RunConfig, schema: Schema, plan: Sequence[PlannedTable], hosts: int, gpus: int) -> Loads:
-    """The loads of all ranks under a plan; see LoadCounter."""
-    counter = LoadCounter(config, schema, hosts, gpus)
-    out = counter.none()
-    for table in plan:
-        counter.add(out, table)
-    return out
+    def __init__(self, world: int, row_ids: float):
+        self.ids, self.shards, self.touched, self.near, self.far = (
+            defaultdict(partial(np.zeros, world)) for _ in range(5)
+        )
+        self.streamed, self.host_bytes, self.file_rows, self.received_ids = np.zeros((4, world))
+        self.pooled, self.summed, self.gradients = np.zeros((3, world))
+        self.arrived, self.groups = np.zeros(2), Counter[tuple[str, str]]()
+        self.sent_ids = self.replicated = self.row_values = 0.0
+        self.row_ids = row_ids
 
 
 class LoadCounter:
@@ -128,12 +106,15 @@ class LoadCounter:
         self._there, self._back = WIRE_BYTES[qcomms.forward_precision], WIRE_BYTES[qcomms.backward_precision]
         self._distinct: dict[tuple[str, float], float] = {}
 
-    def none(self) -> Loads:
-        """Loads to which tables are to be added."""
-        return Loads.none(self._world, sum(self._lengths.values()))
+    def count(self, plan: Sequence[PlannedTable] = ()) -> Loads:
+        """Return the loads of all ranks under a plan; default: without any table."""
+        out = Loads(self._world, sum(self._lengths.values()))
+        for table in plan:
+            self.add(out, table)
+        return out
 
     def add(self, out: Loads, table: PlannedTable, times: int = 1) -> None:
-        """Adds a table's; with times = −1 takes them away."""
+        """Add the loads of a table; with times = −1, subtract them."""
         names, kind = self._of_table[table.table], table.sharding_type
         each, by_id = sum(self._lengths[name] for name in names), table.table in self._features.tables_by_id
         vectors = each if by_id else len(names)  # that a row sends
@@ -145,44 +126,42 @@ class LoadCounter:
         )
         share = rows / table.rows
         batches = float(self._batch if kind == "data_parallel" else self._total)
-        ids = batches * each * (1.0 if kind == "data_parallel" else share)
-        known = [self._schema.statistics[name] for name in names if name in self._schema.statistics]
-        distinct = self._distinct_of(table, batches * each, known) * (ids / max(1e-9, batches * each))
+        draws = batches * each
+        ids = draws * share
+        statistics = self._schema.statistics
+        known = next((statistics[name] for name in names if name in statistics), None)
+        key = table.table, draws
+        if key not in self._distinct:
+            self._distinct[key] = _distinct(draws, table.rows, known)
+        distinct = self._distinct[key] * (ids / max(1e-9, draws))
         row = columns * DTYPE_BYTES[table.dtype]
         state = columns * optimizer.bytes_per("value") + optimizer.bytes_per("row")
         sums = batches * vectors * columns * VALUE_BYTES * (share if by_id else 1.0)
-        read, updated = ids * row, 2 * distinct * (row + state)
-        gradients = ids * columns * VALUE_BYTES
+        dense = table.compute_kernel == "dense"
+        way = "dense" if dense else self._optimizers[table.table].name
 
         def add(to: np.ndarray, values: np.ndarray | float) -> None:
             np.add.at(to, ranks, times * values)
 
-        dense = table.compute_kernel == "dense"
         if dense:  # gradients of all rows are made, copied for each table, and read with weights and state
             add(out.streamed, rows * (3 * row + 2 * state + 5 * columns * VALUE_BYTES))
-            updated = 2 * distinct * row
-        way = "dense" if dense else self._optimizers[table.table].name
+            add(out.gradients, rows * columns * VALUE_BYTES)
         add(out.ids[way], ids)
         add(out.shards[way], 1.0)
-        near_bytes = read + updated
+        moved, missed = ids * row + 2 * distinct * (row + (0.0 if dense else state)), 0.0
         if table.compute_kernel in UVM_KERNELS and not self._on_cpu:
-            missed = 1.0
-            if table.compute_kernel == CACHING_KERNEL:
-                missed = 1 - hit_share(table.rows * CACHED, known)
-            add(out.host_bytes, missed * (read + updated))
-            near_bytes = (1 - missed) * near_bytes
+            is_cached = table.compute_kernel == CACHING_KERNEL
+            missed = 1 - hit_share(table.rows * CACHED, known) if is_cached else 1.0
+        add(out.host_bytes, missed * moved)
         if table.compute_kernel == MMAP_KERNEL:
             add(out.file_rows, distinct)
-        add(out.touched[way], near_bytes + gradients + 2 * sums)
+        add(out.touched[way], (1 - missed) * moved + ids * columns * VALUE_BYTES + 2 * sums)
         add(out.pooled, sums)
         if kind == "data_parallel":
             out.replicated += times * table.rows * table.dim * VALUE_BYTES
-            add(out.gradients, rows * columns * VALUE_BYTES)
             return
         if kind in SUMMED_TYPES and not by_id:
             add(out.summed, sums)
-        if dense:
-            add(out.gradients, rows * columns * VALUE_BYTES)
         group = (table.table if by_id else "", kind)
         out.groups[group] += times
         if not out.groups[group]:
@@ -195,8 +174,11 @@ class LoadCounter:
         self._add_sums(out, table, ranks, times * self._total * vectors * columns * (share if by_id else 1.0))
 
     def _add_sums(self, out: Loads, table: PlannedTable, ranks: np.ndarray, values: np.ndarray) -> None:
-        """What travels of so many values that each shard gives; where ranks add them up, each has a part of
-        all of them."""
+        """Add the bytes that ranks exchange of the values that a table's shards give.
+
+        Args:
+            values: Values of each shard, [shards]; where ranks add them up, each shard has partial sums.
+        """
         world, hosts, gpus, kind = self._world, self._hosts, self._gpus, table.sharding_type
         both = (("reduce_scatter", self._there), ("all_gather", self._back))
         summed = kind in SUMMED_TYPES and table.table not in self._features.tables_by_id
@@ -215,17 +197,13 @@ class LoadCounter:
         np.add.at(out.far["all_to_all"], ranks, values * wire * far)
         out.arrived += values.sum() * wire / world * np.array([near, far])
 
-    def _distinct_of(self, table: PlannedTable, draws: float, known: Sequence[Statistics]) -> float:
-        key = table.table, draws
-        if key not in self._distinct:
-            self._distinct[key] = _distinct(draws, table.rows, known)
-        return self._distinct[key]
-
 
 def ids_of_features(schema: Schema, features: Features) -> dict[str, float]:
-    """Sparse feature → how many ids of a row the planner expects: the mean that `raytrec inspect` has found,
-    and of a sequence that is read id by id at most as many as the model reads. Where the schema has no
-    statistics, as many as such a sequence may have, and of others one."""
+    """Return the expected number of ids per row, by sparse feature.
+
+    It is the mean that `raytrec inspect` has found, for sequences read id by id at most the length that the
+    model reads. Without statistics it is that length, and 1 for other features.
+    """
     found = {}
     for name in schema.sparse:
         known, most = schema.statistics.get(name), features.sequences.get(name)
@@ -234,41 +212,42 @@ def ids_of_features(schema: Schema, features: Features) -> dict[str, float]:
 
 
 def lengths_of_tables(schema: Schema, features: Features) -> dict[str, list[float]]:
-    """Table → the same of each feature that looks it up."""
+    """Return `ids_of_features` by table: a number for each feature that looks the table up."""
     found: dict[str, list[float]] = {table: [] for table in schema.tables}
     for name, length in ids_of_features(schema, features).items():
         found[schema.sparse[name].table].append(length)
     return found
 
 
-def _distinct(draws: float, rows: int, known: Sequence[Statistics]) -> float:
-    """Distinct rows among so many lookups of a table: n draws from m ids that are drawn alike give
-    m·(1 − (1 − 1/m)ⁿ) of them, counted for the 1, next 9, next 90, … hottest ids apart; without statistics,
-    of rows that are drawn alike."""
-    if not known or not known[0].hottest:
-        return _alike(draws, min(rows, known[0].distinct or rows) if known else rows)
-    one = known[0]
-    found, before, taken = 0.0, 0, 0.0
-    for power, share in enumerate(one.hottest):
-        upto = min(10**power, one.distinct)
+def _distinct(draws: float, rows: int, known: Statistics | None) -> float:
+    """Return the number of distinct rows among lookups of a table.
+
+    n draws from m equally likely ids give m·(1 − (1 − 1/m)ⁿ) of them. The 1, next 9, next 90, … hottest ids
+    count separately; without statistics, all rows are equally likely.
+    """
+
+    def of_likely(draws: float, ids: float) -> float:
+        return float(-ids * np.expm1(draws * np.log1p(-1 / ids))) if ids > 1 else min(1.0, draws)
+
+    if known is None or not known.hottest:
+        return of_likely(draws, min(rows, known.distinct or rows) if known else rows)
+    total, before, taken = 0.0, 0, 0.0
+    sizes = [min(10**power, known.distinct) for power in range(len(known.hottest))]
+    for upto, share in zip([*sizes, known.distinct], [*known.hottest, 1.0], strict=True):
         if upto > before:
-            found += _alike(draws * (share - taken), upto - before)
+            total += of_likely(draws * max(0.0, share - taken), upto - before)
         before, taken = upto, share
-    if one.distinct > before:
-        found += _alike(draws * max(0.0, 1 - taken), one.distinct - before)
-    return min(found, float(rows))
+    return min(total, float(rows))
 
 
-def _alike(draws: float, ids: float) -> float:
-    return float(-ids * np.expm1(draws * np.log1p(-1 / ids))) if ids > 1 else min(1.0, draws)
+def hit_share(rows: float, known: Statistics | None) -> float:
+    """Return the share of lookups that the `rows` hottest rows of a table take.
 
-
-def hit_share(rows: float, known: Sequence[Statistics]) -> float:
-    """The share of lookups that the `rows` hottest rows of a table take; between two powers of ten it grows
-    with the logarithm of their number."""
-    if not known or not known[0].hottest:
+    Between two powers of ten the share grows with the logarithm of the number of rows.
+    """
+    if known is None or not known.hottest:
         return UNKNOWN_HITS
-    shares, distinct = [*known[0].hottest], max(1, known[0].distinct)
+    shares, distinct = [*known.hottest], max(1, known.distinct)
     places = [float(power) for power in range(len(shares))]
     if 10 ** places[-1] < distinct:
         places, shares = [*places, float(np.log10(distinct))], [*shares, 1.0]
@@ -304,11 +283,11 @@ def with_lengths(config: RunConfig, schema: Schema, lengths: Mapping[str, float]
     Args:
         lengths: table → ids per row (recorded_lengths). Features of a table share them as they did before.
     """
-
-    expected, statistics = ids_of_features(schema, resolve_features(schema, config.model)), {}
+    features, statistics = resolve_features(schema, config.model), {}
+    expected, of_tables = ids_of_features(schema, features), lengths_of_tables(schema, features)
     for name, spec in schema.sparse.items():
         if spec.table in lengths:
-            of_table = [expected[each] for each, other in schema.sparse.items() if other.table == spec.table]
+            of_table = of_tables[spec.table]
             share = expected[name] / sum(of_table) if sum(of_table) else 1 / len(of_table)
             known = schema.statistics.get(name, UNKNOWN)
             statistics[name] = known.model_copy(update={"mean_length": lengths[spec.table] * share})

@@ -1,19 +1,29 @@
-"""What tables take of memory and disk, with their optimizer state. No torch here, for the driver."""
+"""Memory and disk of tables with their optimizer state, and the tables that go to files on CPU.
+
+TorchRec, which weighs a GPU's memory against its host's, has no files. No torch here, for the driver.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from raytrec.common.errors import ConfigError
+from raytrec.common.formatting import bytes_text
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
+from raytrec.config.tables import EmbeddingOptim
 from raytrec.embeddings.constraints import (
     CACHING_KERNEL,
     MMAP_KERNEL,
     UVM_KERNELS,
     TableConstraint,
     kernel_on,
+    make_room,
+    memory_filesystem,
+    mmap_folder,
     resolve_constraints,
     table_optimizers,
 )
@@ -27,6 +37,7 @@ DTYPE_BYTES = {"fp32": 4, "fp16": 2}
 # Bytes in a map of managed ids (embeddings/managed/key_map.py), six in ten slots of which are used: of a row
 # (key, sightings, last step, row), and of an id that waits for one.
 ID_BYTES, WAITING_BYTES = 41, 35
+HOST_RESERVE = 0.15  # of the host memory of GPUs, for processes; TorchRec keeps as much of a GPU
 CACHED = 0.2  # of a table's rows, in the GPU's cache of fused_uvm_caching: FBGEMM's default (1.8.0)
 TIERS = ("device", "host", "disk")  # of memory
 WEIGHTS, STATE, CACHE = "weights", "optimizer state", "cache"
@@ -46,12 +57,12 @@ class Footprint(NamedTuple):
 
 
 def parts_of(table: Table, dtype: str, optimizer: str, kernel: str | None = None) -> dict[str, Footprint]:
-    """What a table takes, or a part of it: weights, optimizer state and cache.
+    """Return the bytes of a table, or of a part of it: weights, optimizer state and cache.
 
-    Of a device; with a UVM kernel on a GPU also of its host's memory, with fused_mmap on CPU of its disk.
+    They are on the device; with a UVM kernel on a GPU also in host memory, with fused_mmap on CPU on disk.
 
     Args:
-        kernel: of `kernel_on`.
+        kernel: Kernel as the device has it (`kernel_on`).
     """
     values, width, optimizer_ = table.rows * table.dim, DTYPE_BYTES[dtype], optimizer_of(optimizer)
     weights, state = values * width, values * optimizer_.bytes_per("value")
@@ -71,41 +82,34 @@ def parts_of(table: Table, dtype: str, optimizer: str, kernel: str | None = None
 
 
 def added(sizes: Iterable[Footprint]) -> Footprint:
-    """The sum of at least one."""
+    """Return the sum of at least one footprint."""
     return Footprint(*map(sum, zip(*sizes, strict=True)))
-
-
-def footprint(table: Table, dtype: str, optimizer: str, kernel: str | None = None) -> Footprint:
-    """The sum of `parts_of`."""
-    return added(parts_of(table, dtype, optimizer, kernel).values())
 
 
 def footprints(
     config: RunConfig, schema: Schema, constraints: Constraints, device: str
 ) -> dict[str, Footprint]:
-    """Table → the bytes that it takes with its optimizer state, of each table with a constraint.
+    """Return the bytes of each table with a constraint, with its optimizer state.
 
     Args:
-        device: that ranks train on, cpu or cuda.
+        device: Device that ranks train on, cpu or cuda.
     """
     optimizers = table_optimizers(config, schema)
     return {
-        table: footprint(
-            schema.tables[table],
-            constraint.dtype,
-            optimizers[table].name,
-            kernel_on(device, constraint.kernel),
+        table: added(
+            parts_of(
+                schema.tables[table], each.dtype, optimizers[table].name, kernel_on(device, each.kernel)
+            ).values()
         )
-        for table, constraint in constraints.items()
+        for table, each in constraints.items()
     }
 
 
 def map_share(schema: Schema, world: int) -> int:
-    """Bytes of each rank's device, in addition to its tables, for the maps of managed ids: of every map each
-    rank has an equal part, wherever the table's rows are.
+    """Return the bytes of each rank's device for its equal part of the maps of managed ids.
 
     Args:
-        world: number of ranks.
+        world: Number of ranks.
     """
     of_tables = (
         table.rows * (ID_BYTES + (WAITING_BYTES if table.ids.admit_after > 1 else 0))
@@ -185,3 +189,106 @@ def held(
                 sizes = {part: added([size, before.parts[part]]) for part, size in sizes.items()}
             out[table.table, rank] = Held(rows, sizes)
     return out
+
+
+def without_saves(config: RunConfig) -> RunConfig:
+    """Return the configuration without room for the copies from which checkpoints are written."""
+    return config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"async_save": False})}
+    )
+
+
+def without_training(config: RunConfig) -> RunConfig:
+    """Return the configuration without these copies and without optimizer state of tables."""
+    optim = config.optim.model_copy(update={"embeddings": EmbeddingOptim(name="sgd"), "tables": {}})
+    return without_saves(config).model_copy(update={"optim": optim})
+
+
+def host_room(
+    config: RunConfig, schema: Schema, constraints: Constraints, world: int, host_share: int
+) -> int:
+    """Return the bytes of host memory that each rank on a GPU may fill with tables (UVM kernels).
+
+    It is the rank's share less a reserve, rows read ahead and, with checkpoint.async_save, the copies from
+    which checkpoints are written: of these tables, and of its part of the tables on GPUs.
+
+    Args:
+        host_share: Bytes of main memory of each rank.
+    """
+    room = (1 - HOST_RESERVE) * host_share - config.data.buffer_gib * GIB
+    if config.checkpoint.async_save:
+        sizes = footprints(config, schema, constraints, "cuda")
+        room = (room - sum(size.device for size in sizes.values() if not size.host) / world) / 2
+    return max(0, int(room))
+
+
+def memory_for_copies(
+    config: RunConfig, schema: Schema, constraints: Constraints, world: int
+) -> tuple[float, float]:
+    """Return the bytes of main memory of each rank on a GPU: of page-locked copies of its tables, from which
+    checkpoints are written, and of rows read ahead."""
+    sizes = footprints(config, schema, constraints, "cuda").values()
+    return sum(size.device for size in sizes) / world, config.data.buffer_gib * GIB
+
+
+def move_to_files(
+    constraints: Constraints, schema: Schema, config: RunConfig, memory: int
+) -> Iterator[Constraints]:
+    """Yield constraints for CPU with more and more tables in files; the first with a plan is to be used.
+
+    Only tables without settings that forbid it move, if plan.compute_kernels allows files. Tables with the
+    fewest lookups for their bytes go first: a file is slow at lookups. The first constraints have as few in
+    files as memory holds the rest of; if ranks cannot share that, twice as many are tried.
+
+    Args:
+        memory: Bytes for tables of all ranks together.
+    """
+    optimizers, features = table_optimizers(config, schema), Counter(f.table for f in schema.sparse.values())
+    movable = [
+        table
+        for table, constraint in constraints.items()
+        if MMAP_KERNEL in config.plan.compute_kernels
+        and constraint.kernel is None
+        and set(constraint.sharding) - {"data_parallel"}
+        and "cpu" in optimizer_of(optimizers[table].name).devices
+    ]
+    movable.sort(key=lambda table: (features[table] / schema.tables[table].rows, table))
+    sizes = {table: size.device for table, size in footprints(config, schema, constraints, "cpu").items()}
+    left, count = sum(sizes.values()), 0 if "fused" in config.plan.compute_kernels else len(movable)
+    while count < len(movable) and left - sum(sizes[table] for table in movable[:count]) > memory:
+        count += 1
+    while True:
+        in_files = {}
+        for table in movable[:count]:
+            kinds = tuple(kind for kind in constraints[table].sharding if kind != "data_parallel")
+            in_files[table] = replace(constraints[table], kernel=MMAP_KERNEL, sharding=kinds)
+        yield constraints | in_files
+        if count == len(movable):
+            return
+        count = min(max(1, 2 * count), len(movable))
+
+
+def check_disk(constraints: Constraints, schema: Schema, config: RunConfig, memory: int, free: int) -> None:
+    """Check that the disk holds the tables that have to be in files on CPU.
+
+    Args:
+        memory: Bytes of memory for tables of all ranks together.
+        free: Bytes of disk for tables of all ranks together.
+
+    Raises:
+        ConfigError: The disk is too small, or the folder is itself in memory.
+    """
+    chosen = next(move_to_files(constraints, schema, config, memory))
+    found = footprints(config, schema, chosen, "cpu")
+    sizes = {table: size.disk for table, size in found.items() if size.disk}
+    need, folder = sum(sizes.values()), mmap_folder(config)
+    kind = memory_filesystem(folder) if sizes else None
+    if kind is None and need <= free:
+        return
+    why = f"it is on {kind}, in memory itself" if kind else f"{bytes_text(free)} are free there"
+    raise ConfigError(
+        f"tables {', '.join(sizes)} take {bytes_text(need)} of disk, with optimizer state, and {why}",
+        where=f"plan.mmap_dir, {folder}",
+        expected="a folder on a disk with room for them, and for checkpoints if those go there, too",
+        do=make_room(config),
+    )

@@ -22,9 +22,8 @@ from raytrec.config.schema import Schema
 from raytrec.config.tables import PlanSection
 from raytrec.embeddings.constraints import TableConstraint, free_disk
 from raytrec.planning.dense_work import guess_dense_work
-from raytrec.planning.feasibility import disk_refusal, host_room
 from raytrec.planning.machines import UNKNOWN_GPU, UNKNOWN_NETWORK, known_gpu, linked, network_of
-from raytrec.planning.memory import GIB, map_share
+from raytrec.planning.memory import GIB, check_disk, host_room, map_share
 from raytrec.planning.rates import Rates
 from raytrec.planning.search import Search
 from raytrec.planning.validation import validate_constraints
@@ -90,7 +89,6 @@ def agree_on_hosts(config: RunConfig, device: torch.device) -> Hosts:
 
 
 def _place(config: RunConfig, device: torch.device) -> Place:
-
     memory, gpu = None, ""
     if device.type == "cuda":
         if device.index is None:
@@ -145,27 +143,27 @@ def rates_of(hosts: Hosts, device: str, world: int) -> Rates:
 def make_plan(
     model: nn.Module, sharders: list[ModuleSharder], schema: Schema, config: RunConfig, device: torch.device
 ) -> ShardingPlan:
-    """Rank 0 plans, every rank receives the plan; a collective.
+    """Plan on rank 0 and return the plan on every rank; a collective.
 
     Args:
-        model: whose `head` are the dense layers.
+        model: Model with the dense layers as `head`.
 
     Raises:
-        ConfigError: a constraint that cannot be kept, tables that do not fit, or no allowed sharding type
-            that fits a table.
+        ConfigError: A constraint that cannot be met, tables that do not fit, or no allowed sharding type that
+            fits a table; on every rank.
     """
     hosts = agree_on_hosts(config, device)
     constraints, topology = validated(hosts, dist.get_world_size(), config, schema, device.type)
-    # From the first rank, on every rank alike: TorchRec's collective_plan would leave the others waiting for
-    # a plan that there is not.
-    outcome: list = [None]
+    outcome: list = [None]  # or an error: with TorchRec's collective_plan, other ranks would wait for ever
     if dist.get_rank() == 0:
-        if device.type == "cpu":
-            world, has = topology.world_size, topology.devices[0].storage
-            outcome[0] = disk_refusal(constraints, schema, config, world * has.ddr, world * has.ssd)
-        outcome[0] = outcome[0] or plan_for(
-            hosts, topology, constraints, schema, config, model, sharders, model.head.parameters()
-        )
+        try:
+            if device.type == "cpu":
+                world, has = topology.world_size, topology.devices[0].storage
+                check_disk(constraints, schema, config, world * has.ddr, world * has.ssd)
+            dense = model.head.parameters()
+            outcome[0] = plan_for(hosts, topology, constraints, schema, config, model, sharders, dense)
+        except ConfigError as error:
+            outcome[0] = error
     dist.broadcast_object_list(outcome)
     if isinstance(outcome[0], ConfigError):
         raise outcome[0]
@@ -221,12 +219,15 @@ def plan_for(
     model: nn.Module,
     sharders: list[ModuleSharder],
     dense: Iterable[nn.Parameter] = (),
-) -> ShardingPlan | ConfigError:
-    """The plan on these devices, or why there is none.
+) -> ShardingPlan:
+    """Return the plan for these devices.
 
     Args:
-        dense: weights of the dense layers.
-        constraints, topology: of `validated`.
+        constraints, topology: Result of `validated`.
+        dense: Weights of the dense layers.
+
+    Raises:
+        ConfigError: No plan fits.
     """
     rates = rates_of(hosts, topology.compute_device, topology.world_size)
     shape = linked(topology.world_size // topology.local_world_size, topology.local_world_size, hosts.gpus)

@@ -26,7 +26,7 @@ from raytrec.planning.dense_work import Counter
 from raytrec.planning.rates import COLLECTIVES, DENSE, LookupRates, Rates
 
 BAGS, TABLE_BYTES, ID_SETS = 512, 64 << 20, 24
-DENSE_BYTES = 4 * (3 + 2 + 3)  # of a value in Adagrad's dense update, as loads.loads_of counts them
+DENSE_BYTES = 4 * (3 + 2 + 3)  # of a value in Adagrad's dense update, as loads.LoadCounter counts them
 # Of lookups: (tables, columns, ids of a bag). Bytes, ids and shards follow from these.
 LOOKUP_SHAPES = ((1, 16, 16), (8, 16, 1), (8, 64, 1), (1, 64, 16))
 SMALL, LARGE = 256, 1 << 20  # values of a collective
@@ -267,7 +267,7 @@ class _Lookup:
 
 
 def lookup_shape(way: str, tables: int, dim: int, length: int) -> tuple[float, float, float]:
-    """Return the bytes at random places, ids and shards of `_Lookup`, as loads.loads_of counts them."""
+    """Return the bytes at random places, ids and shards of `_Lookup`, as loads.LoadCounter counts them."""
     bags, row, state = BAGS * tables, 4.0 * dim, 0.0
     if way != DENSE:
         state = dim * optimizer_of(way).bytes_per("value") + optimizer_of(way).bytes_per("row")

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, PositiveFloat, TypeAdapter, ValidationError
 from raytrec.common.errors import ConfigError, os_errors
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.embeddings.optimizers import OPTIMIZERS
-from raytrec.planning.machines import UNKNOWN_GPU, UNKNOWN_NETWORK, Machine, known_gpu
+from raytrec.planning.machines import UNKNOWN_GPU, UNKNOWN_NETWORK, known_gpu
 
 # Kinds of collectives, by what takes them: ids and whole tables' sums; sums of tables that are cut by rows,
 # and their gradients; dense layers.
@@ -58,13 +58,13 @@ class Rates:
         peer_s: of each other rank of an all-to-all. far: bytes a second to other hosts.
         host_link: bytes a second between host and device. file_row_s: of a row that is read from a file.
         launch_s: of an operator of the dense layers on the host. tensor_s: of a tensor that their optimizer
-            updates. step_s, group_s, feature_s: of the rest of a
-            step on the host: of each step, of each way of sharding in it, of each sparse feature.
+            updates. step_s, group_s: of the rest of a step on the host: of each step, and of each way of
+            sharding in it.
         assemble_column_s, read_column_s: of each column of a row, to put a batch together in the rank's
             process, and to read it in another one; read_id_s: of an id, in each of the two.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # of files of rates
+    __pydantic_config__ = ConfigDict(extra="ignore")  # files of earlier releases have more keys
 
     source: str
     device: str
@@ -80,7 +80,6 @@ class Rates:
     step_s: float
     tensor_s: float = 0.0
     group_s: float = 0.0
-    feature_s: float = 0.0
     matrix_s: float = 0.0
     peer_s: float = 0.0
     far: float = 0.0
@@ -143,11 +142,6 @@ class Rates:
         with os_errors("cannot read the rates", ConfigError, where=str(path)):
             text = Path(path).read_bytes()
         return cls.from_json(text, str(path))
-
-    @classmethod
-    def of_machine(cls, machine: Machine) -> Rates:
-        """Of a machine's GPUs; see `of_gpu`."""
-        return cls.of_gpu(machine.gpu, machine.network_of_gpu)
 
     @classmethod
     def of_cpu(cls, world: int) -> Rates:

@@ -6,13 +6,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.table import Column, Table
+
 from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import ranges
+from raytrec.common.terminal import open_console, plain
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.planning.dry_run import Prediction, price_of
 from raytrec.planning.machines import ENOUGH_GIB
-from raytrec.planning.memory import GIB
+from raytrec.planning.memory import GIB, TIERS, held
 
 TIER_NAMES = {"device": "GPU", "host": "host", "disk": "disk"}
 
@@ -48,8 +51,6 @@ class Plans:
         }
 
     def _of(self, found: Prediction) -> dict[str, Any]:
-        from raytrec.planning.memory import TIERS
-
         cluster, parts = found.cluster, found.memory.parts if found.memory else {}
         memory = {
             tier: {part: (sizes / GIB).tolist() for (place, part), sizes in parts.items() if place == tier}
@@ -75,8 +76,6 @@ class Plans:
 
 def print_plans(plans: Plans) -> None:
     """Print predictions: tables of one cluster; memory and time of all side by side; what does not fit."""
-    from raytrec.common.terminal import open_console
-
     console = open_console()
     shown = plans.on or plans.chosen
     if len(shown) == 1 and shown[0].tables:
@@ -96,18 +95,12 @@ def print_plans(plans: Plans) -> None:
             console.print(f"cheapest: {cheapest.cluster.name}, {price:,.2f} an hour", soft_wrap=True)
 
 
-def _tables(plans: Plans, found: Prediction) -> Any:
-    from rich.table import Table
-
-    from raytrec.common.terminal import plain
-    from raytrec.planning.memory import held
-
+def _tables(plans: Plans, found: Prediction) -> Table:
     gib: dict[str, float] = {}
     for (name, _), its in held(found.tables, plans.config, plans.schema).items():
         gib[name] = gib.get(name, 0.0) + its.size.total / GIB
-    lines = Table()
-    for column in ("table", "rows", "dim", "sharding_type", "compute_kernel", "ranks", "GiB in all"):
-        lines.add_column(column, justify="right" if column in ("rows", "dim", "GiB in all") else "left")
+    rows, dim, size = (Column(name, justify="right") for name in ("rows", "dim", "GiB in all"))
+    lines = Table("table", rows, dim, "sharding_type", "compute_kernel", "ranks", size)
     for table in found.tables:
         lines.add_row(
             plain(table.table),
@@ -121,10 +114,10 @@ def _tables(plans: Plans, found: Prediction) -> Any:
     return lines
 
 
-def _memory(shown: list[Prediction]) -> Any:
-    """GiB of the fullest rank, part by part; of the host a rank's share."""
+def _memory(shown: list[Prediction]) -> Table:
+    """Return a table of the GiB of the fullest rank, part by part; of the host a rank's share."""
     keys = list(dict.fromkeys(key for each in shown if each.memory for key in each.memory.parts))
-    lines = _side_by_side("GiB of a rank, at most", [each.name for each in shown])
+    lines = _side_by_side("GiB of a rank, at most", shown)
     for tier, name in TIER_NAMES.items():
         parts = [part for place, part in keys if place == tier]
         if not parts:
@@ -136,13 +129,9 @@ def _memory(shown: list[Prediction]) -> Any:
     return lines
 
 
-def _side_by_side(title: str, names: list[str]) -> Any:
-    from rich.table import Table
-
-    lines = Table(title=title, title_justify="left")
-    for column in ("", *names):
-        lines.add_column(column, justify="right" if column else "left")
-    return lines
+def _side_by_side(title: str, shown: list[Prediction]) -> Table:
+    columns = (Column(each.name, justify="right") for each in shown)
+    return Table("", *columns, title=title, title_justify="left")
 
 
 def _gib(found: Prediction, tier: str, part: str | None = None) -> str:
@@ -158,11 +147,10 @@ def _has(shown: list[Prediction], tier: str) -> str:
     return ", ".join(f"{room:.0f}" if room < ENOUGH_GIB / 1000 else "enough" for room in rooms)
 
 
-def _time(plans: Plans, shown: list[Prediction]) -> Any:
+def _time(plans: Plans, shown: list[Prediction]) -> Table:
     from raytrec.planning.step import PARTS
 
-    lines = _side_by_side("ms of a step", [each.name for each in shown])
-    times = [each.time for each in shown]
+    lines, times = _side_by_side("ms of a step", shown), [each.time for each in shown]
     for part in PARTS:
         lines.add_row(part, *(f"{time.parts[part] * 1e3:.2f}" if time else "–" for time in times))
     lines.add_section()
@@ -171,14 +159,13 @@ def _time(plans: Plans, shown: list[Prediction]) -> Any:
     lines.add_row("bottleneck", *(time.bottleneck if time else "–" for time in times))
     lines.add_row("balance of lookups", *(f"{time.balance:.0%}" if time else "–" for time in times))
     if plans.prices:
-        costs = [_cost(each, plans.prices) for each in shown]
+        prices = [price_of(each, plans.prices) for each in shown]
+        costs = (
+            "–" if price is None or not time else f"{price / 3600 * 1e9 / time.rows_per_s:,.2f}"
+            for price, time in zip(prices, times, strict=True)
+        )
         lines.add_row("price of 10⁹ rows", *costs)
     return lines
-
-
-def _cost(found: Prediction, prices: dict[str, float]) -> str:
-    price = price_of(found, prices)
-    return f"{price / 3600 * 1e9 / found.time.rows_per_s:,.2f}" if price is not None and found.time else "–"
 
 
 def _troubles(found: Prediction) -> list[str]:
@@ -207,7 +194,6 @@ def draw(plans: Plans, path: str | Path) -> None:
     Raises:
         ConfigError: another kind of file, or no plan.
     """
-    from raytrec.planning.memory import held
     from raytrec.report.figures import shards, style
     from raytrec.report.report import writing
 

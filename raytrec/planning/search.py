@@ -7,6 +7,7 @@ part for every rank (docs/scaling.md).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from warnings import catch_warnings, simplefilter
@@ -18,7 +19,7 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.planners import to_sharding_plan
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
-from torchrec.distributed.planner.types import PlannerError, Shard, ShardingOption, Storage
+from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from raytrec.common.errors import ConfigError
@@ -26,27 +27,25 @@ from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.constraints import (
+    COLUMN_TYPES,
     MMAP_KERNEL,
     UVM_KERNELS,
-    TableConstraint,
     column_parts,
     kernels_to_choose,
     table_optimizers,
 )
 from raytrec.embeddings.optimizers import optimizer_of
 from raytrec.planning.balance import Balancer, NoRoom
+from raytrec.planning.board import Board
 from raytrec.planning.dense_work import DenseWork
-from raytrec.planning.feasibility import move_to_files
 from raytrec.planning.loads import lengths_of_tables
-from raytrec.planning.memory import GIB
+from raytrec.planning.memory import GIB, Constraints, move_to_files
 from raytrec.planning.rates import Rates
 
 RESERVED_SHARE = 0.15  # of each GPU, for dense layers, activations and the rest
-COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 MOST_SHARDS = 32_768  # that ways of sharding over all ranks add to the search
 LARGE = 0.25  # of a rank's memory: a larger table may always be cut
 SPREAD = ("row_wise", "grid_shard")  # a part for every rank, or for many
-Constraints = dict[str, TableConstraint]
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,14 @@ class Search:
     rates: Rates
     linked: tuple[int, int]
 
-    def find(self, constraints: Constraints) -> ShardingPlan | ConfigError:
-        """Return the plan, or why there is none.
+    def find(self, constraints: Constraints) -> ShardingPlan:
+        """Return the plan.
 
         Args:
             constraints: Checked constraint of each table.
+
+        Raises:
+            ConfigError: No plan fits.
         """
         device, world = self.topology.compute_device, self.topology.world_size
         storage, choices = self.topology.devices[0].storage, iter([constraints])
@@ -85,7 +87,7 @@ class Search:
                 return self._plan(narrow(chosen, self.schema, world, memory))
             except (NoRoom, PlannerError) as error:
                 refusal = self._refusal(chosen, str(error).splitlines()[0].strip())
-        return refusal
+        raise refusal
 
     def _plan(self, constraints: Constraints) -> ShardingPlan:
         fused = {
@@ -98,7 +100,8 @@ class Search:
         of_torchrec = self._for_torchrec(constraints)
         on_disk = {table for table, kernel in kernels.items() if kernel == MMAP_KERNEL}
         options = list(self._options(of_torchrec, fused, on_disk))
-        chosen = Balancer(self, constraints, options, self._room(of_torchrec), kernels).choose()
+        board = Board(self, constraints, options, self._room(of_torchrec), kernels)
+        chosen = Balancer(board).choose()
         plan = to_sharding_plan(chosen, self.topology)
         # TorchRec's options (1.8.0) have no dense kernels for sharded tables, and no kernel names of
         # tables in files or, on CPU, in UVM, which run all the same.
@@ -153,25 +156,22 @@ class Search:
 
     def _refusal(self, constraints: Constraints, reason: str) -> ConfigError:
         gib = sum(t.rows * t.dim * 4 for t in self.schema.tables.values()) / GIB
+        has, types = self.topology.devices[0].storage, ", ".join(self.config.plan.sharding_types)
+        kernels = {constraint.kernel for constraint in constraints.values()}
+        if self.topology.compute_device == "cuda":
+            room = f"{has.hbm / GIB:.1f} GiB on each GPU, less 15 %"
+            if kernels & {*UVM_KERNELS}:
+                room += f", and {has.ddr / GIB:.1f} GiB of host memory for each"
+        else:
+            room = f"{has.ddr / GIB:.1f} GiB of memory for each worker"
+            room += f", and {has.ssd / GIB:.1f} GiB of disk" if MMAP_KERNEL in kernels else ""
         return ConfigError(
             f"no plan for {len(self.schema.tables)} tables ({gib:.2f} GiB of weights) on "
             f"{self.topology.world_size} workers: {reason}",
             where="plan, scaling.num_workers",
-            expected=f"tables that fit under {', '.join(self.config.plan.sharding_types)} and plan.tables"
-            + _room_text(self.topology, constraints),
+            expected=f"tables that fit under {types} and plan.tables in {room}",
             do="add workers, allow row_wise, or make tables smaller",
         )
-
-
-def _room_text(topology: Topology, constraints: Constraints) -> str:
-    has, kernels = topology.devices[0].storage, {constraint.kernel for constraint in constraints.values()}
-    if topology.compute_device != "cuda":
-        words = f" in {has.ddr / GIB:.1f} GiB of memory for each worker"
-        return words + (f", and {has.ssd / GIB:.1f} GiB of disk" if MMAP_KERNEL in kernels else "")
-    words = f" in {has.hbm / GIB:.1f} GiB on each GPU, less 15 %"
-    if kernels & {*UVM_KERNELS}:
-        words += f", and {has.ddr / GIB:.1f} GiB of host memory for each"
-    return words
 
 
 def narrow(constraints: Constraints, schema: Schema, world: int, memory: int) -> Constraints:
@@ -185,9 +185,7 @@ def narrow(constraints: Constraints, schema: Schema, world: int, memory: int) ->
     Args:
         memory: Bytes for tables on each rank's device.
     """
-    features = dict.fromkeys(schema.tables, 0)
-    for spec in schema.sparse.values():
-        features[spec.table] += 1
+    features = Counter(feature.table for feature in schema.sparse.values())
     bytes_of = {name: 4 * table.rows * table.dim for name, table in schema.tables.items()}
     load_of = {name: features[name] * table.dim for name, table in schema.tables.items()}
     all_bytes, all_load = max(1, sum(bytes_of.values())), max(1, sum(load_of.values()))
@@ -196,7 +194,12 @@ def narrow(constraints: Constraints, schema: Schema, world: int, memory: int) ->
         return max(bytes_of[table] / all_bytes, load_of[table] / all_load), bytes_of[table]
 
     spared = {table for table in constraints if bytes_of[table] > LARGE * memory}
-    narrowed = {table: _whole(each) if world == 1 else each for table, each in constraints.items()}
+    narrowed = {
+        table: replace(each, sharding=("table_wise",))
+        if world == 1 and {"table_wise", "row_wise"} <= {*each.sharding}
+        else each
+        for table, each in constraints.items()
+    }
     for kinds, largest_first in ((SPREAD, True), (("data_parallel",), False)):
         asking = [
             table
@@ -208,12 +211,6 @@ def narrow(constraints: Constraints, schema: Schema, world: int, memory: int) ->
             left = tuple(kind for kind in narrowed[table].sharding if kind not in kinds)
             narrowed[table] = replace(narrowed[table], sharding=left)
     return narrowed
-
-
-def _whole(constraint: TableConstraint) -> TableConstraint:
-    """Return the constraint of a table on one rank."""
-    cut = {"table_wise", "row_wise"} <= {*constraint.sharding}
-    return replace(constraint, sharding=("table_wise",)) if cut else constraint
 
 
 def finer_cuts(
@@ -239,17 +236,14 @@ def finer_cuts(
 def estimate_once_per_size(
     options: list[ShardingOption], estimate: Callable[[list[ShardingOption]], None]
 ) -> None:
-    """Estimate the storage of all shards; of the shards of one option that have one size, the first.
+    """Estimate the storage of all shards, in each option once for shards of one size.
 
     Args:
-        estimate: TorchRec's, of all shards of all options.
+        estimate: TorchRec's estimate of all shards of all options.
     """
     shards_of = [option.shards for option in options]
     for option in options:
-        sizes: dict[tuple[int, ...], Shard] = {}
-        for shard in option.shards:
-            sizes.setdefault(tuple(shard.size), shard)
-        option.shards = list(sizes.values())
+        option.shards = list({tuple(shard.size): shard for shard in option.shards}.values())
     estimate(options)
     for option, shards in zip(options, shards_of, strict=True):
         known = {tuple(shard.size): shard.storage for shard in option.shards}

@@ -20,7 +20,7 @@ from raytrec.embeddings.optimizers import optimizer_of
 from raytrec.planning.dense_work import DenseWork
 from raytrec.planning.loads import ID_BYTES, LENGTH_BYTES, VALUE_BYTES, Loads
 from raytrec.planning.memory import CACHE, GIB, TIERS, Held, PlannedTable, held, map_share
-from raytrec.planning.rates import Rates
+from raytrec.planning.rates import COLLECTIVES, Rates
 
 DEVICE, HOST, DISK = TIERS
 IN_FLIGHT = 3  # batches in TorchRec's pipeline: the one that is trained and two that come
@@ -51,7 +51,7 @@ def memory_of(
     """What each rank has.
 
     weights, optimizer state, cache: of shards, by `memory.parts_of`; id maps by `memory.map_share`.
-    hot rows: of tables in files, in what plan.memory_gib leaves (`hot_shares`).
+    hot rows: of tables in files, in what plan.memory_gib leaves (`hot_rows`).
     dense model: weights P, the optimizer's state (Adam 2·P, Adagrad P), an average P with train.ema.
     gradients: of the dense layers P; of tables with a dense kernel, or copied to all ranks, twice their size,
         as the kernel makes them for all tables at once, and each table then gets its own.
@@ -81,7 +81,7 @@ def memory_of(
                 copies[rank] += size.device + size.host
     if maps := map_share(schema, world):
         add(DEVICE, "id maps", maps)
-    add(DEVICE, "hot rows", np.array(hot_bytes(found, hot_shares(found, config, schema, world))))
+    add(DEVICE, "hot rows", np.array([size for _, size in hot_rows(found, config, schema, world)]))
     batch = -(-config.data.global_batch_size // world)
     dense_state = dense.parameters * (1 + states_of(config.optim.dense) + bool(config.train.ema))
     add(DEVICE, "dense model", dense_state)
@@ -161,8 +161,8 @@ def step_time(
     dense layers = products ÷ their rate + small matrices × time of one + other operators' bytes ÷ memory rate
         + the optimizer, which reads weights, gradients and state and writes weights and state.
     all-reduce = 2 × gradients ÷ links (a ring: (W−1)/W sent twice), and once to other hosts.
-    host launches = operators of the dense layers × time of one + tensors × time of one + that of a step, of
-        each way of sharding and of each feature; + assembling the next batch, under the same lock of Python.
+    host launches = operators of the dense layers × time of one + tensors × time of one + that of a step and
+        of each way of sharding; + assembling the next batch, under the same lock of Python.
     ingest = columns and ids read by the reader processes, as many at a time as there are CPUs for them.
 
     On GPUs device, host, readers and copies work at the same time, ids travel during the step before, and
@@ -195,7 +195,6 @@ def step_time(
     products = dense.flops / rates.matrix[precision] + dense.matrices * rates.matrix_s + moved / rates.copy
     launches = dense.launches * (COMPILED_LAUNCHES if config.train.compile and not on_cpu else 1.0)
     host = dense.tensors * rates.tensor_s + launches * rates.launch_s + rates.step_s
-    host += len(schema.sparse) * rates.feature_s
     host += (len(loads.groups) + bool(loads.replicated)) * rates.group_s
     columns, its_ids = len(schema.columns), loads.row_ids * rates.read_id_s
     assembled = batch * (columns * rates.assemble_column_s + its_ids)
@@ -243,7 +242,7 @@ def _ids_s(loads: Loads, rates: Rates, world: int, hosts: int, gpus: int) -> np.
 def _output_s(loads: Loads, rates: Rates, world: int) -> np.ndarray:
     kinds = [kind for _, kind in loads.groups]
     out, near, far = np.zeros(world), np.zeros(world), np.zeros(world)
-    for kind in loads.near:
+    for kind in COLLECTIVES[:3]:
         sent, sent_far = loads.near[kind], loads.far[kind]
         if kind == "all_to_all":  # takes as long as the larger of what a rank sends and gets
             sent, sent_far = np.maximum(sent, loads.arrived[0]), np.maximum(sent_far, loads.arrived[1])
@@ -265,30 +264,25 @@ def _latency(rates: Rates, kind: str, world: int) -> float:
     return rates.latency_s[kind] + rates.peer_s * (world - 1) * (kind == "all_to_all")
 
 
-def hot_shares(
+def hot_rows(
     found: Mapping[tuple[str, int], Held], config: RunConfig, schema: Schema, world: int
-) -> list[float]:
-    """Of each rank, the share of rows of its tables in files that are in memory, too: as many as what
-    plan.memory_gib leaves has room for. Without plan.memory_gib, which is to be more than a guess then, none.
+) -> list[tuple[float, float]]:
+    """Return for each rank the share of rows of its tables in files that memory holds, too, and their bytes.
+
+    It is as many rows as plan.memory_gib leaves room for; none without plan.memory_gib.
     """
-    if not config.plan.memory_gib:
-        return [0.0] * world
-    left = [config.plan.memory_gib * GIB - map_share(schema, world)] * world
-    takes = [0] * world
+    left = [(config.plan.memory_gib or 0) * GIB - map_share(schema, world)] * world
+    takes, places = [0] * world, [0] * world
     for (_, rank), each in found.items():
-        left[rank] -= each.size.device + (each.rows * ROW_BYTES if each.size.disk else 0)
-        takes[rank] += each.size.disk + each.rows * PLACE_BYTES if each.size.disk else 0
-    return [min(1.0, max(0.0, room / size)) if size else 0.0 for room, size in zip(left, takes, strict=True)]
-
-
-def hot_bytes(found: Mapping[tuple[str, int], Held], shares: list[float]) -> list[float]:
-    """What rows of tables in files take of each rank's memory.
-
-    Args:
-        shares: of `hot_shares`.
-    """
-    out = [0.0] * len(shares)
-    for (_, rank), each in found.items():
-        if each.size.disk and shares[rank]:
-            out[rank] += shares[rank] * (each.size.disk + each.rows * PLACE_BYTES) + each.rows * ROW_BYTES
-    return out
+        left[rank] -= each.size.device
+        if each.size.disk:
+            left[rank] -= each.rows * ROW_BYTES
+            takes[rank] += each.size.disk + each.rows * PLACE_BYTES
+            places[rank] += each.rows * ROW_BYTES
+    shares = [
+        min(1.0, max(0.0, room / size)) if size else 0.0 for room, size in zip(left, takes, strict=True)
+    ]
+    return [
+        (share, share * size + of_rows if share else 0.0)
+        for share, size, of_rows in zip(shares, takes, places, strict=True)
+    ]

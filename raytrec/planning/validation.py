@@ -1,4 +1,4 @@
-"""Whether the constraints of tables can be met; no torch."""
+"""Checks that the constraints of tables can be met, and that pinned tables and copies fit. No torch here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from raytrec.config.schema import Schema, Table
 from raytrec.config.tables import EmbeddingOptim
 from raytrec.embeddings.constraints import (
     CACHING_KERNEL,
+    COLUMN_TYPES,
     MMAP_KERNEL,
     TableConstraint,
     column_parts,
@@ -19,9 +20,10 @@ from raytrec.embeddings.constraints import (
     table_optimizers,
 )
 from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.planning.feasibility import check_room
+from raytrec.planning.memory import GIB, Constraints, footprints, host_room, memory_for_copies
 
-COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
+ON_DEVICE = "on one rank", "(plan.memory_gib, or what the device has)"
+ON_HOST = ("of host memory on one rank", "(its share of its host, less what checkpoints are copied to)")
 DEVICE_NAMES = {"cpu": "CPU", "cuda": "GPUs"}
 
 
@@ -72,7 +74,7 @@ def validate_constraints(
         _check_dtype(table, constraint, optimizers[table].name, device)
         if constraint.ranks:
             _check_ranks(table, schema.tables[table], constraint, world, ranks_per_host)
-    check_room(config, schema, constraints, device, world, memory, host_share)
+    _check_room(config, schema, constraints, device, world, memory, host_share)
     return constraints
 
 
@@ -210,4 +212,54 @@ def check_qcomms(
             where="plan.qcomms",
             expected=f"shards whose widths have a common divisor above {SCALE_BYTES}, such as 16",
             do="set plan.qcomms to fp16 or bf16, or the tables' dim to multiples of 16",
+        )
+
+
+def _check_room(
+    config: RunConfig,
+    schema: Schema,
+    constraints: Constraints,
+    device: str,
+    world: int,
+    memory: int | None,
+    host_share: int | None,
+) -> None:
+    """Check tables that must share a rank, and copies for checkpoints; the search weighs the rest.
+
+    Args:
+        memory, host_share: As in validate_constraints.
+
+    Raises:
+        ConfigError: They do not fit.
+    """
+    together: dict[tuple, list[str]] = {}
+    for table, constraint in constraints.items():
+        if constraint.ranks and len(constraint.ranks) == 1:
+            together.setdefault(("rank", constraint.ranks[0]), []).append(table)
+        elif constraint.group is not None:
+            together.setdefault(("group", constraint.group), []).append(table)
+    room = None if host_share is None else host_room(config, schema, constraints, world, host_share)
+    for tables in together.values():
+        sizes = footprints(config, schema, {table: constraints[table] for table in tables}, device)
+        _check_fits({table: size.device for table, size in sizes.items()}, memory, ON_DEVICE)
+        _check_fits({table: size.host for table, size in sizes.items()}, room, ON_HOST)
+    if device == "cuda" and host_share is not None and config.checkpoint.async_save:
+        copies, ahead = memory_for_copies(config, schema, constraints, world)
+        if copies + ahead > host_share:  # the first save would end the processes of the host
+            raise ConfigError(
+                f"checkpoints copy {copies / GIB:.1f} GiB of each GPU to main memory, where each worker also "
+                f"has {ahead / GIB:.1f} GiB of rows read ahead",
+                where="checkpoint.async_save",
+                expected=f"at most {host_share / GIB:.1f} GiB, a worker's share of its host (or container)",
+                do="set checkpoint.async_save=false, which copies nothing while training waits; or take "
+                "hosts with more memory, or more workers",
+            )
+
+
+def _check_fits(sizes: dict[str, int], memory: int | None, words: tuple[str, str]) -> None:
+    if memory is not None and (size := sum(sizes.values())) > memory:
+        raise refused(
+            ", ".join(table for table, bytes_ in sizes.items() if bytes_),
+            f"{size / GIB:.2f} GiB, with optimizer state, {words[0]}",
+            f"at most {memory / GIB:.2f} GiB {words[1]}",
         )

@@ -15,18 +15,17 @@ from raytrec.compat.fbgemm import CACHED, pad_empty_shards
 from raytrec.compat.fbgemm_lookups import as_known_to_torchrec, own_lookups
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.embeddings.codecs import make_codecs, widths_of
 from raytrec.embeddings.constraints import CACHING_KERNEL, MMAP_KERNEL, table_optimizers
-from raytrec.embeddings.initial import fill_tables
 from raytrec.embeddings.managed.batches import ManagedBatches
 from raytrec.embeddings.mapped import MappedFiles, mark_mapped
 from raytrec.embeddings.optim import DenseAverage, GlobalNormClip, combine, fuse
-from raytrec.embeddings.sharding import sharders, sharders_for_planning
+from raytrec.embeddings.sharding import make_codecs, sharders, sharders_for_planning, widths_of
+from raytrec.embeddings.tables import fill_tables
 from raytrec.models.parts.shared import join_ranks
 from raytrec.models.recommender import build_recommender, checkpoint_activations, compile_dense
 from raytrec.planning.memory import held, planned
 from raytrec.planning.plan import make_plan
-from raytrec.planning.step import hot_shares
+from raytrec.planning.step import hot_rows
 from raytrec.tasks.global_batch import require_gradient_division
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import columns_of, needs_vectors
@@ -70,7 +69,7 @@ def build_step(
     plan = make_plan(model, offered, schema, config, device)
     codecs = make_codecs(config, widths_of(plan), world)
     tables = held(planned(plan, config, schema, world), config, schema, device.type)
-    shares = hot_shares(tables, config, schema, world)
+    shares = [share for share, _ in hot_rows(tables, config, schema, world)]
     mark_mapped(model.embeddings.collections, plan, optimizers, any(shares))
     cache = _cache_settings(plan, device)
     files = MappedFiles(config, shares[dist.get_rank()])
@@ -84,7 +83,7 @@ def build_step(
         )
     pad_empty_shards(sharded)
     if fill:
-        fill_tables(sharded, schema, config.run.seed)
+        fill_tables(sharded, config.run.seed)
     optimizer = combine(sharded, optimizers, config.optim.dense)
     if config.train.max_grad_norm:
         optimizer = GlobalNormClip(optimizer, sharded, config.train.max_grad_norm)

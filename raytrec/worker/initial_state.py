@@ -17,8 +17,8 @@ from raytrec.common import messages
 from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.embeddings.initial import fill_tables
-from raytrec.planning.feasibility import without_training
+from raytrec.embeddings.tables import fill_tables
+from raytrec.planning.memory import without_training
 from raytrec.tasks.objective import Objective
 from raytrec.worker.build import build_step
 from raytrec.worker.step import Step
@@ -60,7 +60,7 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
         log_odds: Bias of each column of logits, for models whose last layer is a Linear called logit; empty:
             as drawn.
     """
-    fill_tables(step.model, schema, config.run.seed)
+    fill_tables(step.model, config.run.seed)
     last = getattr(step.head.model, "logit", None)
     if log_odds and last is not None and last.bias is not None:
         with torch.no_grad():

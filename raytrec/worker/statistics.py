@@ -18,9 +18,8 @@ from raytrec.checks.live.outcome import read
 from raytrec.compat.fbgemm import cache_hits
 from raytrec.config.schema import Schema
 from raytrec.embeddings.constraints import MMAP_KERNEL
-from raytrec.embeddings.row_gradients import Part, add_row_gradients
 from raytrec.embeddings.tables import Parts, Shard, Table
-from raytrec.embeddings.taps import Lookup, Taps
+from raytrec.embeddings.taps import Lookup, Part, Taps, add_row_gradients
 
 SAMPLE = 1024  # rows of a shard, or up to twice as many
 NORM_EDGES = (-4.0, 2.0, 30)  # bins of row norms: from 1e-4 to 1e2, on a logarithmic scale

@@ -22,7 +22,7 @@ from raytrec.driver import launch, nodes, session
 from raytrec.driver import run as driver
 from raytrec.driver.nodes import GpuNode
 from raytrec.embeddings.constraints import resolve_constraints
-from raytrec.planning.feasibility import memory_for_copies
+from raytrec.planning.memory import memory_for_copies
 
 
 @pytest.fixture

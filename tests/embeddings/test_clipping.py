@@ -6,8 +6,8 @@ from ranks import on_ranks
 from small import SCHEMA, batches, build, config, train
 
 from raytrec.checks.parity import reference
-from raytrec.embeddings.row_gradients import places_of
 from raytrec.embeddings.tables import tables
+from raytrec.embeddings.taps import places_of
 from raytrec.models import build_model
 
 

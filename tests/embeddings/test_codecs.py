@@ -8,7 +8,14 @@ from ranks import on_ranks
 from small import SCHEMA, batches, build, config, train
 
 from raytrec.config.tables import QCommsSection
-from raytrec.embeddings.codecs import SMALLEST, UNIT, Codec, backward_rounding, forward_rounding, make_codecs
+from raytrec.embeddings.sharding import (
+    SMALLEST,
+    UNIT,
+    Codec,
+    backward_rounding,
+    forward_rounding,
+    make_codecs,
+)
 from raytrec.embeddings.tables import tables
 
 GROUP = 16

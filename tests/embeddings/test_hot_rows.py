@@ -45,7 +45,7 @@ def built(world, plan, optimizer, kernel, share, folder):
 
 def sharing(share):
     patch = pytest.MonkeyPatch()
-    patch.setattr(build_module, "hot_shares", lambda found, config, schema, world: [share] * world)
+    patch.setattr(build_module, "hot_rows", lambda found, config, schema, world: [(share, 0.0)] * world)
     return closing(SimpleNamespace(close=patch.undo))
 
 

@@ -1,19 +1,18 @@
 """Initial values: by their definition in NumPy, how random they are, and where they go."""
 
 import hashlib
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
 from small import a_schema, config, initial_rows
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytrec.data.hashing import hash_bits as hash_bits_in_numpy
-from raytrec.embeddings.bags import table_of
-from raytrec.embeddings.hashing import GOLDEN, hash_bits
-from raytrec.embeddings.initial import BLOCK_VALUES, fill_tables, initial_values
-from raytrec.embeddings.tables import tables
+from raytrec.embeddings.hashing import BLOCK_VALUES, GOLDEN, hash_bits, initial_values
+from raytrec.embeddings.pooling import table_of
+from raytrec.embeddings.tables import fill_tables
 from raytrec.worker.build import build_step
 
 BLOCK_ROWS = BLOCK_VALUES // 8
@@ -103,34 +102,23 @@ def test_values_are_uniform_and_neighbours_are_independent(of):
         assert abs(((cells - expected) ** 2 / expected).sum().item() - 255) < 4.5 * 510**0.5, name
 
 
-class LargestOnHost(TorchDispatchMode):
-    """Bytes of the largest piece of memory that an operation gives, other than the tables' own."""
-
-    def __init__(self, model):
-        super().__init__()
-        shards = [shard.values for table in tables(model).values() for shard in table.weight.local]
-        self.bytes, self._tables = 0, {shard.untyped_storage().data_ptr() for shard in shards}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **kwargs or {})
-        storage = out.untyped_storage() if isinstance(out, torch.Tensor) else None
-        if storage is not None and storage.data_ptr() not in self._tables:
-            self.bytes = max(self.bytes, storage.nbytes())
-        return out
-
-
-def most_memory(rank, world):
-    """Bytes of host memory that filling a table of 3 blocks takes at once."""
-    schema = SCHEMA.model_copy(deep=True)
+def most_values(rank, world):
+    """The most values that filling a table of 3 blocks makes at once."""
+    schema, sizes = SCHEMA.model_copy(deep=True), []
     schema.tables["big"].rows = 3 * BLOCK_ROWS
-    step, _ = build_step(config(world, ["table_wise"]), schema, torch.device("cuda", 0), fill=False)
-    with LargestOnHost(step.model) as largest:
-        fill_tables(step.model, schema, 3)
-    return largest.bytes
+    step, _ = build_step(config(world, ["table_wise"]), schema, torch.device("cpu"), fill=False)
+
+    def noted(seed, table, ids, columns, rows):
+        sizes.append(len(ids) * len(columns))
+        return initial_values(seed, table, ids, columns, rows)
+
+    with patch("raytrec.embeddings.tables.initial_values", noted):
+        fill_tables(step.model, 3)
+    return max(sizes)
 
 
-def test_filling_a_table_takes_the_memory_of_a_block():
-    assert on_ranks(1, most_memory, device="cuda") == [BLOCK_ROWS * 8 * 4]
+def test_tables_are_filled_block_by_block():
+    assert on_ranks(1, most_values) == [BLOCK_VALUES]
 
 
 def local_parts(rank, world, sharding):

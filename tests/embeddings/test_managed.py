@@ -58,27 +58,6 @@ class Rows(dict):
         assert len(set(self.values())) == len(self)
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_map_is_that_of_a_dict(name):
-    policy, size = ManagedIds(**POLICIES[name]), 140 if name == "lru" else 90  # two leave at a time, or one
-    plain, numbered = PlainIds(size, policy, 7), Rows()
-    exchange = exchange_of(size, policy, 7)
-    one, left, admitted = exchange.maps["t"], 0, 0
-    for step, ids in enumerate(random_batches(60)):
-        expected = plain.step(step, ids)
-        rows, new = train(exchange, ids, step)
-        numbered.check([expected[i] for i in ids], rows.tolist(), plain.capacity)
-        new = dict(zip(new.ids.tolist(), new.rows.tolist(), strict=True))
-        assert new == {i: numbered[number] for i, number in plain.new.items()}
-        left, admitted = left + len(plain.left), admitted + len(plain.new)
-        assert len(one) == len(plain.rows) and one.waiting == len(plain.waiting)
-    assert one.counted["admitted"] == admitted and one.counted["evicted"] == left
-    assert admitted > 40 and bool(left) == (name != "none")
-    seen = sorted({i for ids in random_batches(60) for i in ids})
-    found = exchange.look_up({"t": torch.tensor(seen)})["t"].tolist()
-    numbered.check([plain.rows.get(i, [None])[0] for i in seen], found, plain.capacity)
-
-
 def test_all_rows_are_used():
     exchange = exchange_of(101)
     rows, _ = train(exchange, torch.arange(100), 0)

@@ -40,8 +40,14 @@ def remap(rank, world, names):
             told = {t: sorted(zip(n.ids.tolist(), n.rows.tolist(), strict=True)) for t, n in new.items()}
             steps.append({t: (ids[t], rows[t].tolist(), told[t]) for t in maps})
         states = {table: plain_state(m.state()) for table, m in maps.items()}
-        out[name] = steps, states
+        counts = {table: (m.counted["admitted"], m.counted["evicted"]) for table, m in maps.items()}
+        out[name] = steps, states, counts
     return out
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_map_is_that_of_a_dict(name):
+    check(name, [remap(0, 1, [name])[name]])
 
 
 CASES = [
@@ -67,16 +73,21 @@ def test_rows_are_those_of_a_dict_and_of_one_rank(world, names):
 def check(name, answers):
     policy = ManagedIds(**POLICIES[name])
     for table, rows in ROWS.items():
-        plain, numbered = PlainIds(rows, policy, 7), Rows()
+        plain, numbered, admitted, evicted = PlainIds(rows, policy, 7), Rows(), 0, 0
         for step, ids in enumerate(of_tables(name)[table]):
             expected = plain.step(step, ids)
-            of_ranks = [steps[step][table] for steps, _ in answers]
+            admitted, evicted = admitted + len(plain.new), evicted + len(plain.left)
+            of_ranks = [steps[step][table] for steps, *_ in answers]
             assert [i for part, _, _ in of_ranks for i in part] == ids
             for part, got, _ in of_ranks:
                 numbered.check([expected[i] for i in part], got, plain.capacity)
             for _, _, told in of_ranks:
                 assert told == sorted((i, numbered[number]) for i, number in plain.new.items())
-        held = [states[table] for _, states in answers]
+        counts = zip(*(counts[table] for *_, counts in answers), strict=True)
+        assert [sum(of_ranks) for of_ranks in counts] == [admitted, evicted]
+        assert admitted > rows / 2 and bool(evicted) == (name != "none")
+        held = [states[table] for _, states, _ in answers]
+        assert sum(len(waiting[0]) for (_, waiting), *_ in held) == len(plain.waiting)
         ids_of_ranks = [ids for (one, _), *_ in held for ids in one[0]]
         assert len(ids_of_ranks) == len(plain.rows) and ids_of_ranks == sorted(ids_of_ranks)
         assert all(state[1:] == held[0][1:] for state in held)

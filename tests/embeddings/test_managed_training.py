@@ -15,7 +15,7 @@ from raytrec.checks.parity import compare
 from raytrec.checks.parity import reference as one_process
 from raytrec.checks.parity.batches import cuts
 from raytrec.checks.parity.sharded import Sharded
-from raytrec.embeddings.initial import initial_values
+from raytrec.embeddings.hashing import initial_values
 from raytrec.embeddings.tables import tables
 from raytrec.models import build_model
 from raytrec.worker.build import build_step

@@ -18,8 +18,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from raytrec.checks.parity.compare import compare
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.config.run_config import load_config
-from raytrec.embeddings import bags, initial, optim, pooling
-from raytrec.embeddings.tables import tables
+from raytrec.embeddings import optim, pooling
+from raytrec.embeddings.tables import fill_tables, tables
 from raytrec.planning.validation import validate_constraints
 from raytrec.tasks import objective
 from raytrec.worker import build as building
@@ -50,7 +50,7 @@ def torchrecs_own_means(schema):
         kind = schema.sparse[name].pooling.upper()
         return EmbeddingBagConfig(name=name, **values | {"pooling": PoolingType[kind]})
 
-    with patch.object(bags, "EmbeddingBagConfig", own), no_division(schema):
+    with patch.object(pooling, "EmbeddingBagConfig", own), no_division(schema):
         yield
 
 
@@ -149,7 +149,7 @@ def test_2563_a_cast_parts_what_is_read_from_what_is_trained():
 def replicas(rank, world, filled):
     """A data-parallel table as each rank starts with it, without the broadcasts from rank 0."""
     torch.manual_seed(rank)
-    keep = patch.object(building, "fill_tables", initial.fill_tables if filled else lambda *_: None)
+    keep = patch.object(building, "fill_tables", fill_tables if filled else lambda *_: None)
     seed = patch.object(torch, "manual_seed", lambda *_: None)  # every rank its own random stream
     torchrec = patch.object(torch.distributed, "broadcast", lambda *_, **__: None)
     ddp = patch("torch.nn.parallel.distributed._sync_module_states", lambda *_, **__: None)
@@ -171,7 +171,7 @@ def by_hand(rank, world):
     """TorchRec's error about a plan with a rank that does not exist."""
     try:
         construct_module_sharding_plan(
-            bags.embedding_bags(schema(a="sum")),
+            pooling.embedding_bags(schema(a="sum")),
             {"a": table_wise(rank=7)},
             EmbeddingBagCollectionSharder(),
             local_size=world,

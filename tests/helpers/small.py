@@ -134,7 +134,7 @@ def initial_rows(schema, table, seed, start, stop):
     """Initial values of rows [start, stop): float32 [stop - start, dim]."""
     import torch
 
-    from raytrec.embeddings.initial import initial_values
+    from raytrec.embeddings.hashing import initial_values
 
     spec = schema.tables[table]
     return initial_values(seed, table, torch.arange(start, stop), range(spec.dim), spec.rows)

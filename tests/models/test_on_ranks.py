@@ -52,7 +52,7 @@ def test_goes_on_under_another_plan(name, tmp_path):
 def scored(rank, world, matmul):
     """Logits of a global batch: by evaluation on ranks, and by a model that is given features alone."""
     from raytrec.checks.parity.batches import local_batch
-    from raytrec.embeddings.bags import tables_in
+    from raytrec.embeddings.pooling import tables_in
     from raytrec.embeddings.tables import tables
     from raytrec.models.recommender import build_recommender
 

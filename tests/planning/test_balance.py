@@ -13,18 +13,14 @@ FEW = {f"t{i}": {"rows": 40_000_000 if i < 4 else 2000, "dim": 128} for i in ran
 LENGTHS = {f"t{i}": 100.0 if i in (0, 5) else 3.0 for i in range(12)}
 
 
-def uneven(tables=FEW, lengths=LENGTHS):
+def uneven():
     """Few tables with most of the bytes, and others with most of the lookups."""
+    lengths = ("mean_length", "p99_length", "max_length")
     known = {
-        name: {
-            "mean_length": length,
-            "p99_length": length,
-            "max_length": length,
-            "distinct": tables[name]["rows"],
-        }
-        for name, length in lengths.items()
+        name: dict.fromkeys(lengths, length) | {"distinct": FEW[name]["rows"]}
+        for name, length in LENGTHS.items()
     }
-    values = a_schema(sparse={t: {"table": t} for t in tables}, tables=tables).model_dump(exclude_none=True)
+    values = a_schema(sparse={t: {"table": t} for t in FEW}, tables=FEW).model_dump(exclude_none=True)
     return Schema.parse(values | {"statistics": known}, "uneven")
 
 
@@ -65,18 +61,6 @@ def test_the_ranks_of_a_hot_table_are_relieved():
     found = predicted(cluster_of("2x8xh100")).time
     assert found.parts["lookup"] < 0.8 * 11.81e-3  # of TorchRec's plan
     assert found.step < 0.934 * 12.99e-3
-
-
-def test_pins_groups_and_kernels_are_kept():
-    plan = {
-        "tables": {"t0": {"ranks": [3]}, "t1": {"sharding_type": "column_wise", "ranks": [6, 2]}},
-        "colocate": [["t5", "t6", "t7"]],
-        "sharding_types": ["table_wise", "row_wise"],
-    }
-    found = {table.table: table for table in predicted(cluster_of("8xh100"), **plan).tables}
-    assert found["t0"].ranks == [3] and [rank for rank, *_ in found["t1"].shards] == [6, 2]
-    assert len({tuple(found[name].ranks) for name in ("t5", "t6", "t7")}) == 1
-    assert {table.compute_kernel for table in found.values()} == {"fused"}
 
 
 def test_parts_of_columns_are_on_different_ranks():

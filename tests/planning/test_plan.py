@@ -20,12 +20,11 @@ from raytrec.embeddings.constraints import resolve_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.embeddings.sharding import describe, sharders
 from raytrec.planning.dry_run import dry_run
-from raytrec.planning.feasibility import without_training
 from raytrec.planning.machines import GPUS, MACHINES, Cluster, cluster_of, machine_of, network_of
-from raytrec.planning.memory import GIB, held
+from raytrec.planning.memory import GIB, held, without_training
 from raytrec.planning.plan import Place, hosts_of, name_devices, plan_for, rates_of
 from raytrec.planning.rates import SHARES
-from raytrec.planning.step import hot_bytes, hot_shares
+from raytrec.planning.step import hot_rows
 from raytrec.worker.build import build_step, plan_of
 
 
@@ -107,15 +106,6 @@ def test_column_shards_lie_on_different_ranks(sharding):
             assert ranks[0] // 2 == ranks[1] // 2  # one host
         if sharding == "grid_shard":
             assert entry["offsets"] == [[0, 0], [50, 0], [0, 4], [50, 4]]
-
-
-def test_tables_in_files_take_the_disk_of_the_plan():
-    """Four tables of 0.06 GiB, with state, where there are 0.1 GiB of memory."""
-    plan = {"sharding_types": ["table_wise"], "memory_gib": 0.1, "tables": {}}
-    assert "in 0.1 GiB of memory for each worker" in on_ranks(1, planned, plan, 10**6)[0]
-    plan["tables"] = {"t[0-2]": {"compute_kernel": "fused_mmap"}}
-    found = on_ranks(1, planned, plan, 10**6)[0]
-    assert [table["compute_kernel"] for table in found] == ["fused_mmap"] * 3 + ["fused"]
 
 
 @pytest.mark.parametrize("chosen", ["by hand", "by the planner"])
@@ -372,8 +362,7 @@ def test_a_plan_counts_rows_of_files_that_are_in_memory_too():
     tables = dry_run(made, given, cluster)
 
     def hot():
-        found = held(tables, made, given)
-        return [taken / GIB for taken in hot_bytes(found, hot_shares(found, made, given, 2))]
+        return [taken / GIB for _, taken in hot_rows(held(tables, made, given), made, given, 2)]
 
     assert hot() == pytest.approx([0.8 - size] * 2, rel=1e-6), "what two tables in memory leave"
     made.plan.memory_gib = 10

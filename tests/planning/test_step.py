@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from small import a_schema
+from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
@@ -92,9 +93,9 @@ def test_tables_take_what_one_counts_by_hand(sharding, kernel, optimizer):
         expected["host" if in_host_memory else "device", "optimizer state"] = np.array(weights)
     if optimizer == "rowwise_adagrad":  # 4 bytes a row, always on the GPU
         expected["device", "optimizer state"] = held * rows * 4
-    if kernel == "fused_uvm_caching":
+    if kernel == "fused_uvm_caching":  # FBGEMM's: a number for each row, and some of the rows
         columns = np.array(weights) / 4 / rows
-        expected["device", "cache"] = held * rows * (4 + 0.2 * (16 + columns * 4))
+        expected["device", "cache"] = held * rows * (4 + UVM_CACHING_RATIO * (16 + columns * 4))
     for tier in ("device", "host"):
         for part in ("weights", "optimizer state", "cache"):
             found = parts.get((tier, part), np.zeros(WORLD))
@@ -102,13 +103,6 @@ def test_tables_take_what_one_counts_by_hand(sharding, kernel, optimizer):
     dense = count_dense_layers(unsharded, config(), schema(), 16).parameters
     of_tables = 2 * np.array(weights) if kernel == "dense" else 0
     assert parts["device", "gradients"] == pytest.approx(dense + of_tables)
-
-
-def test_tables_in_files_take_disk():
-    parts = predicted(config("row_wise", "fused_mmap", device="cpu")).memory.parts
-    assert parts["disk", "weights"] == pytest.approx([BYTES / 4] * 4)
-    assert parts["disk", "optimizer state"] == pytest.approx([BYTES / 4] * 4)
-    assert ("device", "weights") not in parts
 
 
 def test_other_parts_of_a_step():
@@ -171,7 +165,7 @@ def a_machine(**parts):
         "matrix": dict.fromkeys(("fp32", "tf32", "bf16"), 1e9),
         "latency_s": dict.fromkeys(("all_to_all", "reduce_scatter", "all_gather", "all_reduce"), 1e-3),
         "bandwidth": dict.fromkeys(("all_to_all", "reduce_scatter", "all_gather", "all_reduce"), 1e8),
-        **{"launch_s": 1e-5, "tensor_s": 0, "step_s": 0.01, "group_s": 0.001, "feature_s": 1e-4, "far": 1e7},
+        **{"launch_s": 1e-5, "tensor_s": 0, "step_s": 0.01, "group_s": 0.001, "far": 1e7},
     }
     return Rates.from_json(json.dumps(values | parts), "test")
 
@@ -212,9 +206,9 @@ def test_hot_ids_are_fewer_rows_and_stay_in_the_cache():
         predicted(config("row_wise", "fused", "sgd"), of=of).loads.touched["sgd"] for of in (schema(), hot)
     )
     assert warm.sum() < cold.sum()
-    known = [hot.statistics["t"]]
+    known = hot.statistics["t"]
     assert hit_share(1, known) == 0.5 and hit_share(10, known) == 0.9 and hit_share(100, known) == 1
-    assert 0.9 < hit_share(50, known) < 1 and hit_share(50, []) == 0.8
+    assert 0.9 < hit_share(50, known) < 1 and hit_share(50, None) == 0.8
 
 
 def test_a_faster_machine_is_never_slower():
@@ -234,6 +228,6 @@ def test_files_of_rates_that_are_not_are_refused(text, tmp_path):
         Rates.load(tmp_path / "none.json")
 
 
-def test_rates_survive_their_file():
-    rates = a_machine()
+def test_rates_survive_their_file_and_those_of_earlier_releases():
+    rates = a_machine(feature_s=0)
     assert Rates.from_json(rates.to_json(), "test") == rates

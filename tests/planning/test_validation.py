@@ -4,7 +4,6 @@ from contextlib import nullcontext
 
 import pytest
 from small import a_schema
-from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.features import Features
@@ -16,9 +15,14 @@ from raytrec.embeddings.constraints import (
     kernels_to_choose,
     resolve_constraints,
 )
-from raytrec.planning.feasibility import HOST_RESERVE, host_room, move_to_files
 from raytrec.planning.loads import lengths_of_tables
-from raytrec.planning.memory import CACHED, GIB, footprint, footprints
+from raytrec.planning.memory import (
+    GIB,
+    HOST_RESERVE,
+    footprints,
+    host_room,
+    move_to_files,
+)
 from raytrec.planning.validation import validate_constraints
 
 ROWS = {"user": 100, "user_tag": 50, "item": 1000, "shop": 7}
@@ -92,6 +96,7 @@ def item(sharding=None, kernel=None, **line):
         (item("table_column_wise", ranks=[1, 2]), [], "ranks of one host"),
         (item("grid_shard", ranks=[0, 1, 2]), [], "all ranks of one or more hosts"),
         (item("data_parallel", "fused"), [], "data_parallel with kernel fused"),
+        (item("data_parallel", "fused_mmap"), [], "data_parallel with kernel fused_mmap"),
         (item("data_parallel", dtype="fp16"), [], "dtype fp16 with a dense kernel"),
         (item(kernel="dense", dtype="fp16"), [], "dtype fp16 with a dense kernel"),
         ({}, [["user", "no-table"]], "'no-table'"),
@@ -106,30 +111,27 @@ def test_a_bad_plan_names_table_and_reason(tables, together, message):
     assert message in str(error.value), str(error.value)
 
 
+@pytest.mark.parametrize(
+    "line,options,message",
+    [
+        (item(kernel="fused"), {"optimizer": "adam"}, "kernel fused with adam on CPU"),
+        (item(kernel="fused_mmap"), {"optimizer": "adam"}, "kernel fused_mmap with adam on CPU"),
+        (item(dtype="fp16"), {"optimizer": "adam"}, "dtype fp16 with a dense kernel"),
+        (item(kernel="fused", dtype="fp16"), {"optimizer": "adam", "device": "cuda"}, None),
+        (item(kernel="fused_mmap"), {"device": "cuda"}, "kernel fused_mmap on a GPU, which reads no files"),
+        (item(kernel="fused_mmap", ranks=[0]), {"memory": 1}, None),
+    ],
+)
+def test_kernels_that_a_device_has(line, options, message):
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check(line, **options)
+
+
 @pytest.mark.parametrize("sharding", ["column_wise", "table_column_wise", "grid_shard"])
 def test_rowwise_adagrad_cannot_be_cut_by_columns(sharding):
     for plan in ({"tables": item(sharding)}, {"sharding_types": [sharding]}):
         with pytest.raises(ConfigError, match="one value a row"):
             check(optimizer="rowwise_adagrad", **plan)
-
-
-@pytest.mark.parametrize(
-    "line,options,message",
-    [
-        (item(kernel="fused"), {"optimizer": "adam"}, "kernel fused with adam on CPU"),
-        (item(dtype="fp16"), {"optimizer": "adam"}, "dtype fp16 with a dense kernel"),
-        (item(kernel="fused_mmap"), {"device": "cuda"}, "kernel fused_mmap on a GPU, which reads no files"),
-        (item(kernel="fused_mmap"), {"optimizer": "adam"}, "kernel fused_mmap with adam on CPU"),
-        (item("data_parallel", "fused_mmap"), {}, "data_parallel with kernel fused_mmap"),
-    ],
-)
-def test_kernels_that_a_device_does_not_have(line, options, message):
-    with pytest.raises(ConfigError, match=message):
-        check(line, **options)
-
-
-def test_gpus_have_a_fused_kernel_for_adam():
-    check(item(kernel="fused", dtype="fp16"), optimizer="adam", device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -212,25 +214,6 @@ def test_tables_in_host_memory_do_not_count_against_the_gpu(kernel):
     with pytest.raises(ConfigError, match="with optimizer state, on one rank"):  # there is one memory on CPU
         checked(constraint, ITEM, device="cpu")
     checked(item(kernel=kernel), ITEM, [["item", "shop"]])
-
-
-def test_a_cache_and_state_of_one_value_a_row_lie_on_the_gpu():
-    table = schema().tables["item"]
-    assert footprint(table, "fp32", "adagrad", "fused_uvm") == (0, ITEM, 0)
-    assert footprint(table, "fp16", "adam", "fused_uvm") == (0, 1000 * 16 * (2 + 8), 0)
-    assert footprint(table, "fp32", "rowwise_adagrad", "fused_uvm") == (4000, 64_000, 0)
-    cache = 1000 * 4 + 200 * (16 + 64)  # FBGEMM's: a number for each row, and 20 % of the rows
-    assert footprint(table, "fp32", "adagrad", "fused_uvm_caching") == (cache, ITEM, 0)
-    for kernel in (None, "fused", "dense"):
-        assert footprint(table, "fp16", "rowwise_adagrad", kernel) == (4000 + 32_000, 0, 0)
-    assert CACHED == UVM_CACHING_RATIO
-
-
-def test_tables_in_files_take_disk_and_no_memory():
-    table = schema().tables["item"]
-    assert footprint(table, "fp16", "rowwise_adagrad", "fused_mmap") == (0, 0, 4000 + 32_000)
-    assert footprint(table, "fp32", "adagrad", "fused_mmap") == (0, 0, ITEM)
-    check(item(kernel="fused_mmap", ranks=[0]), memory=ITEM // 2)
 
 
 def moved(memory, kernels=("fused", "fused_mmap"), tables=None, optimizer="adagrad"):

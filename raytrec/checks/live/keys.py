@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raytrec.embeddings.row_gradients import Key
+from raytrec.embeddings.taps import Key
 
 LONGEST_BAG = 1024  # ids in a bag that is compared
 

@@ -19,10 +19,10 @@ from raytrec.checks.live.registry import check
 from raytrec.compat.torchrec_ import shard_origin
 from raytrec.config.tables import QCommsSection
 from raytrec.data.batch import Batch
-from raytrec.embeddings.codecs import Rounding, backward_rounding, forward_rounding, gradient_factor
-from raytrec.embeddings.initial import initial_values
-from raytrec.embeddings.row_gradients import Key, add_row_gradients, each_id, each_key, found
+from raytrec.embeddings.hashing import initial_values
+from raytrec.embeddings.sharding import Rounding, backward_rounding, forward_rounding, gradient_factor
 from raytrec.embeddings.tables import Table
+from raytrec.embeddings.taps import Key, add_row_gradients, each_id, each_key, found
 
 BAGS = 4  # of each feature and rank, in addition to the longest one
 LOOKING = 8  # ranks whose bags are compared at a time: all ranks exchange the ids in them
@@ -38,7 +38,7 @@ class Parity(Check):
     An error is seen against Σ of the sizes of what is added up, bag by bag and row by row, so that terms
     which cancel do not make rounding look large. Measured: up to 5e-7. A wrong divisor, row or factor gives
     0.1 or more. Where plan.qcomms rounds what ranks send one another, the limit is what that may change at
-    most (embeddings/codecs.py), in addition to the 1e-5.
+    most (embeddings/sharding.py), in addition to the 1e-5.
     """
 
     moments = frozenset({STEP})

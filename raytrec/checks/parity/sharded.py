@@ -20,7 +20,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 from raytrec.embeddings.constraints import resolve_constraints
-from raytrec.embeddings.initial import initial_values
+from raytrec.embeddings.hashing import initial_values
 from raytrec.embeddings.tables import tables
 from raytrec.models import build_model
 from raytrec.tasks.objective import Objective

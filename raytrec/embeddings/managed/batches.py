@@ -17,8 +17,14 @@ from raytrec.common.errors import RunError
 from raytrec.config.managed import ManagedIds
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch, NewRows
-from raytrec.embeddings.hashing import Distinct, count_by_owner, keys_of, unhash_bits
-from raytrec.embeddings.initial import BLOCK_VALUES, initial_values
+from raytrec.embeddings.hashing import (
+    BLOCK_VALUES,
+    Distinct,
+    count_by_owner,
+    initial_values,
+    keys_of,
+    unhash_bits,
+)
 from raytrec.embeddings.managed.row_map import RowMap
 from raytrec.embeddings.managed.row_maps import RowMaps
 from raytrec.embeddings.tables import Table

@@ -44,13 +44,8 @@ class Entries:
     def __getitem__(self, which: torch.Tensor) -> Entries:
         return Entries(self.keys[which], {name: values[which] for name, values in self.fields.items()})
 
-    def joined(self, other: Entries) -> Entries:
-        """These, then the others."""
-        fields = {name: torch.cat([values, other.fields[name]]) for name, values in self.fields.items()}
-        return Entries(torch.cat([self.keys, other.keys]), fields)
-
     def in_order(self) -> Entries:
-        """In the order of keys."""
+        """Return the entries in the order of keys."""
         return self[self.keys.argsort()]
 
 

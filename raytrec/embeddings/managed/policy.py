@@ -36,13 +36,17 @@ def scores(counted: torch.Tensor, sightings: torch.Tensor, last: torch.Tensor) -
 
 
 def admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: int, seed: int) -> torch.Tensor:
-    """The scores of ids without a row, where rows are too few for all: int64 [n], 0 or more. Those seen more
-    often go first; among equals a draw decides, another one at each step.
+    """Return the scores of ids without a row if rows are too few for all: int64 [n], 0 or more.
+
+    Ids seen more often go first; among equals an even draw decides, a function of (seed, step, key).
 
     Args:
-        sightings: int64 [n], those of this step included.
+        sightings: int64 [n], sightings including this step.
     """
-    return (sightings.clamp(max=MOST_SIGHTINGS) << 31) | _draw(keys, step, seed, 31)
+    of_seed, of_step = (torch.full((1,), number, device=keys.device) for number in (seed, step))
+    salt = hash_bits(of_seed ^ hash_bits(of_step))
+    draw = (hash_bits(keys ^ salt) >> 33) & (2**31 - 1)
+    return (sightings.clamp(max=MOST_SIGHTINGS) << 31) | draw
 
 
 def rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
@@ -58,13 +62,6 @@ def rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
     if eviction != "lru":
         return least
     return max(missing, least, min(STEPS * missing, rows // MOST_FREED, MOST_ROWS))
-
-
-def _draw(keys: torch.Tensor, step: int, seed: int, bits: int) -> torch.Tensor:
-    """A function of (seed, step, key) alone, even: int64 [n] of so many bits."""
-    of_seed, of_step = (torch.full((1,), number, device=keys.device) for number in (seed, step))
-    salt = hash_bits(of_seed ^ hash_bits(of_step))
-    return (hash_bits(keys ^ salt) >> (64 - bits)) & (2**bits - 1)
 
 
 def horizon(ttl_steps: int | None, step: int) -> int | None:

@@ -24,9 +24,8 @@ from raytrec.checks.live.registry import all_checks, verdict
 from raytrec.checks.live.replicas import CHUNK, Replicas, _multipliers, fingerprint
 from raytrec.checks.live.shards import _gaps
 from raytrec.common.collectives import Peers
-from raytrec.embeddings.row_gradients import each_key
 from raytrec.embeddings.tables import Parts, Shard, Table
-from raytrec.embeddings.taps import Lookup
+from raytrec.embeddings.taps import Lookup, each_key
 
 WIDTHS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 16, torch.float64: 64, torch.int64: 64}
 

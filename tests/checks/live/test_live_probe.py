@@ -273,7 +273,7 @@ def scaled_back_too_much(scene):
     """Gradients that arrive 2 % too large."""
     from unittest.mock import patch
 
-    from raytrec.embeddings.codecs import Codec
+    from raytrec.embeddings.sharding import Codec
 
     decode = Codec.decode
     patched = patch.object(

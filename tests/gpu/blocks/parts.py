@@ -64,7 +64,7 @@ def _initial_values_agree(here: Here) -> None:
     """Made on the device that holds the rows: the bits that a CPU makes."""
     import torch
 
-    from raytrec.embeddings.initial import initial_values
+    from raytrec.embeddings.hashing import initial_values
 
     ids = torch.cat([torch.arange(5000), torch.arange(-9, 9) * 2**59])
     expected = initial_values(3, "user", ids, range(3, 24), 1000)

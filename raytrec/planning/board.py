@@ -1,0 +1,179 @@
+"""Ways of sharding tables, and plans that are made of them: their memory, predicted time and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torchrec.distributed.planner.types import ShardingOption
+
+from raytrec.embeddings.constraints import SUMMED_TYPES, TableConstraint
+from raytrec.planning.loads import LoadCounter, Loads
+from raytrec.planning.memory import PlannedTable
+from raytrec.planning.step import StepTime, step_time
+
+if TYPE_CHECKING:
+    from raytrec.planning.search import Search
+
+TIE = 0.1  # weight of all parts together: of two steps that wait for the host, the one with less to do
+OF_TABLES = ("lookup", "input exchange", "output exchange", "all-reduce")
+EVERYWHERE = ("row_wise", "data_parallel")  # on all ranks, in order
+ON_HOSTS = ("table_row_wise", "table_column_wise", "grid_shard")  # on ranks of one host, or of several
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of sharding one table.
+
+    Attributes:
+        needs: bytes that each shard takes of (GPU, host, disk), float64 [shards, 3].
+        own: seconds that each shard takes its rank, [shards]; spread: that it takes every rank.
+    """
+
+    option: ShardingOption
+    needs: np.ndarray
+    own: np.ndarray
+    spread: float
+
+
+Change = list[tuple[Way, tuple[int, ...]]]  # tables' new ways of sharding and ranks
+
+
+@dataclass
+class Placed:
+    """A plan that is being made.
+
+    Attributes:
+        of: Table → its way of sharding and the ranks of its shards.
+        room: Bytes that each rank has left of (GPU, host, disk), [ranks, 3].
+        loads: Loads of the tables in it. busy: about the seconds of each rank, [ranks]; exact after rating.
+        score: Less is better.
+    """
+
+    of: dict[str, tuple[Way, tuple[int, ...]]]
+    room: np.ndarray
+    loads: Loads
+    busy: np.ndarray
+    score: float = np.inf
+
+
+class Board:
+    """The ways of sharding every table on equal ranks; puts tables into plans and takes them out again.
+
+    Args:
+        search: Configuration, rates and ranks.
+        constraints: Table → its constraint.
+        options: Every way in which TorchRec may shard the tables, with the storage of each shard.
+        room: Bytes of each rank that tables may take, of (GPU, host, disk), float64 [ranks, 3].
+        kernels: Table → the kernel that it will have, whatever TorchRec's option has.
+
+    Attributes:
+        ways: Table → its ways of sharding.
+        world: Number of ranks. constraints, room: As given.
+    """
+
+    def __init__(
+        self,
+        search: Search,
+        constraints: Mapping[str, TableConstraint],
+        options: Sequence[ShardingOption],
+        room: np.ndarray,
+        kernels: Mapping[str, str],
+    ):
+        self._search, self.constraints, self.room, self._kernels = search, constraints, room, kernels
+        self._counter, self.world = LoadCounter(search.config, search.schema, *search.linked), len(room)
+        self._base = self._counter.count()
+        self._base.groups.update({("", option.sharding_type): 1 for option in options})
+        self._idle = np.array(self._time(self._base).busy)
+        self.ways: dict[str, list[Way]] = {}
+        for option in options:
+            self.ways.setdefault(option.name, []).append(self._way(option))
+
+    def empty(self) -> Placed:
+        """Return a plan without any table."""
+        return Placed({}, self.room.copy(), self._counter.count(), self._idle.copy())
+
+    def _time(self, loads: Loads) -> StepTime:
+        given = self._search
+        return step_time(given.config, given.schema, loads, given.dense, given.rates, *given.linked)
+
+    def rate(self, plan: Placed) -> Placed:
+        """Set the score of a plan, and the seconds of its ranks, by `step_time`."""
+        time = self._time(plan.loads)
+        plan.busy = np.array(time.busy)
+        plan.score = time.step + TIE * sum(time.parts[name] for name in OF_TABLES)
+        return plan
+
+    def _way(self, option: ShardingOption) -> Way:
+        needs = np.array([[s.storage.hbm, s.storage.ddr, s.storage.ssd] for s in option.shards], float)
+        count = len(option.shards)
+        table = self._table(option, range(count))
+        self._counter.add(self._base, table)
+        extra = np.array(self._time(self._base).busy) - self._idle
+        self._counter.add(self._base, table, -1)
+        spread = float(extra[count:].min()) if count < self.world else 0.0
+        return Way(option, needs, np.maximum(0.0, extra[:count] - spread), spread)
+
+    def _table(self, option: ShardingOption, ranks: Iterable[int]) -> PlannedTable:
+        rows, dim = option.tensor.shape
+        shards = [(rank, *shard.size) for rank, shard in zip(ranks, option.shards, strict=True)]
+        kernel = self._kernels.get(option.name, option.compute_kernel)
+        what = option.sharding_type, kernel, [rank for rank, *_ in shards], shards
+        return PlannedTable(option.name, rows, dim, *what, self.constraints[option.name].dtype)
+
+    def put(self, plan: Placed, way: Way, ranks: Sequence[int]) -> None:
+        """Add a table to a plan."""
+        plan.of[way.option.name] = way, tuple(ranks)
+        self._count(plan, way, ranks, 1)
+
+    def take(self, plan: Placed, name: str) -> tuple[Way, tuple[int, ...]]:
+        """Remove a table from a plan; return its way of sharding and ranks."""
+        way, ranks = plan.of.pop(name)
+        self._count(plan, way, ranks, -1)
+        return way, ranks
+
+    def _count(self, plan: Placed, way: Way, ranks: Sequence[int], times: int) -> None:
+        plan.room[list(ranks)] -= times * way.needs
+        plan.busy[list(ranks)] += times * way.own
+        plan.busy += times * way.spread
+        self._counter.add(plan.loads, self._table(way.option, ranks), times)
+
+    def is_fixed(self, name: str) -> bool:
+        """Return True if the user has set the ranks or the group of a table."""
+        constraint = self.constraints[name]
+        return constraint.group is not None or constraint.ranks is not None
+
+    def filled(self, room: np.ndarray, ranks: Sequence[int] | slice = slice(None)) -> np.ndarray:
+        """Return the used share of the fullest tier of each rank, [ranks].
+
+        Args:
+            room: Bytes that these ranks have left, [ranks, 3].
+        """
+        return (1 - room / np.maximum(1.0, self.room[ranks])).max(1)
+
+    def mean(self, way: Way) -> float:
+        """Return the seconds of a table, shared by all ranks."""
+        return float(way.own.sum()) / self.world + way.spread
+
+    def place(self, way: Way, busy: np.ndarray, room: np.ndarray) -> tuple[int, ...]:
+        """Return the least busy ranks with room for the shards of a table, one rank per shard; or ()."""
+        count, kind = len(way.option.shards), way.option.sharding_type
+        pin = self.constraints[way.option.name].ranks
+        if kind in EVERYWHERE:
+            return tuple(range(count)) if (way.needs <= room).all() else ()
+        if pin:
+            return pin if len(pin) == count and (way.needs <= room[list(pin)]).all() else ()
+        local = self._search.topology.local_world_size if kind in ON_HOSTS else self.world
+        size, fits = min(count, local), (way.needs.max(0) <= room).all(1)
+        found: list[int] = []
+        for host in sorted(np.arange(self.world).reshape(-1, local), key=lambda host: busy[host].mean()):
+            ranks = host[fits[host]]
+            if kind not in SUMMED_TYPES:
+                ranks = ranks[np.argsort(busy[ranks], kind="stable")]
+            if len(ranks) >= size:
+                found += ranks[:size].tolist()
+            if len(found) == count:
+                return tuple(found)
+        return ()
