@@ -22,11 +22,12 @@ from waiting import wait_for
 import raytrec
 from raytrec.common.errors import RunError
 from raytrec.scoring.manifest import read_manifest
-from raytrec.serving.app import Service, make_page
+from raytrec.serving.app import Service
 from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import ARROW, JSON, Limits
 from raytrec.serving.coordinator import Export, Order, Report
 from raytrec.serving.figures import about_model
+from raytrec.serving.openapi import make_page
 from raytrec.serving.versions import Versions, carry_out, load_either
 
 LIMITS = Limits(body_bytes=200_000, rows=100, ids=50)
