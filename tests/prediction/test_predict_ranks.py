@@ -32,13 +32,14 @@ def settings(folder, **changes):
 def wanted(folder, dataset, out, columns=("row",), files=None):
     """What the driver would ask for."""
     from raytrec.prediction.columns import CarriedColumns
-    from raytrec.prediction.folder import PredictionTask
+    from raytrec.prediction.folder import Manifest, PredictionTask
 
     rows = dict.fromkeys(files or [], 0)
     for group in dataset.groups:
         rows[group.path] = rows.get(group.path, 0) + group.rows
-    carried = CarriedColumns(tuple(columns))
-    return PredictionTask(str(out), str(folder), rows, ("score",), carried, "binding", BATCH, 200, "plan")
+    about = {"run": "r", "checkpoint": "c", "checkpoint_id": "1", "data": "in", "input": "2", "rules": {}}
+    manifest = Manifest(scores=["score"], columns=list(columns), **about)
+    return PredictionTask(str(out), str(folder), rows, CarriedColumns(tuple(columns)), manifest, BATCH, 200)
 
 
 def predict(rank, world, folder, out, changes, fail_after=None, restart_after=None):
