@@ -42,14 +42,22 @@ COMMANDS: list[Callable[..., None]] = [
     *(saved.export, service.serve, service.promote, service.skew),
     *(saved.report, saved.track, saved.compare, saved.inspect, runs.config),
 ]
+WITH_WORKERS = (runs.train, runs.check, saved.evaluate, saved.predict, saved.index)
 
 
-def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that ends with 128 plus the signal's number if it is interrupted."""
+def _prepared(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that ends with 128 plus the signal's number if it is interrupted.
+
+    Commands with workers start the warm process before they import the rest.
+    """
 
     @wraps(command)
     def run(**options: Any) -> None:
         try:
+            if command in WITH_WORKERS:
+                from raytrec.driver.session import begin_early
+
+                begin_early()
             command(**options)
         except KeyboardInterrupt as error:
             print("interrupted", file=sys.stderr)
@@ -59,7 +67,7 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
 
 
 for command in COMMANDS:
-    app.command(command.__name__.removesuffix("_job"))(with_options(_interruptible(command)))
+    app.command(command.__name__.removesuffix("_job"))(with_options(_prepared(command)))
 
 
 def _version(wanted: bool) -> None:

@@ -13,7 +13,7 @@ import typer
 from typer.models import ParameterInfo
 
 if TYPE_CHECKING:
-    from raytrec.driver.console import Summary
+    from raytrec.driver.console import Result
 
 # An entry of a docstring's Args; raytrec's commands write what an option takes in the parentheses.
 ENTRY = re.compile(r"^    (\w+)(?: \((.+?)\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
@@ -89,7 +89,7 @@ def with_options(
     return run
 
 
-def show(result: Summary, as_json: bool) -> None:
+def show(result: Result, as_json: bool) -> None:
     """Print the result of a command: as JSON, or as a table."""
     from raytrec.driver.console import print_summary
 

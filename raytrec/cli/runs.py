@@ -28,9 +28,6 @@ def train(
         resume (RUN): Resume this run from its newest checkpoint; CONFIG, if given, must be equivalent.
         resume_latest: Resume the newest interrupted run of this CONFIG; start a new one if there is none.
     """
-    from raytrec.driver.session import begin_early
-
-    begin_early()  # while the rest is imported
     from raytrec.common.errors import ConfigError
     from raytrec.driver.run import Unfinished
     from raytrec.driver.run import train as run
@@ -94,9 +91,6 @@ def tune(
 
 def check(config: NeededConfig, overrides: Overrides = None, json: Json = False):
     """Compare a config, its plan and cluster with one plain torch process; exit code 1 on a difference."""
-    from raytrec.driver.session import begin_early
-
-    begin_early()
     from raytrec.driver.check import check as run
     from raytrec.driver.check import print_check
 

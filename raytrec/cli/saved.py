@@ -27,9 +27,6 @@ def evaluate(
     """
     options = {**locals()}
     del options["json"]
-    from raytrec.driver.session import begin_early
-
-    begin_early()
     from raytrec.driver.evaluation import evaluate as again
 
     show(again(options.pop("run"), **options), json)
@@ -57,9 +54,6 @@ def predict(
     """
     options = {**locals()}
     del options["json"]
-    from raytrec.driver.session import begin_early
-
-    begin_early()
     from raytrec.prediction.predict import predict as run_predict
 
     show(run_predict(options.pop("run"), **options), json)
@@ -91,9 +85,6 @@ def index(
     """
     options = {**locals()}
     del options["json"]
-    from raytrec.driver.session import begin_early
-
-    begin_early()
     from raytrec.retrieval.build import index as build
 
     show(build(options.pop("run"), **options), json)

@@ -7,31 +7,36 @@ from typing import Annotated
 
 import typer
 
-from raytrec.cli.options import Address, AllowCode, Job, Json, Overrides, print_json
+from raytrec.cli.options import Address, AllowCode, Job, Json, NeededConfig, Overrides, print_json
 
 
 def serve(
-    uri: Annotated[str, typer.Argument(metavar="URI", help="Export: a local folder, s3:// or gs://.")],
-    name: Annotated[str | None, typer.Option(help="Of the service; default: the run's.")] = None,
-    address: Annotated[
-        str | None, typer.Option(help="auto or HOST:PORT of a Ray cluster; default: a new local one.")
-    ] = None,
-    replicas: Annotated[
-        str, typer.Option(metavar="N|MIN:MAX", help="Processes that answer; MIN:MAX by load.")
-    ] = "1",
-    host: Annotated[str, typer.Option(help="That it listens on; 0.0.0.0: all interfaces.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="That it listens on.")] = 8000,
-    no_token: Annotated[bool, typer.Option("--no-token", help="Answer without a token.")] = False,
-    log_requests: Annotated[
-        str | None, typer.Option(metavar="URI", help="Folder for a sample of requests and their scores.")
-    ] = None,
-    log_sample: Annotated[
-        float, typer.Option(min=1e-6, max=1, help="Share of requests that is logged.")
-    ] = 0.01,
-    promote_from: Annotated[str | None, typer.Option(help="Folder of exports; default: URI's.")] = None,
+    uri: Annotated[str, typer.Argument(metavar="URI")],
+    name: str | None = None,
+    address: str | None = None,
+    replicas: str = "1",
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    no_token: bool = False,
+    log_requests: str | None = None,
+    log_sample: Annotated[float, typer.Option(min=1e-6, max=1)] = 0.01,
+    promote_from: str | None = None,
     allow_code: AllowCode = False,
 ):
-    """Serve an export over HTTP, on Ray Serve, until Ctrl-C."""
+    """Serve an export over HTTP, on Ray Serve, until Ctrl-C.
+
+    Args:
+        uri: Export: a local folder, s3:// or gs://.
+        name: Name of the service; default: the run's.
+        address: auto or HOST:PORT of a Ray cluster; default: a new local one.
+        replicas (N|MIN:MAX): Processes that answer; MIN:MAX by load.
+        host: Address to listen on; 0.0.0.0: all interfaces.
+        port: Port to listen on.
+        no_token: Answer without a token.
+        log_requests (URI): Folder for a sample of requests and their scores.
+        log_sample: Share of requests that is logged.
+        promote_from: Folder of exports; default: URI's.
+    """
     options = {**locals()}
     from raytrec.serving.command import serve as run
     from raytrec.serving.options import Served
@@ -41,12 +46,19 @@ def serve(
 
 
 def promote(
-    uri: Annotated[str | None, typer.Argument(metavar="[URI]", help="Export that is to answer.")] = None,
-    service: Annotated[str, typer.Option(help="The service's address.")] = "http://127.0.0.1:8000",
-    name: Annotated[str | None, typer.Option(help="The service's name, for its token.")] = None,
-    rollback: Annotated[bool, typer.Option("--rollback", help="The version before instead.")] = False,
+    uri: Annotated[str | None, typer.Argument(metavar="[URI]")] = None,
+    service: str = "http://127.0.0.1:8000",
+    name: str | None = None,
+    rollback: bool = False,
 ):
-    """Have all replicas of a service answer with another export, once all have loaded and checked it."""
+    """Have all replicas of a service answer with another export, once all have loaded and checked it.
+
+    Args:
+        uri: Export that is to answer.
+        service: Address of the service.
+        name: Name of the service, for its token.
+        rollback: Answer with the version before instead.
+    """
     from raytrec.serving.command import promote as run
 
     print(f"version      {run(uri, service=service, name=name, rollback=rollback)}")
@@ -54,16 +66,21 @@ def promote(
 
 
 def skew(
-    log: Annotated[str, typer.Argument(metavar="LOG", help="Folder of `raytrec serve --log-requests`.")],
-    export: Annotated[str, typer.Option(metavar="URI", help="Export that answered.")],
-    data: Annotated[
-        str | None, typer.Option(help="Parquet that it was trained with; default: scores alone are compared.")
-    ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Of the log and the data to look at.")] = 50_000,
+    log: Annotated[str, typer.Argument(metavar="LOG")],
+    export: str,
+    data: str | None = None,
+    rows: Annotated[int, typer.Option(min=1)] = 50_000,
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Compare what a service has answered with its export, and what it was asked with training data."""
+    """Compare what a service has answered with its export, and what it was asked with training data.
+
+    Args:
+        log: Folder of `raytrec serve --log-requests`.
+        export (URI): Export that answered.
+        data: Parquet that it was trained with; default: scores alone are compared.
+        rows: Rows of the log and of the data to look at.
+    """
     from raytrec.skew.compare import skew as compare
 
     found = compare(log, export, data=data, rows=rows, allow_code=allow_code)
@@ -71,21 +88,20 @@ def skew(
 
 
 def submit(
-    config: Annotated[str, typer.Argument(metavar="CONFIG")],
+    config: NeededConfig,
     overrides: Overrides = None,
     address: Address = None,
-    include: Annotated[
-        list[str] | None, typer.Option(help="Another file or folder to upload (repeatable).")
-    ] = None,
-    root: Annotated[
-        str | None,
-        typer.Option(help="Folder on the cluster that relative paths start at; default: its RAYTREC_ROOT."),
-    ] = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Return at once instead of following the job.")
-    ] = False,
+    include: list[str] | None = None,
+    root: str | None = None,
+    detach: bool = False,
 ):
-    """Train on a cluster: upload code and CONFIG, follow the job. Submit again to resume a stopped run."""
+    """Train on a cluster: upload code and CONFIG, follow the job. Submit again to resume a stopped run.
+
+    Args:
+        include: Another file or folder to upload (repeatable).
+        root: Folder on the cluster that relative paths start at; default: its RAYTREC_ROOT.
+        detach: Return at once instead of following the job.
+    """
     from raytrec.client.job_run import follow
     from raytrec.client.jobs import Jobs
     from raytrec.common.redaction import hide
@@ -100,15 +116,21 @@ def submit(
 
 
 def head(
-    root: Annotated[Path, typer.Option(help="RAYTREC_ROOT of jobs: their relative paths start here.")] = Path(
-        "."
-    ),
-    port: Annotated[int, typer.Option(help="Port of the cluster (GCS).")] = 6379,
-    dashboard_port: Annotated[int, typer.Option(help="Port of the job API and Ray's dashboard.")] = 8265,
-    client_port: Annotated[int, typer.Option(help="Port of Ray client (ray://).")] = 10001,
-    cpus: Annotated[int | None, typer.Option(help="Logical CPUs; default: the machine's.")] = None,
+    root: Path = Path("."),
+    port: int = 6379,
+    dashboard_port: int = 8265,
+    client_port: int = 10001,
+    cpus: int | None = None,
 ):
-    """Run a Ray cluster on this machine's loopback, for `raytrec submit` and notebooks, until Ctrl-C."""
+    """Run a Ray cluster on this machine's loopback, for `raytrec submit` and notebooks, until Ctrl-C.
+
+    Args:
+        root: RAYTREC_ROOT of jobs: their relative paths start here.
+        port: Port of the cluster (GCS).
+        dashboard_port: Port of the job API and Ray's dashboard.
+        client_port: Port of Ray client (ray://).
+        cpus: Logical CPUs; default: the machine's.
+    """
     from raytrec.cluster.head import start_head
 
     start_head(root, port=port, dashboard_port=dashboard_port, client_port=client_port, cpus=cpus)

@@ -13,7 +13,7 @@ from typing import Any
 from raytrec.client.jobs import STATES, Jobs, pause_s
 from raytrec.client.package import Source, code
 from raytrec.client.run import ENDED, Run
-from raytrec.common.decoding import from_line
+from raytrec.common.documents import from_line
 from raytrec.common.errors import RunError
 from raytrec.common.messages import EVENTS, METRICS
 from raytrec.config.overrides import as_texts

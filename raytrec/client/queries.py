@@ -15,16 +15,10 @@ import numpy as np
 from raytrec.checkpoint.files import find
 from raytrec.checkpoint.rows import StoredTable, table_names
 from raytrec.cluster.session import on_node, ray_session
+from raytrec.common.documents import find_document
 from raytrec.common.errors import RunError, hint
 from raytrec.common.messages import EVENTS, METRICS
-from raytrec.common.reading import (
-    MOST_YAML_BYTES,
-    NotReadable,
-    open_regular,
-    read_bytes,
-    read_json_dict,
-    yaml_values,
-)
+from raytrec.common.reading import MOST_YAML_BYTES, NotReadable, open_regular, read_bytes, yaml_values
 from raytrec.common.storage import absolute
 from raytrec.driver.driver_state import LOG, ask_to_stop, driver_of, is_alive
 from raytrec.tracking.run_folder import CONFIG, RESULT
@@ -72,7 +66,7 @@ def news(run: str, since: dict[str, int]) -> dict[str, Any]:
         "folder": str(folder),
         "state": state,
         "error": note.get("error"),
-        "result": read_json_dict(folder / RESULT, MOST_BYTES),
+        "result": find_document(str(folder / RESULT), dict[str, Any], MOST_BYTES) or {},
     }
 
 

@@ -19,7 +19,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from raytrec.common.errors import RunError
-from raytrec.common.locks import create_file
+from raytrec.common.processes import create_file
 from raytrec.compat.ray_core import (
     CLIENT_CALL,
     GCS_CALL,

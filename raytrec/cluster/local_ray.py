@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic, sleep, time
 
 from raytrec.common.errors import RunError, os_errors
-from raytrec.common.locks import lock
+from raytrec.common.processes import lock
 from raytrec.compat.ray_core import CURRENT_CLUSTER, REPORTS_SELDOM, SOCKET, popen_replaced
 
 PREFIX, OWNER = "raytrec-", "owner"

@@ -1,16 +1,31 @@
-"""Our own JSON documents: written from typed objects, read back with one check and one error. No torch."""
+"""Our own JSON: documents, and messages that are lines of a run folder. No torch.
+
+Both are written from typed objects, and read back with one check and one error.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from functools import cache
+from math import isnan
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from raytrec.common import messages
 from raytrec.common.errors import RunError, first_line
+from raytrec.common.formatting import number, or_0
+from raytrec.common.messages import Event, Measured, Message, Outcome, RankLine
 from raytrec.common.reading import MOST_JSON_BYTES, NotReadable, json_values
 from raytrec.common.storage import join_uri, read_bytes
 
+CLASSES: dict[str, type[Message]] = {
+    each.KIND: each
+    for each in vars(messages).values()
+    if isinstance(each, type) and issubclass(each, Message) and "KIND" in vars(each)
+}
+OF_FILE = {messages.CHECKS: Outcome, messages.RANKS: RankLine}  # whose lines do not need their kind
 T = TypeVar("T")
 
 
@@ -40,10 +55,16 @@ def typed(values: Any, kind: type[T]) -> T:
         raise NotReadable(f"{place}: {first['msg']}"[:300] if place else first["msg"][:300]) from None
 
 
-def find_document(uri: str, kind: type[T]) -> T | None:
-    """Return a document, or None if the file does not exist or cannot be read as this type."""
+def find_document(uri: str, kind: type[T], most: int = MOST_JSON_BYTES) -> T | None:
+    """Return a document, or None if the file does not exist or cannot be read as this type.
+
+    Args:
+        uri: Path or URI of the file.
+        kind: Type of the document; see `typed`.
+        most: Largest number of bytes of the file.
+    """
     try:
-        return typed(json_values(read_bytes(uri, MOST_JSON_BYTES)), kind)
+        return typed(json_values(read_bytes(uri, most)), kind)
     except (OSError, NotReadable):
         return None
 
@@ -79,3 +100,65 @@ def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str
             expected=f"the file as this version's `{made_by}` writes it",
             do=f"restore the file, or run `{made_by}` again",
         ) from None
+
+
+def from_line(file: str, values: Mapping[str, Any]) -> Message:
+    """Return the message of a line of a run folder, without the fields LEFT_OUT.
+
+    Every field has its type; figures that are not numbers are None.
+
+    Args:
+        file: Name of the file, which determines the kind of some lines.
+        values: Values of the line.
+
+    Raises:
+        ValueError: The values are not a line of that file.
+    """
+    try:
+        kind, fields_of_line = _kind_of(file, values)
+    except KeyError as error:
+        raise ValueError(f"no {error}") from None
+    message = typed(_fields(kind, fields_of_line), kind)
+    if isinstance(message, Measured):
+        return replace(message, figures={name: _number(value) for name, value in message.figures.items()})
+    if isinstance(message, RankLine):
+        return replace(message, tables={name: _entry(entry) for name, entry in message.tables.items()})
+    return message
+
+
+def _kind_of(file: str, values: Mapping[str, Any]) -> tuple[type[Message], Mapping[str, Any]]:
+    """Return the class of a line's message, and the values of its fields."""
+    if file in OF_FILE:
+        return OF_FILE[file], values
+    tag = "event" if file == messages.EVENTS else "kind"
+    kind = CLASSES.get(values[tag]) if isinstance(values[tag], str) else None
+    if kind is None or tag != kind.TAG:
+        return Event, values
+    return kind, {k: v for k, v in values.items() if k != tag}
+
+
+def _number(value: Any) -> float | None:
+    """Return a number unchanged, a bool as 0 or 1, and None for any other value."""
+    if isinstance(value, bool):
+        return int(value)
+    return None if isnan(number(value)) else value
+
+
+def _entry(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures of a table's shards: numbers and three other keys; None for other values."""
+    sound: dict[str, Any] = {key: _number(value) for key, value in values.items()}
+    if isinstance(device := values.get("device"), str):
+        sound["device"] = device
+    if isinstance(replicated := values.get("replicated"), bool):
+        sound["replicated"] = replicated
+    if isinstance(counts := values.get("row_norm_counts"), list):
+        sound["row_norm_counts"] = [or_0(count) for count in counts]
+    return sound
+
+
+def _fields(kind: type[Message], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of a class; other values are collected in its flat field, if it has one."""
+    flat = next((each.name for each in fields(kind) if each.metadata.get("flat")), None)
+    names = {each.name for each in fields(kind)} - {flat}
+    known = {name: value for name, value in values.items() if name in names}
+    return known | ({flat: {k: v for k, v in values.items() if k not in known}} if flat else {})

@@ -31,7 +31,7 @@ def usable_gpus() -> list[str]:
     """Numbers or UUIDs of the GPUs that this process may use; none where CUDA_VISIBLE_DEVICES is empty."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
-    return _of_gpus(str)
+    return _of_gpus(lambda nvml, name: name)
 
 
 def gpu_handle(name: str) -> Any:
@@ -62,11 +62,11 @@ def gpu_kinds() -> list[tuple[str, tuple[int, int]]]:
     return _of_gpus(_kind)
 
 
-def _of_gpus(read: Callable[[str], T]) -> list[T]:
-    """What is read of each; nothing where there is no GPU, or one of them cannot be read."""
+def _of_gpus(read: Callable[[Any, str], T]) -> list[T]:
+    """Return what (NVML, name of a GPU) → value reads of each GPU; empty if one of them cannot be read."""
 
     def read_all(nvml: Any) -> list[T]:
-        return [read(name) for name in visible_gpus() or map(str, range(nvml.nvmlDeviceGetCount()))]
+        return [read(nvml, name) for name in visible_gpus() or map(str, range(nvml.nvmlDeviceGetCount()))]
 
     return _answer_of_nvml(read_all) or []
 
@@ -87,30 +87,26 @@ def _answer_of_nvml(ask: Callable[[Any], T]) -> T | None:
         pynvml.nvmlShutdown()
 
 
-def _kind(name: str) -> tuple[str, tuple[int, int]]:
-    import pynvml
-
+def _kind(nvml: Any, name: str) -> tuple[str, tuple[int, int]]:
     handle = gpu_handle(name)
-    return pynvml.nvmlDeviceGetName(handle), tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+    return nvml.nvmlDeviceGetName(handle), tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
 
 
-def _usable_memory(name: str) -> int:
-    """Of one GPU.
+def _usable_memory(nvml: Any, name: str) -> int:
+    """Return the usable bytes of a GPU.
 
     Raises:
-        ValueError: it is cut into instances, or is one.
+        ValueError: The GPU is cut into MIG instances, or is one.
     """
-    import pynvml
-
     if name.startswith("MIG"):
         raise ValueError(name)
     handle = gpu_handle(name)
     try:
-        if pynvml.nvmlDeviceGetMigMode(handle)[0]:
+        if nvml.nvmlDeviceGetMigMode(handle)[0]:
             raise ValueError(name)
-    except pynvml.NVMLError:  # a GPU without MIG
+    except nvml.NVMLError:  # a GPU without MIG
         pass
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     return memory.total - memory.reserved
 
 

@@ -15,8 +15,7 @@ from pyarrow import fs
 
 from raytrec.common.documents import typed
 from raytrec.common.errors import ConfigError, RunError, os_errors
-from raytrec.common.locks import lock
-from raytrec.common.processes import owner, remove_leftovers
+from raytrec.common.processes import lock, owner, remove_leftovers
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import join_uri, open_filesystem, read_bytes, sync
 

@@ -24,8 +24,6 @@ from yaml.reader import Reader
 from yaml.resolver import Resolver
 from yaml.scanner import Scanner
 
-from raytrec.common.formatting import as_dict
-
 MOST_DEPTH = 64  # brackets in brackets; ours have fewer than 10
 MOST_VALUES = 200_000  # of a YAML file, with what its anchors stand for
 TEXT_OF_A_VALUE = 100  # characters; longer text counts as several
@@ -133,14 +131,6 @@ def json_values(text: str | bytes) -> Any:
     if count > MOST_DEPTH and _is_deep(values):
         raise NotReadable(f"it has more than {MOST_DEPTH} levels")
     return values
-
-
-def read_json_dict(path: Path, most: int = MOST_JSON_BYTES) -> dict[str, Any]:
-    """The mapping in a local file of JSON; empty where there is none that can be read."""
-    try:
-        return as_dict(json_values(read_bytes(path, most)))
-    except (OSError, NotReadable):
-        return {}
 
 
 if yaml.__with_libyaml__:  # several times as fast

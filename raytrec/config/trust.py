@@ -25,7 +25,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import as_dict, as_list
-from raytrec.common.locks import create_file
+from raytrec.common.processes import create_file
 from raytrec.common.reading import read_bytes, read_text, yaml_values
 from raytrec.common.redaction import hide_all
 from raytrec.common.storage import chooses_server

@@ -164,59 +164,44 @@ class RunConsole:
             self._console.file.flush()
 
 
-class Summary:
+@dataclass(frozen=True)
+class Result:
     """Figures of a command, and where to look next; a table in notebooks.
 
     Attributes:
-        metrics: figures by name; `name` is the table's title.
-        next_steps: lines that name files and commands.
-    """
-
-    metrics: dict[str, Any]
-    next_steps: Any
-
-    @property
-    def pairs(self) -> Pairs:
-        """The rows of the table."""
-        raise NotImplementedError
-
-    def _repr_html_(self) -> str:
-        cells = (f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in self.pairs)
-        title, below = escape(self.metrics["name"]), escape("\n".join(self.next_steps))
-        return f"<b>{title}</b><table>{''.join(cells)}</table><pre>{below}</pre>"
-
-
-@dataclass(frozen=True)
-class Result(Summary):
-    """The figures of a run.
-
-    Attributes:
-        metrics: the content of result.json: eval.NAME of each metric (eval.TASK.NAME where there are several
-            tasks), metrics (their labels, and which values are better), eval.rows, train.rows,
-            bound.by and more on what the time went into (report.findings),
+        metrics: Figures by name; `name` is the table's title. Of a run, the content of result.json: eval.NAME
+            of each metric (eval.TASK.NAME of several tasks), metrics (their labels, and which values are
+            better), eval.rows, train.rows, bound.by and more on what the time went into (report.findings),
             train.steps, train.samples_per_s, train.checks_passed, train.checks_failed, world_size,
             seconds, name, mlflow_run_id (None without MLflow), and code, the module:name of the user's that
             the run was made of, if any.
-        path: the run folder (of an evaluation: the checkpoint).
-        next_steps: lines that name files and commands.
+        path: Run folder, checkpoint of an evaluation, or folder that the command has written.
+        next_steps: Lines that name files and commands.
+        pairs: Rows of the table; default: the figures of a run.
     """
 
     metrics: dict[str, Any]
-    path: Path
+    path: Path | str
     next_steps: list[str] = field(default_factory=list)
+    pairs: Pairs = field(default_factory=list)
+
+    def _repr_html_(self) -> str:
+        cells = (f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in self.rows)
+        title, below = escape(self.metrics["name"]), escape("\n".join(self.next_steps))
+        return f"<b>{title}</b><table>{''.join(cells)}</table><pre>{below}</pre>"
 
     @property
-    def pairs(self) -> Pairs:
-        """The rows of the table."""
-        return [(row.title, row.text) for row in format_result(self.metrics).values()]
+    def rows(self) -> Pairs:
+        """Names and texts of the table's rows."""
+        return self.pairs or [(row.title, row.text) for row in format_result(self.metrics).values()]
 
 
-def print_summary(summary: Summary) -> None:
-    """The table on stdout, with tables of slices, what the time went into, and the next steps."""
+def print_summary(summary: Result) -> None:
+    """Print the table on stdout, with tables of slices, what the time went into, and the next steps."""
     console, table = open_console(), Table(show_header=False)
     table.add_column("figure")
     table.add_column("value", justify="right")
-    for name, text in summary.pairs:
+    for name, text in summary.rows:
         table.add_row(plain(name), plain(text))
     console.print(bold(summary.metrics["name"]), soft_wrap=True)
     console.print(table)

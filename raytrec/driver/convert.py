@@ -57,7 +57,8 @@ def convert(
         RunError: no checkpoint there. ConfigError, SchemaError: a table that does not exist, or cannot
             become this. CheckpointError: damaged, or no room.
     """
-    config, schema, folder, index = resolve_checkpoint(place, checkpoint, [], allow_code)
+    saved = resolve_checkpoint(place, checkpoint, [], allow_code)
+    schema, folder, index = saved.schema, saved.folder, saved.index
     wanted, out = _parse(tables, schema), absolute(out).rstrip("/")
     filesystem, index_file = open_filesystem(join_uri(out, INDEX))
     if filesystem.get_file_info(index_file).is_file:
@@ -70,7 +71,7 @@ def convert(
     schema = schema.model_copy(update={"tables": {**schema.tables, **new}})
     about = {**index["about"], "schema": schema.to_yaml()}
     about["ids"] = dict(about.get("ids", {})) | {t: dict(c.about) for t, c in changes.items() if c.about}
-    rewrite(folder, index, out, changes, about, config.run.seed)
+    rewrite(folder, index, out, changes, about, saved.config.run.seed)
     return Converted(out, [change.note for change in changes.values()])
 
 

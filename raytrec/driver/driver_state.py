@@ -19,8 +19,8 @@ from typing_extensions import TypedDict
 from raytrec.common.documents import find_document
 from raytrec.common.errors import ErrorParts, RaytrecError, RunError, os_errors
 from raytrec.common.formatting import or_0
-from raytrec.common.locks import lock
 from raytrec.common.messages import EVENTS, METRICS
+from raytrec.common.processes import lock
 from raytrec.compat.ray_core import job_id
 from raytrec.tracking.run_folder import messages_of
 

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from time import perf_counter
@@ -34,6 +35,21 @@ from raytrec.worker.loop import evaluate_worker
 SETTABLE = ("data", "scaling", "plan", "train", "eval")
 RULE = "out_of_range"
 SCRATCH, TRACEBACK = "raytrec-evaluate-", "error.txt"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint, with the configuration and schema by which its model is built.
+
+    Attributes:
+        folder: Path or URI of the checkpoint.
+        index: Content of its index.
+    """
+
+    config: RunConfig
+    schema: Schema
+    folder: str
+    index: dict[str, Any]
 
 
 def evaluation_config(
@@ -163,7 +179,8 @@ def evaluate(
     changes = [f"scaling.num_workers={workers}"] if workers else []
     changes += [f"data.global_batch_size={batch_size}"] if batch_size else []
     changes += as_texts(overrides)
-    config, schema, folder, _ = resolve_checkpoint(place, None, changes, allow_code)
+    saved = resolve_checkpoint(place, None, changes, allow_code)
+    config, schema, folder = saved.config, saved.schema, saved.folder
     places = absolute(data) if data else config.data.test or config.data.valid
     if not places:
         raise ConfigError("there is nothing to evaluate on", where=folder, expected="--data PARQUET")
@@ -190,8 +207,8 @@ def evaluate(
 
 def resolve_checkpoint(
     place: str | Path, checkpoint: str | int | None, changes: list[str], allow_code: bool
-) -> tuple[RunConfig, Schema, str, dict[str, Any]]:
-    """Return the configuration, the schema, the folder of the checkpoint and its index.
+) -> Checkpoint:
+    """Return a checkpoint with its configuration and schema.
 
     Args:
         place: Run folder or checkpoint folder.
@@ -213,4 +230,4 @@ def resolve_checkpoint(
         by = Selection.of_config(config, schema).best(config.checkpoint.best_metric)
         folder, index = find_best(place, by)
         config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
-    return config, schema, folder, index
+    return Checkpoint(config, schema, folder, index)

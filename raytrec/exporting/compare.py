@@ -65,15 +65,8 @@ def golden_scores(
     kinds = [pa.float32() if t.outputs == 1 else pa.list_(pa.float32()) for t in trained.objective.tasks]
     if not parts:
         return {name: pa.array([], kind) for name, kind in zip(names, kinds, strict=True)}
-    batch = read_batch(trained.config, trained.whole_schema, dataset, parts)
-    logits = outputs_of(
-        trained.config,
-        trained.whole_schema,
-        trained.folder,
-        trained.index,
-        batch,
-        as_stored=rounding(PRECISIONS[precision]),
-    )
+    batch = read_batch(trained.saved, dataset, parts)
+    logits = outputs_of(trained.saved, batch, as_stored=rounding(PRECISIONS[precision]))
     found = trained.objective.predictions(logits).values()
     return {
         name: pa.array(list(values.numpy()), kind)
@@ -121,8 +114,8 @@ def compare_precisions(
     Raises:
         DataError: a row that the schema does not allow.
     """
-    of_tasks = trained.config.eval.model_copy(update={"retrieval": None, "slices": []})
-    config = trained.config.model_copy(update={"eval": of_tasks})
+    of_tasks = trained.saved.config.eval.model_copy(update={"retrieval": None, "slices": []})
+    config = trained.saved.config.model_copy(update={"eval": of_tasks})
     try:
         dataset = open_dataset(config, trained.schema, places, "--data")
         check_rows_count(dataset)

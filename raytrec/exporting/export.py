@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
@@ -19,13 +19,13 @@ from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import bytes_text, number, percent
 from raytrec.common.output_folder import ClaimedFolder, binding_of
 from raytrec.common.storage import absolute, open_filesystem
-from raytrec.driver.console import Pairs, RunConsole, Summary
+from raytrec.driver.console import Pairs, Result, RunConsole
 from raytrec.driver.datasets import as_examples, open_inputs
 from raytrec.driver.evaluation import resolve_checkpoint
 from raytrec.exporting.compare import check_golden, compare_precisions, golden_rows_of, golden_scores
 from raytrec.exporting.mlflow_model import MlflowRun
 from raytrec.exporting.programs import ComparedProgram, make_onnx
-from raytrec.exporting.target import Target
+from raytrec.exporting.target import ExportClaim, Target
 from raytrec.exporting.trained import (
     Trained,
     block_bytes,
@@ -40,56 +40,6 @@ from raytrec.scoring.load import open_export
 from raytrec.scoring.manifest import GOLDEN, ONNX, Manifest, PrecisionName, ProgramEntry
 
 GOLDEN_ROWS = 64
-MLFLOW_MODEL = "mlflow_model"  # the key of its URI among the figures
-
-
-@dataclass(frozen=True)
-class Exported(Summary):
-    """The figures of `export`.
-
-    Attributes:
-        metrics: export.tables, export.rows (of all tables), export.bytes, export.golden_rows; precision,
-            version, checkpoint, name, seconds; of quantized tables eval.METRIC with tables of fp32 and
-            eval.METRIC.PRECISION with these, such as eval.auc and eval.auc.int8 (None: not defined); with
-            MLflow mlflow_model, the model's URI.
-        path: the folder.
-    """
-
-    metrics: dict[str, Any]
-    path: str
-
-    @property
-    def next_steps(self) -> list[str]:
-        """Lines that name files and commands."""
-        lines = [f"export       {self.path}", f"score with   raytrec.load({self.path!r}).predict(rows)"]
-        if uri := self.metrics.get(MLFLOW_MODEL):
-            lines.append(f"MLflow       {uri}")
-        return lines
-
-    @property
-    def pairs(self) -> Pairs:
-        """The rows of the table."""
-        metrics = self.metrics
-        return [
-            ("version", metrics["version"]),
-            ("tables", f"{metrics['export.tables']:,} ({metrics['precision']})"),
-            ("rows of tables", f"{metrics['export.rows']:,}"),
-            ("size", bytes_text(metrics["export.bytes"])),
-            ("golden rows", f"{metrics['export.golden_rows']:,}"),
-            *self._compared,
-            ("seconds", f"{metrics['seconds']:,.1f}"),
-        ]
-
-    @property
-    def _compared(self) -> Pairs:
-        """Each metric before and after quantization, and the difference."""
-        precision, found = self.metrics["precision"], []
-        for key, value in self.metrics.items():
-            if key.startswith(EVAL) and key.endswith(f".{precision}"):
-                name = key.removesuffix(f".{precision}")
-                fp32, small = number(self.metrics[name]), number(value)
-                found.append((name, f"{fp32:.5f} fp32, {small:.5f} {precision}, {small - fp32:+.1e}"))
-        return found
 
 
 def export(
@@ -104,7 +54,7 @@ def export(
     mlflow: bool = False,
     embed: bool = False,
     allow_code: bool = False,
-) -> Exported:
+) -> Result:
     """Write a run's model as a folder for `raytrec.load` and `raytrec serve`.
 
     It needs neither workers nor Ray, and memory for a small part of the tables. Interrupted, it continues
@@ -124,6 +74,12 @@ def export(
         embed: the export's files go into that model; default: it has their URI.
         allow_code: the configuration in there may name code (raytrec/config/trust.py).
 
+    Returns:
+        Result: export.tables, export.rows (of all tables), export.bytes, export.golden_rows; precision,
+        version, checkpoint, name, seconds; of quantized tables eval.METRIC with tables of fp32 and
+        eval.METRIC.PRECISION with these, such as eval.auc and eval.auc.int8 (None: not defined); with
+        MLflow mlflow_model, the model's URI.
+
     Raises:
         RunError: no checkpoint there, the exported model has other scores, the run is not in MLflow, or
             another process writes to `out`.
@@ -135,12 +91,14 @@ def export(
         64
     """
     began, out = perf_counter(), absolute(str(out))
-    config, schema, folder, index = resolve_checkpoint(run, checkpoint, [], allow_code)
+    saved = resolve_checkpoint(run, checkpoint, [], allow_code)
+    config = saved.config
     places = absolute(str(data)) if data else config.data.test or config.data.valid or config.data.train
     precision: PrecisionName = quantize or "fp32"
     options = precision, golden_rows, onnx
     request = binding_of(absolute(str(run)), checkpoint, *options)
-    target = Target(ClaimedFolder(out, "raytrec export"), binding_of(index["sha256"], *options), request)
+    binding = binding_of(saved.index["sha256"], *options)
+    target = Target(ClaimedFolder(out, "raytrec export"), ExportClaim(binding, {}, request))
     if embed and not (mlflow and target.folder.is_local):
         raise ConfigError(
             "only a local export goes into an MLflow model",
@@ -151,12 +109,12 @@ def export(
     with RunConsole(config.run.name) as console, target.folder.hold():
         if (manifest := target.complete()) is None:
             console.phase("exporting the dense model")
-            trained = read_trained(config, as_examples(schema, places), folder, index)
+            trained = read_trained(replace(saved, schema=as_examples(saved.schema, places)))
             manifest = _write(target, trained, places, precision, golden_rows, onnx, console)
         logged = {}
         if tracked:
             console.phase("logging the model to MLflow")
-            logged = {MLFLOW_MODEL: tracked.log(out, manifest, embed)}
+            logged = {"mlflow_model": tracked.log(out, manifest, embed)}
     compared = {
         f"{EVAL}{key}" + (f".{each}" if each == precision else ""): value
         for key, values in manifest.metrics.items()
@@ -169,13 +127,33 @@ def export(
         "export.golden_rows": manifest.golden_rows,
         "precision": precision,
         "version": manifest.version,
-        "checkpoint": folder,
+        "checkpoint": saved.folder,
         "name": config.run.name,
         **compared,
         **logged,
         "seconds": round(perf_counter() - began, 3),
     }
-    return Exported(metrics, out)
+    next_steps = [f"export       {out}", f"score with   raytrec.load({out!r}).predict(rows)"]
+    next_steps += [f"MLflow       {uri}" for uri in logged.values()]
+    return Result(metrics, out, next_steps, _pairs(metrics))
+
+
+def _pairs(metrics: dict[str, Any]) -> Pairs:
+    precision, compared = metrics["precision"], []
+    for key, value in metrics.items():
+        if key.startswith(EVAL) and key.endswith(f".{precision}"):
+            name = key.removesuffix(f".{precision}")
+            fp32, small = number(metrics[name]), number(value)
+            compared.append((name, f"{fp32:.5f} fp32, {small:.5f} {precision}, {small - fp32:+.1e}"))
+    return [
+        ("version", metrics["version"]),
+        ("tables", f"{metrics['export.tables']:,} ({precision})"),
+        ("rows of tables", f"{metrics['export.rows']:,}"),
+        ("size", bytes_text(metrics["export.bytes"])),
+        ("golden rows", f"{metrics['export.golden_rows']:,}"),
+        *compared,
+        ("seconds", f"{metrics['seconds']:,.1f}"),
+    ]
 
 
 def _write(
@@ -189,7 +167,7 @@ def _write(
 ) -> Manifest:
     """Writes all files; the manifest is the last."""
     schema = trained.schema
-    dataset = open_inputs(trained.config, schema, places)
+    dataset = open_inputs(trained.saved.config, schema, places)
     golden, parts = golden_rows_of(dataset, golden_rows)
     for name, values in golden_scores(trained, dataset, parts, precision).items():
         golden = golden.append_column(name, values)
@@ -214,7 +192,7 @@ def _write(
         ids={name: f"ids/{place}.parquet" for place, name in enumerate(schema.managed)},
         golden_rows=golden_rows and len(golden),
         files={},
-        binding=target.binding,
+        binding=target.claim.binding,
     )
     model = make_onnx(trained.programs["predict"], [task.column for task in tasks]) if onnx else None
     checked = ComparedProgram(trained.programs["predict"], model) if model else None
@@ -230,7 +208,7 @@ def _write(
     target.write(GOLDEN, [_arrow_file(golden)])
     if precision != "fp32":
         manifest.metrics = compare_precisions(trained, places, precision, console)
-    manifest.files = dict(target.files)
+    manifest.files = dict(target.claim.files)
     if target.folder.is_local:
         open_export(Path(target.folder.uri), manifest).check()
     target.commit(manifest)
@@ -239,7 +217,7 @@ def _write(
 
 def _ids_file(trained: Trained, table: str) -> bytes:
     """The ids of a table and their rows as Parquet."""
-    found = ids_of(trained.folder, trained.index, table, ("id", "row"))
+    found = ids_of(trained.saved.folder, trained.saved.index, table, ("id", "row"))
     sink = io.BytesIO()
     pq.write_table(
         pa.table({name: values.numpy() for name, values in found.items()}), sink, compression="zstd"
@@ -265,7 +243,7 @@ def _write_tables(target: Target, trained: Trained, manifest: Manifest, console:
     rows = sum(table.rows for table in trained.schema.tables.values())
     before = 0
     for name, entry in manifest.tables.items():
-        with StoredTable(trained.folder, trained.index, name) as table:
+        with StoredTable(trained.saved.folder, trained.saved.index, name) as table:
             for number, file in enumerate(entry.files):
                 first = before + number * entry.block_rows
                 console.phase(f"table {name}: {percent(first / rows)} of all rows written", always=False)

@@ -62,17 +62,14 @@ class MlflowRun:
         folder, uri = config.run.dir, config.tracking.uri
         load_quietly()
         from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
 
         run_id = Delivered.read(Path(folder)).run_id
         try:
             found = MlflowClient(uri).get_run(run_id) if run_id else None
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+        except Exception as error:
+            if getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
                 raise cannot_open(uri, reason(error), LOG_IN if closed_to_us(error) else CORRECT) from None
             found = None
-        except Exception as error:
-            raise cannot_open(uri, reason(error), CORRECT) from None
         if found is None:
             raise RunError(
                 "MLflow does not have this run",

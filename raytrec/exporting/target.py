@@ -21,8 +21,9 @@ class ExportClaim:
     """The claim of an export that is being written (_export.json).
 
     Attributes:
-        binding, request: See Target.
+        binding: Hash of everything that determines the export.
         files: Complete files.
+        request: Hash of the same with the run in place of the checkpoint.
     """
 
     binding: str
@@ -35,16 +36,11 @@ class Target:
 
     Args:
         folder: The folder.
-        binding: Hash of everything that determines the export.
-        request: Hash of the same with the run in place of the checkpoint.
-
-    Attributes:
-        files: Complete files.
+        claim: Claim without files; complete files are added.
     """
 
-    def __init__(self, folder: ClaimedFolder, binding: str, request: str):
-        self.folder, self.binding, self.request = folder, binding, request
-        self.files: dict[str, FileEntry] = {}
+    def __init__(self, folder: ClaimedFolder, claim: ExportClaim):
+        self.folder, self.claim = folder, claim
 
     def complete(self) -> Manifest | None:
         """Return the manifest if the export is complete; otherwise find out which files are complete.
@@ -57,15 +53,15 @@ class Target:
         with _written(self.folder.uri):
             if EXPORT in self.folder.names():
                 manifest = read_manifest(self.folder.uri)
-                if manifest.binding == self.binding:
+                if manifest.binding == self.claim.binding:
                     return manifest
                 raise self.folder.refused(f"this folder holds another export, {manifest.version}")
             names, before = self.folder.claim(UNFINISHED, ExportClaim)
             if before is None:
                 return None
-            if before.binding == self.binding:
-                self.files = {name: entry for name, entry in before.files.items() if name in names}
-            elif before.request != self.request:
+            if before.binding == self.claim.binding:
+                self.claim.files.update({n: entry for n, entry in before.files.items() if n in names})
+            elif before.request != self.claim.request:
                 what = "an export of something else that was interrupted"
                 raise self.folder.refused(f"this folder holds {what}")
             else:
@@ -73,29 +69,26 @@ class Target:
                     self.folder.delete(name)
         return None
 
-    def _note(self) -> None:
-        """Write the names of the complete files."""
-        self.folder.write(UNFINISHED, document(ExportClaim(self.binding, self.files, self.request)))
-
     def write(self, name: str, data: Iterable[bytes]) -> None:
         """Write a file, unless it is complete.
 
         Raises:
             RunError: The file cannot be written.
         """
-        if name in self.files:
+        files = self.claim.files
+        if name in files:
             return
         digest, size = hashlib.sha256(), 0
         with _written(join_uri(self.folder.uri, name)):
-            if not self.files:
-                self._note()  # first of all, so that the folder is this export's
+            if not files:  # first of all, so that the folder is this export's
+                self.folder.write(UNFINISHED, document(self.claim))
             with self.folder.stream(name, f"{self.folder.partial}/{name.replace('/', '-')}") as stream:
                 for piece in data:
                     stream.write(piece)
                     digest.update(piece)
                     size += len(piece)
-            self.files[name] = FileEntry(bytes=size, sha256=digest.hexdigest())
-            self._note()
+            files[name] = FileEntry(bytes=size, sha256=digest.hexdigest())
+            self.folder.write(UNFINISHED, document(self.claim))
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, with which the export is complete."""

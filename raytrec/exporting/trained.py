@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -16,9 +15,9 @@ from raytrec.checkpoint.managed import ids_of
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.storage import split_query
 from raytrec.config.features import Features, resolve_features
-from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TowerName
+from raytrec.driver.evaluation import Checkpoint
 from raytrec.embeddings.hashing import keys_of
 from raytrec.exporting.programs import Program, make_program
 from raytrec.models.recommender import Recommender
@@ -44,14 +43,11 @@ class Trained:
     """A checkpoint that is exported.
 
     Attributes:
-        folder, index: of the checkpoint.
-        whole_schema: of the run. schema: of the features that the programs read, with their tables.
+        saved: The checkpoint, with the schema of the run.
+        schema: Schema of the features that the programs read, with their tables.
     """
 
-    config: RunConfig
-    folder: str
-    index: dict[str, Any]
-    whole_schema: Schema
+    saved: Checkpoint
     schema: Schema
     recommender: Recommender
     objective: Objective
@@ -60,7 +56,7 @@ class Trained:
     @property
     def features(self) -> Features:
         """Of what the programs read."""
-        return resolve_features(self.schema, self.config.model)
+        return resolve_features(self.schema, self.saved.config.model)
 
     @contextmanager
     def lookups(self, precision: PrecisionName, checked: bool = True) -> Iterator[Lookups]:
@@ -71,24 +67,25 @@ class Trained:
         """
         ids = {}
         for name in self.schema.managed:
-            found = ids_of(self.folder, self.index, name, ("id", "row"))
+            found = ids_of(self.saved.folder, self.saved.index, name, ("id", "row"))
             ids[name] = IdRows(self.schema.tables[name], keys_of(found["id"]), found["row"])
         with ExitStack() as files:
             tables = {}
             for name in self.schema.tables:
-                stored = files.enter_context(StoredTable(self.folder, self.index, name, checked=checked))
-                tables[name] = CheckpointTable(stored, PRECISIONS[precision])
+                stored = StoredTable(self.saved.folder, self.saved.index, name, checked=checked)
+                tables[name] = CheckpointTable(files.enter_context(stored), PRECISIONS[precision])
             yield Lookups(self.features, tables, ids)
 
 
-def read_trained(config: RunConfig, schema: Schema, folder: str, index: dict[str, Any]) -> Trained:
-    """A checkpoint with its programs.
+def read_trained(saved: Checkpoint) -> Trained:
+    """Return a checkpoint with its programs.
 
     Raises:
         ConfigError: torch cannot export the model.
     """
+    config, schema = saved.config, saved.schema
     objective = Objective.of(config, schema)
-    recommender = load_model(config, schema, folder, index, {})
+    recommender = load_model(saved, {})
     inputs = inputs_of(resolve_features(schema, config.model))
     programs: dict[ProgramName, Program] = {"predict": make_program(recommender, objective, inputs)}
     if config.model.retrieves:
@@ -100,16 +97,16 @@ def read_trained(config: RunConfig, schema: Schema, folder: str, index: dict[str
     part = schema.part(names)
     tables = {spec.table for spec in part.sparse.values()}
     part = part.model_copy(update={"tables": {n: t for n, t in schema.tables.items() if n in tables}})
-    return Trained(config, folder, index, schema, part, recommender, objective, programs)
+    return Trained(saved, part, recommender, objective, programs)
 
 
 def source_of(trained: Trained) -> ExportSource:
     """Return the origin of the model, without paths of this machine."""
     return ExportSource(
-        run=trained.config.run.name,
-        step=trained.index["about"]["progress"]["step"],
-        checkpoint=split_query(trained.folder)[0].rpartition("/")[2],
-        checkpoint_id=trained.index["sha256"],
+        run=trained.saved.config.run.name,
+        step=trained.saved.index["about"]["progress"]["step"],
+        checkpoint=split_query(trained.saved.folder)[0].rpartition("/")[2],
+        checkpoint_id=trained.saved.index["sha256"],
         raytrec=__version__,
         torch=torch.__version__,
     )
@@ -128,7 +125,7 @@ def tasks_of(trained: Trained) -> list[TaskEntry]:
 
 def towers_of(trained: Trained) -> dict[TowerName, list[str]]:
     """The features and dense columns of query and item; nothing of other models."""
-    model, schema = trained.config.model, trained.whole_schema
+    model, schema = trained.saved.config.model, trained.saved.schema
     if not model.retrieves:
         return {}
     members = model.tower_members(schema)

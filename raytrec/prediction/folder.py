@@ -49,7 +49,7 @@ class Manifest:
         scores: names of the columns of scores. columns: of those that are carried.
         data: where the input is. input: stands for what its files hold.
         rules: table → out_of_range.
-        vectors: of which tower these are vectors, query or item; None: they are scores.
+        vectors: Tower whose vectors these are; None: they are scores.
     """
 
     format: Literal[1] = 1
@@ -61,17 +61,13 @@ class Manifest:
     data: str
     input: str
     rules: dict[str, str]
-    vectors: str | None = None
+    vectors: TowerName | None = None
 
     @property
     def binding(self) -> str:
         """Stands for all that a file's content depends on."""
         tower = [self.vectors] if self.vectors else []
         return binding_of(self.checkpoint_id, self.scores, self.columns, self.input, *tower)
-
-    def plan(self, batch_rows: int, span_rows: int) -> str:
-        """Stands for all that a part's content depends on."""
-        return binding_of(self.binding, self.rules, batch_rows, span_rows)[:16]
 
     def difference(self, before: Manifest) -> tuple[str, str] | None:
         """Return how a folder with another manifest differs, and what to do; None for the same predictions.
@@ -105,30 +101,30 @@ class Manifest:
 
 @dataclass(frozen=True)
 class PredictionTask:
-    """What ranks are to predict, and where it goes.
+    """Input and output of the ranks that predict.
 
     Attributes:
-        out: the folder of predictions.
-        below: the folder that names of input files are taken from.
-        files: input file → its rows, with those that have none.
-        scores: the names of the columns of scores, in the order of the tasks.
-        carried: columns of the input that go along.
-        binding: stands for run, checkpoint, columns and input.
-        batch_rows, span_rows: of spans.cut_spans.
-        plan: names the folder of parts.
-        tower: whose vectors are in the place of scores, query or item; None: scores.
+        out: Folder of predictions.
+        below: Folder that names of input files are relative to.
+        files: Input file → number of its rows, including empty files.
+        carried: Columns of the input that are copied to the output.
+        manifest: Manifest of the folder.
+        batch_rows, span_rows: See spans.cut_spans.
     """
 
     out: str
     below: str
     files: dict[str, int]
-    scores: tuple[str, ...]
     carried: CarriedColumns
-    binding: str
+    manifest: Manifest
     batch_rows: int
     span_rows: int
-    plan: str
-    tower: TowerName | None = None
+
+    @property
+    def plan(self) -> str:
+        """Hash of everything that determines the content of a part."""
+        of = self.manifest
+        return binding_of(of.binding, of.rules, self.batch_rows, self.span_rows)[:16]
 
     def name_of(self, path: str) -> str:
         """The name of an input file's predictions, below `out`."""
@@ -139,7 +135,7 @@ class PredictionTask:
         return f"{self.parts_of(span.path)}/{span.first:012d}.parquet"
 
     def parts_of(self, path: str) -> str:
-        """The folder of a file's parts, below `out`."""
+        """Return the folder of a file's parts, below `out`."""
         return f"{PARTS_FOLDER}/{self.plan}/{self.name_of(path)}"
 
     def output_of(self, span: Span) -> str:
@@ -220,7 +216,7 @@ class PredictionFolder(ClaimedFolder):
 
     def _counts(self, task: PredictionTask, path: str) -> Counts | None:
         try:
-            found = Counts.of(read_footer(self.uri_of(task.name_of(path))), task.binding)
+            found = Counts.of(read_footer(self.uri_of(task.name_of(path))), task.manifest.binding)
         except DataError:  # it is not whole
             return None
         return found if found is not None and found.rows == task.files[path] else None

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checkpoint.managed import stored_rows
@@ -16,67 +14,63 @@ from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.compat.torch_ import quiet_tracing
 from raytrec.config.features import resolve_features
-from raytrec.config.run_config import RunConfig
-from raytrec.config.schema import Schema
 from raytrec.config.tasks import TowerName
 from raytrec.data.assemble import Rows
 from raytrec.data.batch import Batch, Collator
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Item, Part
 from raytrec.data.rows import read_item
+from raytrec.driver.evaluation import Checkpoint
 from raytrec.models.recommender import Recommender, build_recommender
 from raytrec.tasks.task import columns_of, needs_vectors, resolve_tasks
 
 Used = dict[str, np.ndarray]  # table → its rows that are looked up, rising
+Rounding = Callable[[torch.Tensor], torch.Tensor]  # rows of tables, float32 [n, dim] → the same as stored
 HEAD = "head.model."  # before the names of the dense layers' parameters (worker.step.LossModel)
 
 
-def read_batch(config: RunConfig, schema: Schema, dataset: Dataset, parts: list[Part]) -> Batch:
-    """Rows as one batch of a run's.
+def read_batch(saved: Checkpoint, dataset: Dataset, parts: list[Part]) -> Batch:
+    """Return rows as one batch for a checkpoint's model.
 
     Args:
-        config, schema: of the run.
-        dataset: which the rows are of; it may have some of the schema's features alone.
-        parts: the rows.
+        saved: The checkpoint.
+        dataset: Dataset of the rows; it may lack some of the schema's features.
+        parts: The rows.
     """
     quiet_tracing()
     tables = [read_item(Item(0, 0, (part,), None), dataset.form) for part in parts]
     pieces = [Rows.of(rows) for table in tables for rows in table.combine_chunks().to_batches()]
     rows = sum(len(piece) for piece in pieces)
-    return Collator(dataset.form, resolve_features(schema, config.model))(pieces, rows, rows)
+    return Collator(dataset.form, resolve_features(saved.schema, saved.config.model))(pieces, rows, rows)
 
 
 def outputs_of(
-    config: RunConfig,
-    schema: Schema,
-    folder: str,
-    index: dict[str, Any],
-    batch: Batch,
-    tower: TowerName | None = None,
-    as_stored: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    saved: Checkpoint, batch: Batch, tower: TowerName | None = None, as_stored: Rounding | None = None
 ) -> torch.Tensor:
-    """A batch's logits, as a checkpoint's model gives them; or one tower's vectors, float32 [rows, width].
+    """Return a batch's logits by a checkpoint's model; or the vectors of a tower, float32 [rows, width].
 
     Args:
-        config, schema: of the checkpoint, `folder`, whose index `index` is.
-        as_stored: what becomes of tables' rows, float32 [n, dim], before they are looked up.
+        saved: The checkpoint.
+        batch: Rows.
+        tower: Tower whose vectors are returned; None: logits.
+        as_stored: Rounds rows of tables before they are looked up; None: rows are not rounded.
     """
-    used, sparse = _renumbered(batch.sparse, schema, folder, index)
-    model = load_model(config, schema, folder, index, used, as_stored)
+    used, sparse = _renumbered(saved, batch.sparse)
+    model = load_model(saved, used, as_stored)
     with torch.no_grad():
         return model(replace(batch, sparse=sparse), tower)
 
 
-def _renumbered(
-    sparse: KeyedJaggedTensor, schema: Schema, folder: str, index: dict[str, Any]
-) -> tuple[Used, KeyedJaggedTensor]:
-    """(rows that are looked up, the same with their places among these as ids)."""
-    keys = sparse.keys()
+def _renumbered(saved: Checkpoint, sparse: KeyedJaggedTensor) -> tuple[Used, KeyedJaggedTensor]:
+    """Return the rows of tables that are looked up, and ids that are places among these rows."""
+    keys, schema = sparse.keys(), saved.schema
     table_of = [schema.sparse[key].table for key in keys]
     of_keys = list(sparse.values().split(sparse.length_per_key()))
     for place, table in enumerate(table_of):
         if schema.tables[table].ids:
-            of_keys[place] = stored_rows(folder, index, table, schema.tables[table], of_keys[place])
+            of_keys[place] = stored_rows(
+                saved.folder, saved.index, table, schema.tables[table], of_keys[place]
+            )
     parts = [part.numpy() for part in of_keys]
     used = {
         table: np.unique(np.concatenate([p for p, t in zip(parts, table_of, strict=True) if t == table]))
@@ -89,15 +83,15 @@ def _renumbered(
     return used, renumbered
 
 
-def load_model(
-    config: RunConfig,
-    schema: Schema,
-    folder: str,
-    index: dict[str, Any],
-    used: Used,
-    as_stored: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> Recommender:
-    """The checkpoint's model, whose tables have the rows that are used, and no others."""
+def load_model(saved: Checkpoint, used: Used, as_stored: Rounding | None = None) -> Recommender:
+    """Return a checkpoint's model, whose tables have the rows that are used, and no others.
+
+    Args:
+        saved: The checkpoint.
+        used: Rows of each table.
+        as_stored: See `outputs_of`.
+    """
+    config, schema = saved.config, saved.schema
     tasks, cpu = resolve_tasks(config.tasks, schema), torch.device("cpu")
     columns = columns_of(tasks)
     needs = sum(columns.values()), needs_vectors(tasks), columns
@@ -112,20 +106,15 @@ def load_model(
     model.embeddings.to_empty(device=cpu)
     for name, parameter in model.embeddings.named_parameters():
         table = name.split(".")[-2]
-        with StoredTable(folder, index, table) as stored:
+        with StoredTable(saved.folder, saved.index, table) as stored:
             rows = used.get(table, np.empty(0, np.int64))
             values = torch.from_numpy(stored.take(rows.tolist()))
             parameter.data[: len(rows)] = as_stored(values) if as_stored and len(rows) else values
-    _read_dense(model.model, folder, index, bool(config.train.ema))
-    return model.eval()
-
-
-def _read_dense(model: nn.Module, folder: str, index: dict[str, Any], averaged: bool) -> None:
-    """Dense layers as evaluations use them: of train.ema, the averages."""
-    wanted = {}
-    for name, value in model.state_dict().items():
+    wanted = {}  # as evaluations use them: of train.ema, the averages
+    for name, value in model.model.state_dict().items():
         average = f"dense/{HEAD}{name}/ema"
-        stored = average if averaged and average in index["tensors"] else f"dense/{HEAD}{name}/value"
-        wanted[stored] = value
+        has_average = config.train.ema and average in saved.index["tensors"]
+        wanted[average if has_average else f"dense/{HEAD}{name}/value"] = value
     if wanted:
-        load(folder, wanted)
+        load(saved.folder, wanted)
+    return model.eval()

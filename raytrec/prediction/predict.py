@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -27,9 +27,9 @@ from raytrec.data.footers import read_footer
 from raytrec.data.fragments import Dataset
 from raytrec.data.partitions import in_folders, type_of_folders
 from raytrec.data.rows import check_accused
-from raytrec.driver.console import Pairs, RunConsole, Summary
+from raytrec.driver.console import Pairs, Result, RunConsole
 from raytrec.driver.datasets import as_examples, note_files, open_inputs, part_of_tower
-from raytrec.driver.evaluation import resolve_checkpoint, scratch_folder
+from raytrec.driver.evaluation import Checkpoint, resolve_checkpoint, scratch_folder
 from raytrec.driver.launch import run_group
 from raytrec.driver.recorder import Watch
 from raytrec.driver.session import session_of
@@ -51,7 +51,7 @@ from raytrec.tasks.task import Task, resolve_tasks
 
 
 @dataclass(frozen=True)
-class Predictions(Summary):
+class Predictions(Result):
     """The figures of `predict`.
 
     Attributes:
@@ -59,35 +59,10 @@ class Predictions(Summary):
             predict.changed_ids (ids that were brought into range, of those of tables that take such), of the
             whole folder; predict.rows_per_s (None where nothing was left to do), world_size and seconds of
             this call; changed: feature → ids that were brought into range; name, checkpoint.
-        path: the folder of predictions.
-        columns: of the files, in order.
+        columns: Columns of the files, in order.
     """
 
-    metrics: dict[str, Any]
-    path: str
     columns: list[str] = field(default_factory=list)
-
-    @property
-    def next_steps(self) -> list[str]:
-        """Lines that name files and commands."""
-        return [f"predictions  {self.path}", f"columns      {', '.join(self.columns)}"]
-
-    @property
-    def pairs(self) -> Pairs:
-        """The rows of the table."""
-        metrics, speed = self.metrics, self.metrics["predict.rows_per_s"]
-        pairs = [
-            ("rows", f"{metrics['predict.rows']:,}"),
-            ("files", f"{metrics['predict.files']:,}"),
-            ("rows per second", f"{speed:,.0f}" if speed else "nothing was left to do"),
-            ("seconds", f"{metrics['seconds']:,.1f}"),
-        ]
-        if ids := metrics["predict.ids"]:
-            pairs.append(("ids clamped or hashed", f"{metrics['predict.changed_ids']:,} of {ids:,}"))
-        for key in ("skipped_rows", "skipped_files"):
-            if count := metrics[f"predict.{key}"]:
-                pairs.append((key.replace("_", " "), f"{count:,}"))
-        return pairs
 
 
 def predict(
@@ -130,8 +105,9 @@ def predict(
     began, out, data = perf_counter(), absolute(str(out)), absolute(str(data))
     changes = [f"scaling.num_workers={workers}"] if workers else []
     changes += as_texts(overrides)
-    config, schema, folder, index = resolve_checkpoint(place, checkpoint, changes, allow_code)
-    schema = as_examples(schema, data)
+    saved = resolve_checkpoint(place, checkpoint, changes, allow_code)
+    saved = replace(saved, schema=as_examples(saved.schema, data))
+    config, schema = saved.config, saved.schema
     tasks = resolve_tasks(config.tasks, schema)
     scores, below = [VECTOR] if vectors else score_names(tasks), check_place(out, data)
     chosen = choose_columns(columns, config.data.reserve_columns, scores)
@@ -139,8 +115,8 @@ def predict(
     carried = _carried(chosen, with_rows(config.data.transforms, schema), files)
     manifest = Manifest(
         run=config.run.name,
-        checkpoint=folder,
-        checkpoint_id=index["sha256"],
+        checkpoint=saved.folder,
+        checkpoint_id=saved.index["sha256"],
         scores=scores,
         columns=chosen,
         data=data,
@@ -148,31 +124,38 @@ def predict(
         rules={name: table.out_of_range for name, table in schema.tables.items()},
         vectors=vectors,
     )
-    batch_rows = _batch_rows(config, files)
-    wanted = PredictionTask(
-        out,
-        below,
-        files,
-        tuple(scores),
-        carried,
-        manifest.binding,
-        batch_rows,
-        SPAN_ROWS,
-        manifest.plan(batch_rows, SPAN_ROWS),
-        vectors,
-    )
+    share = -(-config.data.global_batch_size // config.scaling.max_workers)  # for any number of ranks
+    batch_rows = max(1, min(share, max(files.values())))
+    wanted = PredictionTask(out, below, files, carried, manifest, batch_rows, SPAN_ROWS)
     target = PredictionFolder(out)
     with target.hold():
-        names = claim(target, manifest)
-        figures = _fill(target, names, wanted, config, schema, dataset, folder, tasks)
+        figures = _fill(target, claim(target, manifest), wanted, saved, dataset, tasks)
         metrics = _figures(target, wanted, dataset) | figures
         target.remove(PARTS_FOLDER)
     metrics |= {
         "seconds": round(perf_counter() - began, 3),
         "name": f"{config.run.name} on {data}",
-        "checkpoint": folder,
+        "checkpoint": saved.folder,
     }
-    return Predictions(metrics, out, [*chosen, *scores])
+    names = [*chosen, *scores]
+    next_steps = [f"predictions  {out}", f"columns      {', '.join(names)}"]
+    return Predictions(metrics, out, next_steps, _pairs(metrics), names)
+
+
+def _pairs(metrics: dict[str, Any]) -> Pairs:
+    speed = metrics["predict.rows_per_s"]
+    pairs = [
+        ("rows", f"{metrics['predict.rows']:,}"),
+        ("files", f"{metrics['predict.files']:,}"),
+        ("rows per second", f"{speed:,.0f}" if speed else "nothing was left to do"),
+        ("seconds", f"{metrics['seconds']:,.1f}"),
+    ]
+    if ids := metrics["predict.ids"]:
+        pairs.append(("ids clamped or hashed", f"{metrics['predict.changed_ids']:,} of {ids:,}"))
+    for key in ("skipped_rows", "skipped_files"):
+        if count := metrics[f"predict.{key}"]:
+            pairs.append((key.replace("_", " "), f"{count:,}"))
+    return pairs
 
 
 def score_names(tasks: Sequence[Task]) -> list[str]:
@@ -228,26 +211,18 @@ def _input(dataset: Dataset, files: dict[str, int], below: str, config: RunConfi
     return hashlib.sha256("\n".join([fingerprint(look(dataset)), *made, *names]).encode()).hexdigest()
 
 
-def _batch_rows(config: RunConfig, files: dict[str, int]) -> int:
-    """Rows of one rank's batch, whatever number of ranks there is for it: that of the most."""
-    share = -(-config.data.global_batch_size // config.scaling.max_workers)
-    return max(1, min(share, max(files.values())))
-
-
 def _fill(
     target: PredictionFolder,
     names: set[str],
     wanted: PredictionTask,
-    config: RunConfig,
-    schema: Schema,
+    saved: Checkpoint,
     dataset: Dataset,
-    checkpoint: str,
     tasks: Sequence[Task],
 ) -> dict[str, Any]:
-    """Predicts what is not complete yet; figures of this call."""
-    complete = target.finished(wanted, names)
+    """Predict the files that are not complete yet, and return figures of this call."""
+    config, complete = saved.config, target.finished(wanted, names)
     kinds = [pa.float32() if task.outputs == 1 else pa.list_(pa.float32()) for task in tasks]
-    kinds = [pa.list_(pa.float32())] if wanted.tower else kinds
+    kinds = [pa.list_(pa.float32())] if wanted.manifest.vectors else kinds
     for path, rows in wanted.files.items():
         if not rows and path not in complete:
             write_empty(wanted, path, kinds)
@@ -262,9 +237,9 @@ def _fill(
         found = run_group(
             partial(predict_worker, wanted),
             config,
-            schema,
+            saved.schema,
             {"predict": dataset},
-            checkpoint,
+            saved.folder,
             Watch(console),
             restarts=True,
         )

@@ -50,22 +50,16 @@ def cut_spans(dataset: Dataset, batch_rows: int, span_rows: int = SPAN_ROWS) -> 
         span_rows: see SPAN_ROWS.
     """
     least = max(span_rows, SPAN_BATCHES * batch_rows)
-    pieces = Order.evaluation(batch_rows, 1).pieces(dataset)
-    spans = []
-    for path, of_file in groupby(pieces, key=lambda piece: piece.path):
-        spans += _spans_of_file(path, list(of_file), least)
-    return spans
-
-
-def _spans_of_file(path: str, pieces: list[Part], least: int) -> list[Span]:
-    whole, spans = sum(piece.rows for piece in pieces), []
-    first, rows, parts = 0, 0, []
-    for number, piece in enumerate(pieces):
-        rows += piece.rows
-        parts.append(piece)
-        if rows >= least or number == len(pieces) - 1:
-            spans.append(Span(path, first, rows, tuple(parts), whole))
-            first, rows, parts = first + rows, 0, []
+    all_pieces, spans = Order.evaluation(batch_rows, 1).pieces(dataset), []
+    for path, of_file in groupby(all_pieces, key=lambda piece: piece.path):
+        pieces, first, rows, parts = list(of_file), 0, 0, []
+        whole = sum(piece.rows for piece in pieces)
+        for number, piece in enumerate(pieces):
+            rows += piece.rows
+            parts.append(piece)
+            if rows >= least or number == len(pieces) - 1:
+                spans.append(Span(path, first, rows, tuple(parts), whole))
+                first, rows, parts = first + rows, 0, []
     return spans
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from raytrec.common import messages
 from raytrec.common.messages import Command, Restart
-from raytrec.prediction.folder import Changed, Counts, PredictionFolder, PredictionTask
+from raytrec.prediction.folder import Counts, PredictionFolder, PredictionTask
 from raytrec.prediction.spans import Span, SpanOrder, cut_spans, deal, still_to_do
 from raytrec.prediction.writer import SpanWriter, assemble, of_files
 from raytrec.worker.context import WorkerContext, WorkerTask
@@ -78,7 +78,7 @@ def _predict(context: WorkerContext, wanted: PredictionTask, order: SpanOrder) -
     context.report(messages.Start(total=total, step=0, workers=context.world))
     writer = SpanWriter(wanted, context.task.config.data.on_error == "skip")
     spans = _Spans(order.dealt[context.index], writer, list(stream.dataset.form.schema.sparse))
-    tower, consensus = wanted.tower, StepConsensus()
+    tower, consensus = wanted.manifest.vectors, StepConsensus()
     rows, began, told = 0, monotonic(), monotonic()
     try:
         batches = spans.watch(stream.batches())
@@ -144,18 +144,10 @@ class _Spans:
         present = there.wait().numpy() > 0
         self._parts.append((scores, present))
         self._rows += rows
-        self._counts += Counts(rows, int((~present).sum()), self._of_features(changed))
-        if self._rows == self._todo[0].rows:
-            self._hand_over()
-
-    def _of_features(self, changed: np.ndarray | None) -> Changed:
-        if changed is None:
-            return {}
-        return {name: counts for name, counts in zip(self._features, changed.T.tolist(), strict=True)}
-
-    def _hand_over(self) -> None:
-        """The span is complete."""
-        scores, present = zip(*self._parts, strict=True)
-        whole = [np.concatenate(of_task) for of_task in zip(*scores, strict=True)]
-        self._writer.put(self._todo.popleft(), whole, np.concatenate(present), self._counts)
-        self._parts, self._rows, self._counts = [], 0, Counts()
+        of_features = {} if changed is None else dict(zip(self._features, changed.T.tolist(), strict=True))
+        self._counts += Counts(rows, int((~present).sum()), of_features)
+        if self._rows == self._todo[0].rows:  # the span is complete
+            parts, presences = zip(*self._parts, strict=True)
+            whole = [np.concatenate(of_task) for of_task in zip(*parts, strict=True)]
+            self._writer.put(self._todo.popleft(), whole, np.concatenate(presences), self._counts)
+            self._parts, self._rows, self._counts = [], 0, Counts()

@@ -77,8 +77,8 @@ class SpanWriter:
 
 def _schema(task: PredictionTask, carried: pa.Schema, scores: list[pa.DataType], counts: Counts) -> pa.Schema:
     """Of a file with those columns, and of scores of those types."""
-    fields = [*carried, *(pa.field(*column) for column in zip(task.scores, scores, strict=True))]
-    return pa.schema(fields, counts.metadata(task.binding))
+    fields = [*carried, *(pa.field(*column) for column in zip(task.manifest.scores, scores, strict=True))]
+    return pa.schema(fields, counts.metadata(task.manifest.binding))
 
 
 def score_column(scores: np.ndarray, present: np.ndarray) -> pa.Array:
@@ -98,15 +98,15 @@ def assemble(task: PredictionTask, spans: list[Span], tick: Callable[[], None] =
         spans: of one file, in order; all have been written.
         tick: called after each.
     """
-    folder, counts = PredictionFolder(task.out), Counts()
+    folder, counts, binding = PredictionFolder(task.out), Counts(), task.manifest.binding
     with _written(task):
         names = [folder.uri_of(task.part_of(span)) for span in spans]
         for name, span in zip(names, spans, strict=True):
-            found = Counts.of(read_footer(name), task.binding)
+            found = Counts.of(read_footer(name), binding)
             if found is None or found.rows != span.rows:
                 raise RunError("a part of the predictions is not as it was written", where=name, do=AGAIN)
             counts += found
-        schema = read_footer(names[0]).schema.to_arrow_schema().with_metadata(counts.metadata(task.binding))
+        schema = read_footer(names[0]).schema.to_arrow_schema().with_metadata(counts.metadata(binding))
         with folder.writing(task.name_of(spans[0].path), schema) as writer:
             for table in map(read_checked, names):
                 writer.write_table(table.replace_schema_metadata(schema.metadata), row_group_size=len(table))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
@@ -12,69 +12,28 @@ from typing import Any
 import numpy as np
 
 from raytrec.common.documents import document
-from raytrec.common.errors import ConfigError, RaytrecError, os_errors
+from raytrec.common.errors import ConfigError, RaytrecError, last_line, os_errors
 from raytrec.common.output_folder import OutputFolder
 from raytrec.common.storage import absolute, join_uri
 from raytrec.config.overrides import Overrides, as_texts
-from raytrec.config.run_config import RunConfig
-from raytrec.config.schema import Schema
 from raytrec.data.footers import read_footer
 from raytrec.data.fragments import Dataset
 from raytrec.data.listing import list_files
 from raytrec.data.order import Part
-from raytrec.driver.console import Pairs, RunConsole, Summary
+from raytrec.driver.console import Pairs, Result, RunConsole
 from raytrec.driver.datasets import as_examples, open_inputs, part_of_tower
-from raytrec.driver.evaluation import resolve_checkpoint
+from raytrec.driver.evaluation import Checkpoint, resolve_checkpoint
 from raytrec.driver.item_ids import check_items
 from raytrec.prediction.columns import split_names
 from raytrec.prediction.folder import VECTOR
 from raytrec.prediction.predict import predict
-from raytrec.retrieval.index import FAISS, ITEMS, MANIFEST, Index, read_vectors
-from raytrec.retrieval.search import build_faiss, require_faiss, to_bytes
+from raytrec.retrieval.index import FAISS, ITEMS, MANIFEST, Index, read_vectors, require_faiss
 
 PLACES = (10, 100)  # of which recall is reported
 QUERIES, TOGETHER = 1000, 10  # rows that recall is measured with; so many of them stand side by side
+TRAIN_ROWS = 1 << 18  # that clusters and codes are learned from, at most
+ADD_ROWS = 1 << 16  # at a time
 TAKEN = ("query", "rank", "score", VECTOR)  # columns of what Index.search gives
-
-
-@dataclass(frozen=True)
-class Indexed(Summary):
-    """The figures of `index`.
-
-    Attributes:
-        metrics: the content of index.json: index.items, index.width, index.faiss (None: exact search alone),
-            index.recall@10 and @100 of faiss, index.queries that it was measured with and index.queried,
-            where they are from, index.faiss_sha256 of its file; item, name, checkpoint, world_size, seconds
-            and what `predict` counts.
-        path: the folder.
-    """
-
-    metrics: dict[str, Any]
-    path: str
-
-    @property
-    def next_steps(self) -> list[str]:
-        """Lines that name files and commands."""
-        return [
-            f"index        {self.path}",
-            f"ask it       raytrec.load_index({self.path!r}).search(vectors)",
-        ]
-
-    @property
-    def pairs(self) -> Pairs:
-        """The rows of the table."""
-        metrics = self.metrics
-        pairs = [
-            ("items", f"{metrics['index.items']:,}"),
-            ("width of a vector", f"{metrics['index.width']:,}"),
-            ("index of faiss", metrics["index.faiss"] or "none: search is exact"),
-        ]
-        for name, value in metrics.items():
-            if name.startswith("index.recall@"):
-                pairs.append((f"its recall of the exact {name.partition('@')[2]}", f"{value:.4f}"))
-        if count := metrics.get("index.queries"):
-            pairs.append(("measured with queries", f"{count:,}"))
-        return [*pairs, ("seconds", f"{metrics['seconds']:,.1f}")]
 
 
 def index(
@@ -90,7 +49,7 @@ def index(
     checkpoint: str | int | None = None,
     overrides: Overrides | None = None,
     allow_code: bool = False,
-) -> Indexed:
+) -> Result:
     """Computes the vectors of items with a run's model, and an index that can be searched
     (raytrec.load_index). Interrupted, it continues when it is called again.
 
@@ -106,6 +65,12 @@ def index(
             default: the run's data.test, else its data.valid, where it can be read.
         workers, checkpoint, overrides, allow_code: as in `predict`.
 
+    Returns:
+        Result: The content of index.json: index.items, index.width, index.faiss (None: exact search alone),
+        index.recall@10 and @100 of faiss, index.queries (the number of queries of this recall),
+        index.queried (their place), index.faiss_sha256; item, name, checkpoint, world_size, seconds and
+        what `predict` counts.
+
     Raises:
         ConfigError: faiss is not installed, or takes no such index; the model gives no vectors of query and
             item. RunError, DataError: as in `predict`; items without a key, or with that of another.
@@ -118,18 +83,19 @@ def index(
     if faiss:
         require_faiss()
     overrides = as_texts(overrides)
-    config, schema, folder, about = resolve_checkpoint(place, checkpoint, overrides, allow_code)
-    schema = as_examples(schema, items)
+    saved = resolve_checkpoint(place, checkpoint, overrides, allow_code)
+    saved = replace(saved, schema=as_examples(saved.schema, items))
+    config = saved.config
     key = item or (config.eval.retrieval.item if config.eval.retrieval else "item")
-    asked = _queries(config, schema, queries) if faiss else None
-    part = part_of_tower(config, schema, "item", "raytrec index")
+    asked = _queries(saved, queries) if faiss else None
+    part = part_of_tower(config, saved.schema, "item", "raytrec index")
     check_items(open_inputs(config, part, items, "--items", (key,)), key)
     first = list_files(items, "--items").files[0]
     names = split_names(columns) if columns else read_footer(first).schema.to_arrow_schema().names
     kept = list(dict.fromkeys([key, *names]))
     _check_columns(kept)
     options: dict[str, Any] = {"workers": workers, "overrides": overrides, "allow_code": allow_code}
-    made = predict(folder, items, join_uri(out, ITEMS), columns=kept, vectors="item", **options).metrics
+    made = predict(saved.folder, items, join_uri(out, ITEMS), columns=kept, vectors="item", **options).metrics
     table, vectors = read_vectors(join_uri(out, ITEMS))
     metrics = {"index.items": len(vectors), "index.width": vectors.shape[1], "index.faiss": faiss}
     if faiss:
@@ -138,14 +104,29 @@ def index(
             found = Index(table, vectors, key, faiss=build_faiss(faiss, vectors))
             if asked:
                 console.phase("comparing it with exact search")
-                metrics |= _recall(found, _sampled(config, schema, folder, about, asked), asked.uri)
-            data = to_bytes(found.faiss)
+                metrics |= _recall(found, _sampled(saved, asked), asked.uri)
+            data = require_faiss().serialize_index(found.faiss).tobytes()
             _write(out, FAISS, data)
             metrics["index.faiss_sha256"] = sha256(data).hexdigest()
     metrics |= {name: value for name, value in made.items() if name not in ("name", "seconds")}
     metrics |= {"name": f"{config.run.name}: {items}", "seconds": round(perf_counter() - began, 3)}
     _write(out, MANIFEST, document({"format": 1, "item": key, "faiss": faiss, **metrics}))
-    return Indexed({"item": key, **metrics}, out)
+    next_steps = [f"index        {out}", f"ask it       raytrec.load_index({out!r}).search(vectors)"]
+    return Result({"item": key, **metrics}, out, next_steps, _pairs(metrics))
+
+
+def _pairs(metrics: dict[str, Any]) -> Pairs:
+    pairs = [
+        ("items", f"{metrics['index.items']:,}"),
+        ("width of a vector", f"{metrics['index.width']:,}"),
+        ("index of faiss", metrics["index.faiss"] or "none: search is exact"),
+    ]
+    for name, value in metrics.items():
+        if name.startswith("index.recall@"):
+            pairs.append((f"its recall of the exact {name.partition('@')[2]}", f"{value:.4f}"))
+    if count := metrics.get("index.queries"):
+        pairs.append(("measured with queries", f"{count:,}"))
+    return [*pairs, ("seconds", f"{metrics['seconds']:,.1f}")]
 
 
 def _check_columns(names: list[str]) -> None:
@@ -158,9 +139,9 @@ def _check_columns(names: list[str]) -> None:
         )
 
 
-def _queries(config: RunConfig, schema: Schema, asked: str | None) -> Dataset | None:
-    """Rows that ask; None where `asked` is None and the run's evaluation data cannot be read."""
-    part = part_of_tower(config, schema, "query", "raytrec index")
+def _queries(saved: Checkpoint, asked: str | None) -> Dataset | None:
+    """Return rows of queries; None if `asked` is None and the run's evaluation data cannot be read."""
+    config, part = saved.config, part_of_tower(saved.config, saved.schema, "query", "raytrec index")
     if asked:
         return open_inputs(config, part, absolute(str(asked)), "--queries")
     places = config.data.test or config.data.valid
@@ -170,10 +151,8 @@ def _queries(config: RunConfig, schema: Schema, asked: str | None) -> Dataset | 
         return None
 
 
-def _sampled(
-    config: RunConfig, schema: Schema, folder: str, about: dict[str, Any], dataset: Dataset
-) -> np.ndarray:
-    """The query vectors of some rows, spread evenly over the dataset."""
+def _sampled(saved: Checkpoint, dataset: Dataset) -> np.ndarray:
+    """Return the query vectors of some rows, spread evenly over the dataset."""
     from raytrec.prediction.one_process import outputs_of, read_batch
 
     pieces = max(1, min(QUERIES, dataset.rows) // TOGETHER)
@@ -184,8 +163,36 @@ def _sampled(
             rows = min(TOGETHER, group.rows - int(start))
             parts.append(Part(group.path, group.index, int(start), rows))
         before += group.rows
-    batch = read_batch(config, schema, dataset, parts)
-    return outputs_of(config, schema, folder, about, batch, "query").numpy()
+    return outputs_of(saved, read_batch(saved, dataset, parts), "query").numpy()
+
+
+def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
+    """An index of items, by their dot product with queries.
+
+    Args:
+        spec: of faiss.index_factory, such as HNSW32, "IVF256,Flat" or "OPQ16,IVF256,PQ16".
+        items_ND: float32.
+        seed: of the sample that it is trained with, if it is.
+
+    Raises:
+        ConfigError: faiss does not take the spec for vectors of this width and number.
+    """
+    faiss = require_faiss()
+    try:
+        index = faiss.index_factory(items_ND.shape[1], spec, faiss.METRIC_INNER_PRODUCT)
+        if not index.is_trained:
+            rows = np.random.default_rng(seed).permutation(len(items_ND))[:TRAIN_ROWS]
+            index.train(np.ascontiguousarray(items_ND[np.sort(rows)]))
+        for first in range(0, len(items_ND), ADD_ROWS):
+            index.add(np.ascontiguousarray(items_ND[first : first + ADD_ROWS]))
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"faiss makes no index '{spec}' of {len(items_ND):,} vectors of width {items_ND.shape[1]}: "
+            f"{last_line(str(error), 'no reason given')}",
+            where="--faiss",
+            expected="what faiss.index_factory takes, such as HNSW32 or 'IVF256,Flat'",
+        ) from None
+    return index
 
 
 def _recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, Any]:

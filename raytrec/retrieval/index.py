@@ -1,4 +1,4 @@
-"""Reads an index of items and searches it. No torch.
+"""Reads an index of items and searches it: exactly, in blocks of NumPy, or with faiss. No torch.
 
 DIR/items/*.parquet       columns of the items, and `vector`, float32 (raytrec predict --vectors item)
 DIR/index.faiss           an index of faiss over them, if there is one
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from hashlib import sha256
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -24,9 +25,10 @@ from raytrec.common.storage import absolute, join_uri, open_filesystem
 from raytrec.data.listing import list_files
 from raytrec.prediction.folder import VECTOR
 from raytrec.prediction.writer import read_checked
-from raytrec.retrieval.search import from_bytes, scores_of, search_exactly, search_faiss
 
 MANIFEST, FAISS, ITEMS = "index.json", "index.faiss", "items"
+QUERIES, CELLS = 256, 1 << 22  # of a block of exact search: queries, and queries × items
+LOWER_32 = np.uint64(0xFFFFFFFF)
 
 
 @with_config({"extra": "allow"})
@@ -98,25 +100,23 @@ class Index:
             )
         wanted = [self._rows_of(() if keys is None else keys) for keys in asked]
         most = min(len(self), k + max((len(rows) for rows in wanted), default=0))
-        found, scores = self.nearest(queries, most, exact=exact)
-        of, rows, places = [], [], []
+        found_QK, scores_QK = self.nearest(queries, most, exact=exact)
+        kept_QK = found_QK >= 0
         for number, left_out in enumerate(wanted):
-            kept = np.flatnonzero((found[number] >= 0) & ~np.isin(found[number], left_out))[:k]
-            of.append(np.full(len(kept), number))
-            rows.append(found[number][kept])
-            places.append(scores[number][kept])
-        taken = np.concatenate(rows) if rows else np.empty(0, np.int64)
-        table = self.items.take(taken).to_pandas()
-        rank = np.concatenate([np.arange(1, len(each) + 1) for each in rows]) if rows else []
-        table.insert(0, "query", np.concatenate(of) if of else [])
-        table.insert(1, "rank", rank)
-        return table.assign(score=np.concatenate(places) if places else [])
+            kept_QK[number] &= ~np.isin(found_QK[number], left_out)
+        ranks_QK = kept_QK.cumsum(1)
+        kept_QK &= ranks_QK <= k
+        table = self.items.take(found_QK[kept_QK]).to_pandas()
+        table.insert(0, "query", kept_QK.nonzero()[0])
+        table.insert(1, "rank", ranks_QK[kept_QK])
+        return table.assign(score=scores_QK[kept_QK])
 
     def nearest(self, queries: np.ndarray, k: int, *, exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """(rows int64 [Q, k], -1 where faiss finds no more; scores float32 [Q, k]), the highest first."""
         if exact or self.faiss is None:
             return search_exactly(self.vectors, queries, k)
-        rows = search_faiss(self.faiss, queries, k)
+        found = self.faiss.search(np.ascontiguousarray(queries, np.float32), k)[1]
+        rows = found.astype(np.int64, copy=False)
         scores = np.where(rows < 0, -np.inf, scores_of(self.vectors, queries, rows)).astype(np.float32)
         order = np.lexsort((rows, -scores), axis=1)
         return np.take_along_axis(rows, order, 1), np.take_along_axis(scores, order, 1)
@@ -204,7 +204,7 @@ def _read(uri: str, about: dict[str, Any]) -> Index:
         data = stream.read()
     if about.get("index.faiss_sha256", found := sha256(data).hexdigest()) != found:
         raise ValueError(f"{FAISS} is not the file that was written with {MANIFEST}")
-    faiss = from_bytes(data)
+    faiss = require_faiss().deserialize_index(np.frombuffer(data, np.uint8))
     if (faiss.ntotal, faiss.d) != vectors.shape:
         raise ValueError(
             f"{FAISS} is of {faiss.ntotal:,} vectors of width {faiss.d}, {ITEMS} of {vectors.shape}"
@@ -220,3 +220,70 @@ def read_vectors(uri: str) -> tuple[pa.Table, np.ndarray]:
     column = table[VECTOR].cast(pa.list_(pa.float32())).combine_chunks()
     flat = column.flatten().to_numpy(zero_copy_only=False)
     return table.drop_columns([VECTOR]), flat.reshape(len(table), -1)
+
+
+def search_exactly(items_ND: np.ndarray, queries_QD: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The items with the highest dot products for each query.
+
+    A score is summed up in float64 and rounded to float32. Of equal scores, the lower row comes first; NaN
+    comes last.
+
+    Args:
+        items_ND, queries_QD: float32. k: how many, 1 to N.
+
+    Returns:
+        (rows int64 [Q, k], scores float32 [Q, k]), the highest score first.
+    """
+    rows, scores = [np.empty((0, k), np.int64)], [np.empty((0, k), np.float32)]
+    for start in range(0, len(queries_QD), QUERIES):
+        queries = queries_QD[start : start + QUERIES].astype(np.float64)
+        best = np.empty((len(queries), 0), np.uint64)
+        step = max(1, CELLS // len(queries))
+        for first in range(0, len(items_ND), step):
+            block = items_ND[first : first + step].astype(np.float64)
+            best = np.concatenate([best, _ranked(queries @ block.T, first)], axis=1)
+            if best.shape[1] > k:
+                best = np.partition(best, best.shape[1] - k, axis=1)[:, -k:]
+        found = (LOWER_32 - (np.sort(best, axis=1)[:, ::-1] & LOWER_32)).astype(np.int64)
+        rows.append(found)
+        scores.append(scores_of(items_ND, queries_QD[start : start + QUERIES], found))
+    return np.concatenate(rows), np.concatenate(scores)
+
+
+def scores_of(items_ND: np.ndarray, queries_QD: np.ndarray, rows_QK: np.ndarray) -> np.ndarray:
+    """The scores of some items for each query, float32 [Q, K]."""
+    items = items_ND[rows_QK].astype(np.float64)
+    return np.einsum("qkd,qd->qk", items, queries_QD.astype(np.float64)).astype(np.float32)
+
+
+def _ranked(scores_QN: np.ndarray, first: int) -> np.ndarray:
+    """Each score and its item as one number, uint64 [Q, N], which is greater for what comes first: the bits
+    of a float32 in an order that is the numbers' own, then the row from behind.
+
+    Args:
+        first: the row of the first item.
+    """
+    scores = scores_QN.astype(np.float32) + np.float32(0)  # of -0.0, too, 0.0
+    bits = scores.view(np.uint32)
+    ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
+    ordered[np.isnan(scores)] = 0
+    rows = np.arange(first, first + scores.shape[1], dtype=np.uint64)
+    return (ordered.astype(np.uint64) << np.uint64(32)) | (LOWER_32 - rows)
+
+
+def require_faiss() -> ModuleType:
+    """The module.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import faiss
+    except ImportError:
+        raise ConfigError(
+            "faiss is not installed",
+            where="--faiss",
+            expected="the extra raytrec[faiss]",
+            do="pip install faiss-cpu; or leave --faiss out: exact search needs none",
+        ) from None
+    return faiss

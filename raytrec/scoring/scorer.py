@@ -55,13 +55,14 @@ class Scorer:
     Attributes:
         manifest: what the export holds.
         columns: what a row needs to have.
+        lookups: Lookups in the tables.
     """
 
     def __init__(
         self, manifest: Manifest, programs: Programs, lookups: Lookups, columns: pa.Schema, golden: pa.Table
     ):
         self.manifest, self.columns, self.golden = manifest, columns, golden
-        self._programs, self._lookups, self._features = programs, lookups, manifest.features
+        self._programs, self.lookups, self._features = programs, lookups, manifest.features
         self._split = lru_cache(MOST_SPLITS)(self._make_split)
         self._assembler = lru_cache(4 * MOST_SPLITS)(lambda reader: Assembler(reader.form, self._features))
 
@@ -250,7 +251,7 @@ class Scorer:
         if not count:
             raise DataError("there are no rows", where=THE_ROWS, expected="at least one")
         rows = self._assembler(reader).assemble(pieces, count)
-        return self._lookups(rows, reader.form.schema.sparse)
+        return self.lookups(rows, reader.form.schema.sparse)
 
     def as_table(self, predictions: Sequence[np.ndarray]) -> pa.Table:
         """Predictions of all tasks as columns."""
@@ -261,10 +262,6 @@ class Scorer:
                 for name, values in zip(names, predictions, strict=True)
             }
         )
-
-    def rows_of(self, table: str, ids_N: torch.Tensor) -> torch.Tensor:
-        """The rows in which a table has ids that a reader has read: int64 [N] → int64 [N]."""
-        return self._lookups.rows_of(table, ids_N)
 
     def check(self) -> float:
         """Scores the golden rows again.

@@ -12,7 +12,6 @@ from dataclasses import replace
 from threading import Event, Lock, Thread
 from time import perf_counter, process_time
 from typing import Any
-from urllib.parse import unquote
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic_core import from_json
@@ -20,18 +19,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
-from raytrec.common.storage import absolute, chooses_server, open_filesystem
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.app import Service, json_response
+from raytrec.serving.app import Listener, Service, json_response
 from raytrec.serving.bodies import JSON, Refused, check_type
 from raytrec.serving.coordinator import FOLLOW_S, LOAD_S, Coordinator, Export, Order, Report
 from raytrec.serving.figures import about_model
-from raytrec.serving.listener import Listener
 from raytrec.serving.openapi import Endpoint
 from raytrec.serving.options import TOKEN, Served
 from raytrec.serving.request_log import RequestLog
-from raytrec.serving.versions import carry_out, load_either
+from raytrec.serving.versions import carry_out, containing_folder, load_either, resolve_export
 
 NAMESPACE = "raytrec-serve"
 BUSY = 0.6  # share of the time that replicas score, which their number is kept near
@@ -169,40 +166,6 @@ class Replica:
         service, scorer = self.service, self.service.versions.current.scorer
         figures = tuple(service.figures.collect(about_model(scorer), service.batcher.waiting))
         return replace(self._done, version=scorer.version, figures=figures)
-
-
-def containing_folder(uri: str) -> str:
-    """Return the folder that contains an export; the bucket if the export fills a bucket."""
-    place, query = _split(uri)
-    parent = place.rpartition("/")[0] or "/"
-    return (place if parent.endswith(":/") else parent) + query
-
-
-def resolve_export(uri: str, folder: str) -> str:
-    """Return the place of an export, with links resolved, if it is in a folder and on the folder's server.
-
-    Args:
-        uri: Local path or URI that a client has sent.
-        folder: Local path or URI of the folder.
-
-    Raises:
-        Refused: The export is elsewhere, or the URI chooses another server.
-    """
-    (place, query), (root, own_query) = _split(uri), _split(folder)
-    root, same_server = root.rstrip("/") + "/", not (chooses_server(uri) or chooses_server(folder))
-    inner = unquote(place.removeprefix(root)).split("/")
-    if place.startswith(root) and (same_server or query == own_query) and not {"", ".", ".."} & {*inner}:
-        return place + query
-    what = "the export is not in the folder of the service, or on another server"
-    raise Refused(403, RunError(what, where=uri, expected=f"an export in {folder} (--promote-from)"))
-
-
-def _split(uri: str) -> tuple[str, str]:
-    """Return (path with links resolved, nothing) of a local place, (the rest, ?query) of a URI."""
-    if "://" not in uri or uri.startswith("file:///"):
-        return os.path.realpath(open_filesystem(absolute(uri))[1]), ""
-    place, mark, query = uri.partition("?")
-    return place.rstrip("/"), mark + query
 
 
 def replicas_for(context: Any) -> tuple[float, dict]:

@@ -1,12 +1,17 @@
-"""The service's endpoints, and the OpenAPI document that describes them with the model's columns."""
+"""What a service shows of itself: its endpoints, the OpenAPI document with the model's columns, the page."""
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
+from functools import cache
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 from pyarrow import types
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -119,3 +124,37 @@ def _value(kind: pa.DataType) -> Any:
     if list_element(kind) is not None:
         return []
     return 0 if types.is_integer(kind) or types.is_floating(kind) else None
+
+
+@cache
+def make_page() -> tuple[str, dict[str, str]]:
+    """Return the page, which contains no data, and its headers.
+
+    The headers allow a browser only the page's own script and style and requests to this service, and forbid
+    showing the page inside another one.
+    """
+    loader = ChoiceLoader([PackageLoader("raytrec.serving"), PackageLoader("raytrec.report")])
+    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    style = "\n" + pages.get_template("style.css").render() + "\n" + pages.get_template("page.css").render()
+    script = "\n" + pages.get_template("page.js").render()
+    html = pages.get_template("page.html.j2").render(style=Markup(style), script=Markup(script))
+    policy = {
+        "default-src": "'none'",
+        "script-src": _hash(script),
+        "style-src": _hash(style),
+        "img-src": "data:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return html, {
+        "Content-Security-Policy": "; ".join(f"{what} {allowed}" for what, allowed in policy.items()),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"

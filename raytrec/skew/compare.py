@@ -197,7 +197,8 @@ class _Comparison:
         found_N, expected_M = ids = [each.ids[feature] for each in sides]
         known, often = np.unique(expected_M, return_counts=True)
         top = known[np.argsort(-often, kind="stable")[:TOP]]
-        counts = [_count_top(each, top) for each in ids]
+        of_top = [np.array([(each == one).sum() for one in top], np.int64) for each in ids]
+        counts = [np.append(of, len(each) - of.sum()) for of, each in zip(of_top, ids, strict=True)]
         tops = [{f"top {TOP}": 1 - each[-1] / max(1, each.sum())} for each in counts]
         yield self._measure(feature, "ids", counts, tops)
         # Ids that are there once predict the share of further lookups whose ids are not there (I. J. Good,
@@ -215,12 +216,6 @@ class _Comparison:
 def _in_bins(values_N: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """Return the number of values up to each bound, above the one before; last, those above all bounds."""
     return np.bincount(np.searchsorted(bounds, values_N), minlength=len(bounds) + 1)
-
-
-def _count_top(ids_N: np.ndarray, top: np.ndarray) -> np.ndarray:
-    """Return the number of lookups of each id of `top`, and last of all other ids: int64 [top + 1]."""
-    counts = np.array([(ids_N == each).sum() for each in top], np.int64)
-    return np.append(counts, len(ids_N) - counts.sum())
 
 
 def psi(found_B: np.ndarray, expected_B: np.ndarray) -> float:

@@ -137,7 +137,7 @@ def _odd(scorer: Scorer, feature: str, ids_N: torch.Tensor, rows: Assembled, pla
     schema = scorer.reader.form.schema
     name = schema.sparse[feature].table
     if schema.tables[name].ids:
-        return int((scorer.rows_of(name, ids_N) >= schema.tables[name].own_rows).sum())
+        return int((scorer.lookups.rows_of(name, ids_N) >= schema.tables[name].own_rows).sum())
     return int(rows.changed[0, place]) if rows.changed is not None else 0
 
 

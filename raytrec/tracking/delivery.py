@@ -13,10 +13,10 @@ from select import select
 from time import monotonic, sleep
 from typing import Any
 
+from raytrec.common.documents import find_document
 from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import count
-from raytrec.common.locks import lock
-from raytrec.common.reading import read_json_dict
+from raytrec.common.processes import lock
 from raytrec.common.redaction import hide_all
 from raytrec.compat.mlflow_ import leave_out_dispensable
 from raytrec.config.run_config import RunConfig
@@ -166,7 +166,8 @@ class Delivery:
             for part in in_parts(self._params, PARAM_LENGTH):
                 self._write(self._store.write_params, part)
             self._feed.params_written()
-        tags = hide_all({key: str(value) for key, value in read_json_dict(self._folder / TAGS).items()})
+        tags = find_document(str(self._folder / TAGS), dict[str, Any]) or {}
+        tags = hide_all({key: str(value) for key, value in tags.items()})
         if tags != self._tags:
             for part in in_parts(tags, TAG_LENGTH):
                 self._write(self._store.write_tags, part)

@@ -16,8 +16,8 @@ from time import time
 from typing import Any
 
 from raytrec.checkpoint.index import reason
-from raytrec.common.locks import create_file
 from raytrec.common.messages import EVENTS, Message
+from raytrec.common.processes import create_file
 
 MOST_BYTES = 32 << 20  # of waiting lines: beyond that the oldest go
 

@@ -14,8 +14,7 @@ from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raytrec.common.decoding import from_line
-from raytrec.common.documents import find_document, typed
+from raytrec.common.documents import find_document, from_line, typed
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import as_dict, is_step
 from raytrec.common.messages import CHECKS, EVENTS, METRICS, RANKS, Message, RankLine

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 from raytrec.common.errors import ConfigError
-from raytrec.common.locks import lock
+from raytrec.common.processes import lock
 from raytrec.common.redaction import hide, hide_yaml
 from raytrec.compat.mlflow_ import EXPERIMENT_TAGS, PARENT_RUN, has_store, load_quietly
 from raytrec.config.run_config import RunConfig

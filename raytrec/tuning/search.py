@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from raytrec.cluster.session import stays_here
+from raytrec.common.documents import find_document
 from raytrec.common.errors import ConfigError, RaytrecError
 from raytrec.common.messages import METRICS, Eval, Final
-from raytrec.common.reading import read_json_dict
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.driver.datasets import open_data
@@ -113,7 +113,7 @@ class Trial:
 
     def last_figures(self) -> dict[str, Any]:
         """eval.NAME → figure of its last evaluation, if it is finished."""
-        result = read_json_dict(self.folder / RESULT)
+        result = find_document(str(self.folder / RESULT), dict[str, Any]) or {}
         return {key: value for key, value in result.items() if key.startswith(EVAL)}
 
     def rows(self, step: int) -> int:

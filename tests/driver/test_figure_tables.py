@@ -4,8 +4,8 @@ from pathlib import Path
 
 import raytrec
 from raytrec.driver.console import Result
-from raytrec.prediction.predict import Predictions
-from raytrec.retrieval.build import Indexed
+from raytrec.prediction import predict
+from raytrec.retrieval import build
 
 
 def test_a_result_is_a_table_with_where_to_look_below():
@@ -27,12 +27,13 @@ def test_so_are_predictions_and_an_index():
         "predict.skipped_rows": 0,
         "predict.skipped_files": 1,
     }
-    shown = Predictions(metrics, "out", ["row", "score"])._repr_html_()
+    shown = Result(metrics, "out", pairs=predict._pairs(metrics))._repr_html_()
     for cells in ("rows</td><td>5,000", "ids clamped or hashed</td><td>3 of 9", "skipped files</td><td>1"):
         assert f"<tr><td>{cells}</td></tr>" in shown
-    assert "skipped rows" not in shown and shown.endswith("columns      row, score</pre>")
+    assert "skipped rows" not in shown
     metrics = {"name": "films", "seconds": 2.0, "index.items": 40, "index.width": 8, "index.faiss": None}
-    shown = Indexed(metrics | {"index.recall@10": 0.98}, "films")._repr_html_()
+    metrics["index.recall@10"] = 0.98
+    shown = Result(metrics, "films", pairs=build._pairs(metrics))._repr_html_()
     assert "recall of the exact 10</td><td>0.9800" in shown and "none: search is exact" in shown
 
 

@@ -16,7 +16,8 @@ class Said(list):
     put = property(lambda self: self)
 
     def remote(self, message):
-        self.append(json.loads(json.dumps(message)))  # messages must be JSON
+        values = {"kind": message.KIND, **message.values()}
+        self.append(json.loads(json.dumps(values)))  # messages must be JSON
 
 
 class Heartbeat:

@@ -41,6 +41,7 @@ def found(rank, world, model, root):
     from raytrec.checkpoint.state import LogicalState
     from raytrec.checks.parity.batches import cuts, local_batch, random_batches
     from raytrec.config.features import resolve_features
+    from raytrec.driver.evaluation import Checkpoint
     from raytrec.prediction.one_process import outputs_of
     from raytrec.worker.build import build_step
 
@@ -77,10 +78,8 @@ def found(rank, world, model, root):
     assert saver.taken().error is None
     folder = folder_of(root, 1)
     together = local_batch(whole, schema, [0, ROWS], 0, resolve_features(schema, config.model))
-    here = {
-        tower: outputs_of(config, schema, folder, read_index(folder), together, tower).numpy()
-        for tower in pairs
-    }
+    saved = Checkpoint(config, schema, folder, read_index(folder))
+    here = {tower: outputs_of(saved, together, tower).numpy() for tower in pairs}
     return pairs, (outputs["y"].logits, outputs.vectors), here
 
 

@@ -32,13 +32,14 @@ def settings(folder, **changes):
 def wanted(folder, dataset, out, columns=("row",), files=None):
     """What the driver would ask for."""
     from raytrec.prediction.columns import CarriedColumns
-    from raytrec.prediction.folder import PredictionTask
+    from raytrec.prediction.folder import Manifest, PredictionTask
 
     rows = dict.fromkeys(files or [], 0)
     for group in dataset.groups:
         rows[group.path] = rows.get(group.path, 0) + group.rows
-    carried = CarriedColumns(tuple(columns))
-    return PredictionTask(str(out), str(folder), rows, ("score",), carried, "binding", BATCH, 200, "plan")
+    about = {"run": "r", "checkpoint": "c", "checkpoint_id": "1", "data": "in", "input": "2", "rules": {}}
+    manifest = Manifest(scores=["score"], columns=list(columns), **about)
+    return PredictionTask(str(out), str(folder), rows, CarriedColumns(tuple(columns)), manifest, BATCH, 200)
 
 
 def predict(rank, world, folder, out, changes, fail_after=None, restart_after=None):
@@ -161,7 +162,7 @@ def test_every_row_once_and_in_order(folder, tmp_path, world):
     assert rows["row"].to_pylist() == list(range(1300))
     np.testing.assert_allclose(rows["score"], on_ranks(1, expected_scores, folder)[0], rtol=1e-5)
     (result,) = [m for m in said if m["kind"] == "result"]
-    assert result["figures"]["predicted"] == 1300 and result["figures"]["world_size"] == world
+    assert result["predicted"] == 1300 and result["world_size"] == world
 
 
 @pytest.fixture(scope="module")

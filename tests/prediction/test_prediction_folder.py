@@ -80,7 +80,7 @@ def group(monkeypatch):
             todo = [s for s in spans if s.path not in complete and predictions.part_of(s) not in names]
             writer = SpanWriter(predictions, False)
             for span in todo[: self.stop_after]:
-                scores = [np.full(span.rows, 0.5, np.float32) for _ in predictions.scores]
+                scores = [np.full(span.rows, 0.5, np.float32) for _ in predictions.manifest.scores]
                 counts = Counts(span.rows, 0, {"user": [1, span.rows]})
                 writer.put(span, scores, np.ones(span.rows, bool), counts)
             writer.close()

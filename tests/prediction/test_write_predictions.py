@@ -8,7 +8,7 @@ import pytest
 from raytrec.common.errors import DataError, RunError
 from raytrec.data.fragments import Dataset, RowGroup
 from raytrec.prediction.columns import CarriedColumns
-from raytrec.prediction.folder import Counts, PredictionFolder, PredictionTask
+from raytrec.prediction.folder import Counts, Manifest, PredictionFolder, PredictionTask
 from raytrec.prediction.spans import cut_spans
 from raytrec.prediction.writer import SpanWriter, assemble, of_files, score_column
 
@@ -21,8 +21,11 @@ def task(tmp_path):
         table = pa.table({"id": range(rows), "city": [f"city {i % 3}" for i in range(rows)]})
         pq.write_table(table, tmp_path / "in" / f"{name}.parquet", row_group_size=group)
     files = {str(tmp_path / "in" / f"{name}.parquet"): rows for name, rows in (("a", 60), ("b/c", 7))}
-    out, below, scores = str(tmp_path / "out"), str(tmp_path / "in"), ("score_buys", "score_kind")
-    return PredictionTask(out, below, files, scores, CarriedColumns(("city", "id")), "these", 4, 40, "plan")
+    names, scores = ["city", "id"], ["score_buys", "score_kind"]
+    about = {"run": "r", "checkpoint": "c", "checkpoint_id": "1", "data": "in", "input": "2", "rules": {}}
+    manifest = Manifest(scores=scores, columns=names, **about)
+    out, below = str(tmp_path / "out"), str(tmp_path / "in")
+    return PredictionTask(out, below, files, CarriedColumns(tuple(names)), manifest, 4, 40)
 
 
 def spans_of(task):
@@ -69,7 +72,8 @@ def test_files_have_all_rows_in_order_with_the_scores_of_every_task(task):
     assert complete[first] == Counts(60, 2, {"user": [2, 60]}) and complete[second].skipped == 1
     again = f"{task.out}/again.parquet"
     pq.write_table(table.slice(1), again)
-    assert Counts.of(pq.read_metadata(again), "these") is None and Counts.of(found.metadata, "others") is None
+    assert Counts.of(pq.read_metadata(again), task.manifest.binding) is None
+    assert Counts.of(found.metadata, "others") is None
 
 
 def test_columns_that_cannot_be_read_are_null_where_rows_are_skipped(task):

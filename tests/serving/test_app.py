@@ -24,11 +24,12 @@ import raytrec
 from raytrec.common.errors import DataError, RunError
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.rows import ObjectRows
-from raytrec.serving.app import Service, make_page
+from raytrec.serving.app import Service
 from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import ARROW, JSON, Limits, Query
 from raytrec.serving.coordinator import Export, Order, Report
 from raytrec.serving.figures import about_model
+from raytrec.serving.openapi import make_page
 from raytrec.serving.versions import Versions, carry_out, load_either
 
 LIMITS = Limits(body_bytes=200_000, rows=100, ids=50)

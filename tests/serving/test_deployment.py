@@ -6,7 +6,7 @@ import pytest
 
 from raytrec.common.errors import DataError
 from raytrec.serving.bodies import Refused
-from raytrec.serving.deployment import containing_folder, resolve_export
+from raytrec.serving.versions import containing_folder, resolve_export
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from waiting import wait_for
 
 from raytrec.cluster.head import check_ports
-from raytrec.serving.listener import Listener
+from raytrec.serving.app import Listener
 
 LIMITS = "raytrec.compat.uvicorn_."
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
