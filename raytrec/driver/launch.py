@@ -16,7 +16,7 @@ from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.memory import FEW_ARENAS
 from raytrec.common.messages import Command
 from raytrec.common.storage import in_shell, join_uri, open_filesystem, relative
-from raytrec.compat.ray_names import (
+from raytrec.compat.ray_core import (
     ENABLE_PREEMPTION_WATCHER,
     HEALTH_CHECK_INTERVAL_S,
     SNAPSHOT,
