@@ -18,7 +18,7 @@ from raytrec.data.read_plan import ReadPlan
 from raytrec.embeddings.bags import tables_in
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models.inputs import Sequences
-from raytrec.worker.recent_batches import dump
+from raytrec.worker.nonfinite import dump
 
 LENGTH = 3
 SEQUENCES = ("history", "last")

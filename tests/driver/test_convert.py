@@ -55,7 +55,7 @@ def goes_on(rank, world, folder, optimizer):
     """A warm start from a checkpoint, three steps of it; losses, tables, and (ids, rows) of managed ones."""
     from raytrec.checkpoint.state import LogicalState
     from raytrec.embeddings.hashing import unhash_bits
-    from raytrec.worker.initial_state import begin
+    from raytrec.worker.build import begin
 
     schema = schema_of(read_index(folder)["about"])
     made = config(world, {"sharding_type": "row_wise"}, optimizer)
