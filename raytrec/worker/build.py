@@ -11,12 +11,11 @@ from torchrec.distributed import comm_ops
 from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-from raytrec.checkpoint.index import read_index
+from raytrec.checkpoint.index import read_index, why_no_progress
 from raytrec.checkpoint.managed import ids_to_read, load_with_ids, take_over_ids
 from raytrec.checkpoint.restore import restore
-from raytrec.checkpoint.sound import why_no_progress
+from raytrec.checkpoint.rows import schema_of, table_starts
 from raytrec.checkpoint.state import LogicalState, State, is_average, not_finite, on_any_rank
-from raytrec.checkpoint.table_starts import schema_of, table_starts
 from raytrec.common import messages
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError

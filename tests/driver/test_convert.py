@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from raytrec.checkpoint.files import folder_of
 from raytrec.checkpoint.index import CheckpointError, read_index
-from raytrec.checkpoint.table_starts import schema_of
+from raytrec.checkpoint.rows import schema_of
 from raytrec.common.errors import ConfigError, SchemaError
 from raytrec.driver.convert import convert
 
