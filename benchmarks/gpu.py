@@ -50,8 +50,7 @@ from raytrec.data.read_plan import ReadPlan
 from raytrec.models import build_model
 from raytrec.planning.machines import known_gpu
 from raytrec.worker.build import build_step
-from raytrec.worker.process import Numerics
-from raytrec.worker.step import Step
+from raytrec.worker.step import Step, numerics
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 DENSE, FEATURES = 13, 26
@@ -321,12 +320,11 @@ def dense(
         if whether:
             model.compile()
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.005)
-        numerics = Numerics(config.train, device)
 
         def steps(
-            count: int, model=model, optimizer=optimizer, numerics=numerics, bf16=precision == "bf16"
+            count: int, model=model, optimizer=optimizer, train=config.train, bf16=precision == "bf16"
         ) -> None:
-            with numerics():
+            with numerics(train, device):
                 for _ in range(count):
                     optimizer.zero_grad()
                     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):

@@ -98,9 +98,9 @@ class Loop:
         from raytrec.worker.build import build_step
         from raytrec.worker.checkpointing import CheckpointManager
         from raytrec.worker.context import WorkerContext, WorkerTask
+        from raytrec.worker.nonfinite import RecentBatches
         from raytrec.worker.observers import make_observers
         from raytrec.worker.progress import Progress, RankRun
-        from raytrec.worker.recent_batches import RecentBatches
 
         schema, device, self.rows = schema_of(point), torch.device("cpu"), point.batch * point.workers
         config = RunConfig.model_validate(

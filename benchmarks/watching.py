@@ -44,9 +44,9 @@ from raytrec.metrics.sums import Sums
 from raytrec.tracking.feed import Feed
 from raytrec.worker.build import build_step
 from raytrec.worker.context import WorkerContext, WorkerTask
+from raytrec.worker.nonfinite import RecentBatches
 from raytrec.worker.observers import make_observers
 from raytrec.worker.progress import Progress, RankRun
-from raytrec.worker.recent_batches import RecentBatches
 
 RESULTS = Path(__file__).parent / "results" / "watching.json"
 STEPS = 100

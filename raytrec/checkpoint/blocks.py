@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -16,57 +15,24 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from raytrec.checkpoint.index import CheckpointError
-from raytrec.checkpoint.sound import ITEM_BYTES
+from raytrec.checkpoint.index import ITEM_BYTES, CheckpointError
+from raytrec.checkpoint.rawfile import StoredChunk, chunks_of
 from raytrec.common.memory import bring_in
 
 DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
-@dataclass(frozen=True, eq=False)
-class StoredChunk:
-    """A tensor, or a shard of one, as it is stored in a file.
-
-    Attributes:
-        fqn: the tensor.
-        dtype, sizes: of the chunk.
-        file: name, within the checkpoint.
-        start: bytes before it in the file.
-        crc32: of each block.
-    """
-
-    fqn: str
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-    file: str
-    start: int
-    crc32: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.sizes) * self.dtype.itemsize
-
-    def where(self, folder: str, begin: int = 0, end: int | None = None) -> str:
-        """Bytes of it, for people; counted from the beginning of the file."""
-        end = self.nbytes if end is None else end
-        place = f"bytes {self.start + begin} to {self.start + end - 1}"
-        return f"{folder}/{self.file}, tensor {self.fqn}, {place}"
-
-
 def metadata_of(index: dict) -> Metadata:
-    """A sound index as torch has it, with a StoredChunk for every chunk."""
-    tensors, chunks = {}, {}
+    """Return a sound index as torch's metadata, with a StoredChunk for every chunk."""
+    tensors, stored = {}, {}
     for fqn, entry in index["tensors"].items():
-        dtype, boxes = DTYPES[entry["dtype"]], []
-        for number, part in enumerate(entry["chunks"]):
-            box = ChunkStorageMetadata(torch.Size(part["offsets"]), torch.Size(part["sizes"]))
-            key = MetadataIndex(fqn, box.offsets, number)
-            sizes, crc32 = tuple(part["sizes"]), tuple(part["crc32"])
-            chunks[key] = StoredChunk(fqn, dtype, sizes, part["file"], part["start"], crc32)
-            boxes.append(box)
-        properties = TensorProperties(dtype=dtype)
+        boxes = []
+        for number, chunk in enumerate(chunks_of(fqn, entry)):
+            boxes.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+            stored[MetadataIndex(fqn, boxes[-1].offsets, number)] = chunk
+        properties = TensorProperties(dtype=DTYPES[entry["dtype"]])
         tensors[fqn] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), boxes)
-    return Metadata(tensors, storage_data=chunks)
+    return Metadata(tensors, storage_data=stored)
 
 
 class Target:
@@ -87,8 +53,9 @@ class Target:
         strides = [math.prod(chunk.sizes[d + 1 :]) for d in range(len(chunk.sizes))]
         first = sum(o * s for o, s in zip(self._offsets, strides, strict=True))
         count = 1 + sum((n - 1) * s for n, s in zip(item.lengths, strides, strict=True))
-        self.begin, self.end = (n * chunk.dtype.itemsize for n in (first, first + count))
-        solid = count == self.tensor.numel() and self.tensor.dtype == chunk.dtype
+        dtype = DTYPES[chunk.dtype]
+        self.begin, self.end = (n * dtype.itemsize for n in (first, first + count))
+        solid = count == self.tensor.numel() and self.tensor.dtype == dtype
         self._memory = memory(self.tensor) if solid and is_plain(self.tensor) else None
 
     def memory(self, begin: int, end: int) -> memoryview | None:

@@ -10,18 +10,16 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
 from raytrec.checkpoint.blocks import DTYPES, blocks
-from raytrec.checkpoint.index import make_folder, write_index, writing
+from raytrec.checkpoint.index import write_index, writing
 from raytrec.checkpoint.managed import ids_of
-from raytrec.checkpoint.rawfile import Sink, Source, open_source, read_block
+from raytrec.checkpoint.rawfile import Sink, Source, chunks_of, make_folder, open_source
 from raytrec.checkpoint.rows import StoredTable
-from raytrec.checkpoint.sound import ITEM_BYTES
 from raytrec.common.errors import SchemaError
 from raytrec.config.managed import ManagedIds
 from raytrec.config.schema import Table
@@ -210,15 +208,11 @@ class _Writer:
     ) -> dict[str, Any]:
         """The same of a tensor of another checkpoint."""
         chunks = []
-        for chunk in entry["chunks"]:
-            start, size = self._sink.align(), prod(chunk["sizes"]) * ITEM_BYTES[entry["dtype"]]
-            for number, crc in enumerate(chunk["crc32"]):
-                begin = number * self._block_bytes
-                block = memoryview(bytearray(min(self._block_bytes, size - begin)))
-                where = f"{folder}/{chunk['file']}, tensor {name}"
-                read_block(sources[chunk["file"]], chunk["start"] + begin, block, crc, where)
-                self._sink.write(block)
-            chunks.append({**chunk, "file": self._file, "start": start})
+        for chunk, part in zip(chunks_of(name, entry), entry["chunks"], strict=True):
+            start = self._sink.align()
+            for number in range(len(chunk.crc32)):
+                self._sink.write(chunk.read(sources[chunk.file], folder, number, self._block_bytes))
+            chunks.append({**part, "file": self._file, "start": start})
         return {**entry, "chunks": chunks}
 
     def _put(self, block: bytearray) -> int:

@@ -8,8 +8,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from raytrec.checkpoint.index import INDEX, CheckpointError, is_local, read_index, unreadable
-from raytrec.checkpoint.sound import why_no_run
+from raytrec.checkpoint.index import INDEX, CheckpointError, is_local, read_index, unreadable, why_no_run
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import number
 from raytrec.common.reading import MOST_YAML_BYTES, NotReadable, read_bytes, yaml_values
@@ -124,31 +123,25 @@ def find_best(place: str | Path, by: Figure) -> tuple[str, dict[str, Any]]:
     )
 
 
-def keep(root: str, last: int, best: int, by: Figure | None) -> list[str]:
-    """Removes all complete checkpoints but the newest `last` and the `best` ones by a metric, and incomplete
-    ones that are older than the newest complete one. What cannot be read is left alone: perhaps it can later.
+def keep(root: str, last: int, best: int, by: Figure | None) -> None:
+    """Remove all complete checkpoints except the newest `last` and the `best` ones by a metric.
 
-    Returns:
-        What has been removed.
+    Incomplete checkpoints older than the newest complete one are removed as well. A checkpoint that cannot be
+    read stays, because it may be readable later.
     """
     found = _found(root)
     complete = [step for step, about in found.items() if about is not None]
     kept = {*complete[:last], *_best(found, best, by)}
-    gone = [s for s in found if s not in kept and complete and s < complete[0]]
-    for step in gone:
-        _remove(root, step, complete=found[step] is not None)
-    return [folder_of(root, step) for step in gone]
+    for step, about in found.items():
+        if step not in kept and complete and step < complete[0]:
+            _remove(root, step, complete=about is not None)
 
 
-def remove_incomplete(root: str) -> list[str]:
-    """Removes what saves that were interrupted have left behind; what has been removed.
-
-    To be called by the only writer, before it begins to write.
-    """
-    left = [step for step, about in _found(root).items() if about is None]
-    for step in left:
-        _remove(root, step, complete=False)
-    return [folder_of(root, step) for step in left]
+def remove_incomplete(root: str) -> None:
+    """Remove the remains of interrupted saves; called by the only writer before it begins to write."""
+    for step, about in _found(root).items():
+        if about is None:
+            _remove(root, step, complete=False)
 
 
 def remove_oldest(root: str, best: int, by: Figure | None) -> str | None:
@@ -258,22 +251,13 @@ def _is_step(name: str) -> bool:
     return name.startswith(STEP_PREFIX) and name.removeprefix(STEP_PREFIX).isdecimal()
 
 
-def _check_trusted(root: str, config: Path) -> None:
-    """
-    Raises:
-        RunError: another user's run leads to a server, which would be sent the credentials of this one.
-    """
-    if chooses_server(root) and not is_ours(config):
-        raise RunError(
-            f"the checkpoints are at a server that the configuration of the run chooses: {root}",
-            where=not_ours(config),
-            expected="a run of your own, or a place that names no server",
-            do="if you trust its source, give the folder of a checkpoint there in place of the run's",
-        )
-
-
 def _roots(place: str) -> list[str]:
-    """Where a run folder's checkpoints may be: checkpoint.dir of its configuration, next to it, or here."""
+    """Return the folders that may hold a run's checkpoints: checkpoint.dir of its configuration, the run
+    folder's own, and `place` itself.
+
+    Raises:
+        RunError: The configuration of another user's run names a server.
+    """
     roots = [join_uri(place, FOLDER), place]
     config = Path(place) / "config.yaml"
     if "://" not in place and config.is_file():
@@ -283,6 +267,12 @@ def _roots(place: str) -> list[str]:
         except (OSError, NotReadable, KeyError, TypeError):  # an error where the configuration is needed
             return roots
         if isinstance(away, str) and away:
-            _check_trusted(away, config)
+            if chooses_server(away) and not is_ours(config):  # it would be sent this user's credentials
+                raise RunError(
+                    f"the checkpoints are at a server that the configuration of the run chooses: {away}",
+                    where=not_ours(config),
+                    expected="a run of your own, or a place that names no server",
+                    do="if you trust its source, give the folder of a checkpoint there in place of the run's",
+                )
             roots.insert(0, away)
     return roots

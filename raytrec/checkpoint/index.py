@@ -1,7 +1,6 @@
-"""The index of a checkpoint; writing it is the commit. It has what is in the checkpoint, and where, and is
-written last.
+"""The index of a checkpoint: what is in the checkpoint, and where. Writing it, last, is the commit.
 
-No pickle: JSON, with a hash of itself. No torch either: the driver reads it, too.
+No pickle: JSON, with a hash of itself, whose content is checked in addition. No torch: the driver reads it.
 """
 
 from __future__ import annotations
@@ -9,20 +8,91 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Annotated, Any, NotRequired
 
-from raytrec.checkpoint.sound import why_unsound
-from raytrec.common import reading
+from pydantic import Field, Strict
+from typing_extensions import TypedDict
+
+from raytrec.common.documents import typed
 from raytrec.common.errors import RunError, first_line, some
-from raytrec.common.reading import retry_read, storage_hint
-from raytrec.common.storage import open_filesystem, sync
+from raytrec.common.reading import MOST_JSON_BYTES, NotReadable, json_values, retry_read, storage_hint
+from raytrec.common.storage import join_uri, open_filesystem, read_bytes, sync
 
 INDEX = "checkpoint.json"
 FORMAT = 1
 FULL = (errno.ENOSPC, errno.EDQUOT)
+MOST_BLOCK_BYTES = 1 << 30  # a block is what is read at a time
+MOST_DIMENSIONS = 8
+ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+ITEM_BYTES |= {f"float{8 * width}": width for width in (2, 4, 8)}
+ITEM_BYTES |= {f"{kind}{8 * width}": width for kind in ("int", "uint") for width in (1, 2, 4, 8)}
+
+Count = Annotated[int, Strict(), Field(ge=0, lt=2**62)]
+Counts = Annotated[list[Count], Field(max_length=MOST_DIMENSIONS)]
+Checksum = Annotated[int, Strict(), Field(ge=0, lt=2**32)]
+Text = Annotated[str, Strict()]
+
+
+class _Chunk(TypedDict):
+    offsets: Counts
+    sizes: Counts
+    file: Text
+    start: Count
+    crc32: list[Checksum]
+
+
+class _Tensor(TypedDict):
+    dtype: Text
+    shape: Counts
+    chunks: list[_Chunk]
+
+
+class _Index(TypedDict):
+    attempt: Text
+    block_bytes: Annotated[int, Strict(), Field(gt=0, le=MOST_BLOCK_BYTES, multiple_of=8)]
+    tensors: dict[Text, _Tensor]
+    about: dict[Text, Any]
+
+
+class _EarlyStopping(TypedDict, total=False):
+    best: Annotated[float, Strict()]
+    step: Count
+    since: Count
+
+
+class _Progress(TypedDict):
+    step: Count
+    rows: Count
+    trained: Annotated[float, Strict()]
+    nan_steps: Count
+    window: dict[Text, Annotated[float, Strict()]]
+    seconds: Annotated[float, Strict(), Field(ge=0)]
+    timed_rows: Count
+    evaluation: dict[Text, Any] | None
+    early_stopping: _EarlyStopping
+
+
+class _MapSizes(TypedDict):
+    rows: Count
+    waiting: Count
+    left: Count
+    handed: Count
+
+
+class _Ids(TypedDict):
+    ids: NotRequired[dict[Text, _MapSizes]]
+
+
+class _About(TypedDict):
+    config: dict[Text, Any]
+    schema: Text
+    data: Text
+    progress: _Progress
 
 
 class CheckpointError(RunError):
@@ -34,28 +104,20 @@ class NoRoom(CheckpointError):
 
 
 def read_index(folder: str) -> dict:
-    """The index of a checkpoint, checked.
+    """Read and check the index of a checkpoint.
 
     Args:
-        folder: a local path or a URI.
+        folder: Local path or URI.
 
     Returns:
         {"format", "attempt", "block_bytes", "tensors", "about", "sha256"}: see `storage.ShardWriter`.
 
     Raises:
-        CheckpointError: there is none, it is damaged, of another format, or the storage does not answer.
+        CheckpointError: The index is missing, damaged or of another format, or the storage does not answer.
     """
-    where = f"{folder.rstrip('/')}/{INDEX}"
-    filesystem, path = open_filesystem(where)
-
-    def read() -> bytes:
-        if is_local(filesystem):
-            return reading.read_bytes(path)
-        with filesystem.open_input_stream(path) as stream:
-            return stream.read()
-
+    where = join_uri(folder, INDEX)
     try:
-        text = retry_read(where, read)
+        text = retry_read(where, lambda: read_bytes(where, MOST_JSON_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             "there is no whole checkpoint here",
@@ -66,7 +128,7 @@ def read_index(folder: str) -> dict:
     except OSError as error:
         raise unreadable(reason(error), where) from None
     try:
-        index = reading.json_values(text)
+        index = json_values(text)
         version, found = index["format"], index["sha256"]
         right = found == _digest(index)
     except (ValueError, KeyError, TypeError) as error:
@@ -87,7 +149,7 @@ def write_index(folder: str, content: dict) -> None:
 
     Args:
         folder: a local path or a URI; it exists.
-        content: the index without format and hash: `as_json` has passed it, and it has an "attempt".
+        content: the index without format and hash, as JSON reads it back, with an "attempt".
 
     Raises:
         CheckpointError: it cannot be written; there is none then, or the one that was there before.
@@ -95,50 +157,16 @@ def write_index(folder: str, content: dict) -> None:
     index = {"format": FORMAT, **content}
     text = _canonical({**index, "sha256": _digest(index)})
     filesystem, path = open_filesystem(folder)
-    with writing(f"{folder.rstrip('/')}/{INDEX}"):
+
+    def put() -> None:  # an object appears whole when its stream is closed
+        with filesystem.open_output_stream(f"{path}/{INDEX}") as stream:
+            stream.write(text)
+
+    with writing(join_uri(folder, INDEX)):
         if is_local(filesystem):
             _replace(Path(path), content["attempt"], text)
-        else:  # an object appears whole when its stream is closed
-            retry_read(folder, lambda: _put(filesystem, f"{path}/{INDEX}", text))
-
-
-def check_files(folder: str, sizes: dict[str, int]) -> None:
-    """Whether this process sees the files that all ranks have written.
-
-    Args:
-        sizes: file → its bytes.
-
-    Raises:
-        CheckpointError: it does not: the folder is another one on each node.
-    """
-    filesystem, path = open_filesystem(folder)
-    with writing(folder):
-        found = filesystem.get_file_info([f"{path}/{name}" for name in sizes])
-    for (name, size), info in zip(sizes.items(), found, strict=True):
-        if info.size != size:
-            seen = "is not there" if info.size is None else f"has {info.size:,} bytes, not {size:,}"
-            raise CheckpointError(
-                f"{name}, which a worker has written, {seen} as the first worker sees it",
-                where=folder,
-                expected="a folder that all workers share",
-                do="put checkpoints on storage that all nodes reach under the same path",
-            )
-
-
-def as_json(value: dict, where: str) -> dict:
-    """A value as it will be read back: tuples are lists, keys are strings.
-
-    Raises:
-        CheckpointError: it has something else than JSON in it. NaN and infinity are not JSON.
-    """
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"cannot be written as JSON: {error}",
-            where=where,
-            expected="dicts, lists, strings, finite numbers, booleans and None",
-        ) from None
+        else:
+            retry_read(folder, put)
 
 
 def unreadable(what: str, where: str) -> CheckpointError:
@@ -181,23 +209,6 @@ def is_local(filesystem) -> bool:
     return filesystem.type_name == "local"
 
 
-def make_folder(folder: str) -> None:
-    """A folder for a checkpoint and, where it is local, those above it, so that they outlast a power cut.
-
-    Raises:
-        CheckpointError: it cannot be made.
-    """
-    filesystem, place = open_filesystem(folder)
-    if not is_local(filesystem):
-        return
-    path = Path(place)
-    with writing(folder):
-        missing = [each for each in (path, *path.parents) if not each.exists()]
-        path.mkdir(parents=True, exist_ok=True)
-        for each in missing:
-            sync(each.parent)
-
-
 def _replace(folder: Path, attempt: str, text: bytes) -> None:
     partial = folder / f"{INDEX}.partial-{attempt}"
     try:
@@ -213,11 +224,6 @@ def _replace(folder: Path, attempt: str, text: bytes) -> None:
     sync(folder)
 
 
-def _put(filesystem, path: str, text: bytes) -> None:
-    with filesystem.open_output_stream(path) as stream:
-        stream.write(text)
-
-
 def _canonical(index: dict) -> bytes:
     return json.dumps(index, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
@@ -227,3 +233,51 @@ def _digest(index: dict) -> str:
     return hashlib.sha256(
         _canonical({key: value for key, value in index.items() if key != "sha256"})
     ).hexdigest()
+
+
+def why_unsound(index: dict[str, Any]) -> str | None:
+    """What of an index cannot be, in a few words; None where all of it can."""
+    if words := _misfit(_Index, index):
+        return words
+    for name, tensor in index["tensors"].items():
+        if words := _why_not_whole(name[:80], tensor, index["block_bytes"]):
+            return words
+    return None
+
+
+def why_no_run(about: dict[str, Any]) -> str | None:
+    """What the index of a run's checkpoint must have and this one lacks; None: nothing."""
+    return _misfit(_About, about)
+
+
+def why_no_progress(about: dict[str, Any]) -> str | None:
+    """The same of what a run resumes from."""
+    return _misfit(_Progress, about.get("progress")) or _misfit(_Ids, {"ids": about.get("ids", {})})
+
+
+def _why_not_whole(name: str, tensor: dict[str, Any], block_bytes: int) -> str | None:
+    shape, width = tensor["shape"], ITEM_BYTES.get(tensor["dtype"])
+    if width is None:
+        return f"tensor {name} is of {tensor['dtype'][:40]}"
+    for chunk in tensor["chunks"]:
+        offsets, sizes, file = chunk["offsets"], chunk["sizes"], chunk["file"]
+        if not len(offsets) == len(sizes) == len(shape):
+            return f"a part of tensor {name} has other dimensions than the whole"
+        if any(o + s > whole for o, s, whole in zip(offsets, sizes, shape, strict=True)):
+            return f"a part of tensor {name} is outside of the whole"
+        if file in ("", ".", "..") or "/" in file or "\0" in file:
+            return f"it names a file of another folder: {file[:80]}"
+    if sum(math.prod(chunk["sizes"]) for chunk in tensor["chunks"]) != math.prod(shape):
+        return f"it does not have all of tensor {name}"
+    for chunk in tensor["chunks"]:
+        if len(chunk["crc32"]) != -(-math.prod(chunk["sizes"]) * width // block_bytes):
+            return f"a part of tensor {name} has too few or too many checksums"
+    return None
+
+
+def _misfit(kind: type, value: Any) -> str | None:
+    try:
+        typed(value, kind)
+    except NotReadable as error:
+        return str(error)
+    return None

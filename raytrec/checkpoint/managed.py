@@ -95,6 +95,27 @@ def take_over_ids(
         part.load(MapState(rows, waiting, Free(sizes["handed"], left)))
 
 
+def load_with_ids(
+    folder: str,
+    tensors: State,
+    maps: Mapping[str, RowMap],
+    about: Mapping[str, Any],
+    rows: dict[str, int] | None = None,
+    *,
+    new_run: bool = False,
+) -> None:
+    """Read tensors and the managed ids of some tables from a checkpoint; a collective.
+
+    Args:
+        folder, tensors, rows: As in `load`.
+        maps, new_run: As in `take_over_ids`.
+        about: Entry of the checkpoint's index.
+    """
+    ids = ids_to_read(about, maps)
+    load(folder, tensors | ids, rows)
+    take_over_ids(maps, ids, about, new_run=new_run)
+
+
 def stored_rows(
     folder: str, index: Mapping[str, Any], name: str, table: Table, ids: torch.Tensor
 ) -> torch.Tensor:

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import os
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from raytrec.checkpoint.index import is_local, reason, unreadable
+from raytrec.checkpoint.index import ITEM_BYTES, CheckpointError, is_local, reason, unreadable, writing
 from raytrec.common.reading import open_regular, retry_read
 from raytrec.common.storage import join_uri, open_filesystem, sync
 
@@ -23,6 +26,23 @@ SYNC_FILE_RANGE_WRITE = 2  # of Linux
 # Blocks in work at a time. Two on a disk: one is read while the other is checked. An object store answers
 # late, so that its speed is that of the requests under way.
 READS, REMOTE_READS = 2, 8
+
+
+def make_folder(folder: str) -> None:
+    """Create a checkpoint's folder and its parents; local ones are synced, so that they outlast a power cut.
+
+    Raises:
+        CheckpointError: The folder cannot be created.
+    """
+    filesystem, place = open_filesystem(folder)
+    if not is_local(filesystem):
+        return
+    path = Path(place)
+    with writing(folder):
+        missing = [each for each in (path, *path.parents) if not each.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for each in missing:
+            sync(each.parent)
 
 
 class Sink:
@@ -68,7 +88,11 @@ class Sink:
         while len(data):
             data = data[self._file.write(data) :]
         if self._local and self.size - self._sent >= SEND_BYTES:
-            _send(self._file.fileno(), self._sent, self.size - self._sent)
+            # Without this advice to Linux, the disk has nothing to do until the sync at the end. Errors, and
+            # systems without the call, do not matter. (posix_fadvise would forget part of the file.)
+            if begin := getattr(ctypes.CDLL(None), "sync_file_range", None):
+                start, count = ctypes.c_int64(self._sent), ctypes.c_int64(self.size - self._sent)
+                begin(self._file.fileno(), start, count, SYNC_FILE_RANGE_WRITE)
             self._sent = self.size
 
     def sync(self) -> None:
@@ -76,16 +100,6 @@ class Sink:
         if self._local:
             os.fsync(self._file.fileno())
             sync(self._path.parent)
-
-
-def _send(descriptor: int, start: int, count: int) -> None:
-    """Lets Linux begin to write bytes of a file to the disk, in the background; it does not wait.
-
-    Without this, the disk has nothing to do until the sync at the end. It is only advice, so errors and
-    systems without the call do not matter. (posix_fadvise would do it, too, but forgets part of the file.)
-    """
-    if begin := getattr(ctypes.CDLL(None), "sync_file_range", None):
-        begin(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), SYNC_FILE_RANGE_WRITE)
 
 
 class Source:
@@ -101,14 +115,10 @@ class Source:
     def __init__(self, folder: str, name: str):
         self._uri = join_uri(folder, name)
         filesystem, path = open_filesystem(self._uri)
-        if is_local(filesystem):
-            self.reads = READS
-            self._file: Any = open_regular(path)
-            self._read = self._read_local
-        else:
-            self.reads = REMOTE_READS
-            self._file = retry_read(self._uri, partial(filesystem.open_input_file, path))
-            self._read = self._read_remote
+        self._local = is_local(filesystem)
+        self.reads = READS if self._local else REMOTE_READS
+        opening = partial(filesystem.open_input_file, path)
+        self._file: Any = open_regular(path) if self._local else retry_read(self._uri, opening)
 
     def __enter__(self) -> Source:
         return self
@@ -117,19 +127,79 @@ class Source:
         self._file.close()
 
     def read(self, start: int, into: memoryview) -> int:
-        """Fills memory from this byte on; gives the number of bytes, fewer only at the file's end."""
-        return self._read(start, into)
-
-    def _read_local(self, start: int, into: memoryview) -> int:
+        """Fill memory from this byte on; return the number of bytes, smaller only at the end of the file."""
+        if not self._local:
+            data = retry_read(self._uri, lambda: self._file.read_at(len(into), start))
+            into[: len(data)] = data
+            return len(data)
         got = 0
         while got < len(into) and (more := os.preadv(self._file.fileno(), [into[got:]], start + got)):
             got += more
         return got
 
-    def _read_remote(self, start: int, into: memoryview) -> int:
-        data = retry_read(self._uri, lambda: self._file.read_at(len(into), start))
-        into[: len(data)] = data
-        return len(data)
+
+@dataclass(frozen=True, eq=False)
+class StoredChunk:
+    """A tensor, or a shard of one, as a file of a checkpoint holds it.
+
+    Attributes:
+        fqn: Name of the tensor.
+        dtype: Name of the dtype, such as "float32".
+        offsets: Place in the tensor.
+        sizes: Shape.
+        file: Name of the file in the checkpoint's folder.
+        start: First byte in the file.
+        crc32: Checksum of each block.
+    """
+
+    fqn: str
+    dtype: str
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    file: str
+    start: int
+    crc32: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * ITEM_BYTES[self.dtype]
+
+    def where(self, folder: str, begin: int = 0, end: int | None = None) -> str:
+        """Describe some bytes of the chunk for people, counted from the beginning of the file."""
+        end = self.nbytes if end is None else end
+        place = f"bytes {self.start + begin} to {self.start + end - 1}"
+        return f"{join_uri(folder, self.file)}, tensor {self.fqn}, {place}"
+
+    def read(
+        self, source: Source, folder: str, number: int, block_bytes: int, into: memoryview | None = None
+    ) -> memoryview:
+        """Read a block and check it.
+
+        Args:
+            source: The open file.
+            folder: Folder of the checkpoint, for errors.
+            number: Number of the block in the chunk.
+            block_bytes: Size of all blocks but the last.
+            into: Memory of the block's size; default: new memory.
+
+        Raises:
+            CheckpointError: The block cannot be read, or is not what was written.
+        """
+        begin = number * block_bytes
+        if into is None:
+            into = memoryview(bytearray(min(block_bytes, self.nbytes - begin)))
+        where = self.where(folder, begin, begin + len(into))
+        read_block(source, self.start + begin, into, self.crc32[number], where)
+        return into
+
+
+def chunks_of(fqn: str, entry: dict[str, Any]) -> list[StoredChunk]:
+    """Return the chunks of a tensor by its entry in an index."""
+    dtype = entry["dtype"]
+    return [
+        StoredChunk(fqn, dtype, part["offsets"], part["sizes"], part["file"], part["start"], part["crc32"])
+        for part in entry["chunks"]
+    ]
 
 
 def open_source(folder: str, name: str, where: str | None = None) -> Source:
@@ -168,3 +238,26 @@ def read_block(source: Source, start: int, into: memoryview, crc32: int | None, 
         raise unreadable(f"the file ends {len(into) - got:,} bytes too early", where)
     if crc32 is not None and zlib.crc32(into) != crc32:
         raise unreadable("damaged (the bytes do not match their checksum)", where)
+
+
+def check_files(folder: str, sizes: dict[str, int]) -> None:
+    """Check that this process sees the files that all ranks have written.
+
+    Args:
+        sizes: Size of each file in bytes.
+
+    Raises:
+        CheckpointError: A file is missing or has another size, because nodes do not share the folder.
+    """
+    filesystem, path = open_filesystem(folder)
+    with writing(folder):
+        found = filesystem.get_file_info([f"{path}/{name}" for name in sizes])
+    for (name, size), info in zip(sizes.items(), found, strict=True):
+        if info.size != size:
+            seen = "is not there" if info.size is None else f"has {info.size:,} bytes, not {size:,}"
+            raise CheckpointError(
+                f"{name}, which a worker has written, {seen} as the first worker sees it",
+                where=folder,
+                expected="a folder that all workers share",
+                do="put checkpoints on storage that all nodes reach under the same path",
+            )

@@ -54,8 +54,7 @@ def restore(
     Raises:
         CheckpointError: there are complete checkpoints, and none of them can be read.
     """
-    out = Restored()
-    folders = None
+    out, unreadable = Restored(), 0
     for folder, about, reason in _from_first_rank(root, why_not):
         if reason:
             out.passed_over.append(reason)
@@ -63,28 +62,23 @@ def restore(
         try:
             out.more = more(about)
             load(folder, state.tensors() | out.more)
-            _check_finite(folder, state)
+            # What would be trained from a state that is NaN or infinite would be, too.
+            if found := on_any_rank(not_finite(state.tensors(), state.unbounded)):
+                raise CheckpointError(f"the checkpoint is NaN or infinite: {found}", where=folder)
         except CheckpointError as error:
             out.passed_over.append(f"{error.what} ({error.where})")
-            folders = [*(folders or []), folder]
+            unreadable += 1
             continue
         state.written()
         out.folder, out.about = folder, about
         return out
-    if folders:
+    if unreadable:
         raise CheckpointError(
-            f"none of {len(folders)} checkpoints can be read: " + "; ".join(out.passed_over),
+            f"none of {unreadable} checkpoints can be read: " + "; ".join(out.passed_over),
             where=root,
             do="bring one of them back from a copy, or remove them to start over",
         )
     return out
-
-
-def _check_finite(folder: str, state: LogicalState) -> None:
-    """Raises a CheckpointError, on all ranks, where a state is NaN or infinite; what has been trained from it
-    would be, too."""
-    if found := on_any_rank(not_finite(state.tensors(), state.unbounded)):
-        raise CheckpointError(f"the checkpoint is NaN or infinite: {found}", where=folder)
 
 
 def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> None:
@@ -134,18 +128,17 @@ class _FirstRows(ShardReader):
         for name, entry in metadata.state_dict_metadata.items():
             rows = self._rows.get(name.split("/")[1]) if name.startswith("tables/") else None
             if rows is not None and len(entry.size):
+                chunks = [
+                    ChunkStorageMetadata(
+                        c.offsets, torch.Size((min(c.sizes[0], rows - c.offsets[0]), *c.sizes[1:]))
+                    )
+                    for c in entry.chunks
+                    if c.offsets[0] < rows
+                ]
                 metadata.state_dict_metadata[name] = TensorStorageMetadata(
-                    entry.properties, torch.Size((rows, *entry.size[1:])), _cut(entry.chunks, rows)
+                    entry.properties, torch.Size((rows, *entry.size[1:])), chunks
                 )
         return metadata
-
-
-def _cut(chunks: list[ChunkStorageMetadata], rows: int) -> list[ChunkStorageMetadata]:
-    return [
-        ChunkStorageMetadata(c.offsets, torch.Size((min(c.sizes[0], rows - c.offsets[0]), *c.sizes[1:])))
-        for c in chunks
-        if c.offsets[0] < rows
-    ]
 
 
 def _from_first_rank(root: str, why_not: Callable) -> list[tuple[str, dict, str | None]]:

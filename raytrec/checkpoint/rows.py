@@ -1,21 +1,24 @@
-"""A table's rows, read from a checkpoint without torch and process groups.
+"""Tables of a checkpoint, without torch and process groups: their rows, and how a new run's tables begin.
 
-Memory is that of the rows that are asked for; tables may be larger than this machine's.
+Reading takes the memory of the rows that are asked for; tables may be larger than this machine's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from raytrec.checkpoint.index import CheckpointError
-from raytrec.checkpoint.rawfile import Source, open_source, read_block
-from raytrec.common.errors import RunError, hint
-from raytrec.common.storage import join_uri
+from raytrec.checkpoint.rawfile import Source, StoredChunk, chunks_of, open_source, read_block
+from raytrec.common.errors import RunError, SchemaError, hint
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema, Table
 
 STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 TENSOR_KEY = "tables/{}/{}"
@@ -53,20 +56,12 @@ class StoredTable:
         self.rows, self.dim = _two(entry["shape"], 1)
         self._files = ExitStack()
         sources: dict[str, Source] = {}
-        for part in entry["chunks"]:
-            if part["file"] not in sources:
-                source = open_source(folder, part["file"])
-                sources[part["file"]] = self._files.enter_context(source)
-        self._chunks = [
-            _Chunk(
-                sources[part["file"]],
-                part,
-                entry["dtype"],
-                index["block_bytes"] if checked else None,
-                join_uri(folder, part["file"]),
-            )
-            for part in entry["chunks"]
-        ]
+        self._chunks = []
+        for chunk in chunks_of(TENSOR_KEY.format(name, kind), entry):
+            if chunk.file not in sources:
+                sources[chunk.file] = self._files.enter_context(open_source(folder, chunk.file))
+            block_bytes = index["block_bytes"] if checked else None
+            self._chunks.append(_Chunk(sources[chunk.file], chunk, block_bytes, folder))
 
     def __enter__(self) -> StoredTable:
         return self
@@ -113,11 +108,11 @@ class _Chunk:
         block_bytes: None: rows alone are read, and no checksums compared.
     """
 
-    def __init__(self, source: Source, part: dict[str, Any], dtype: str, block_bytes: int | None, where: str):
-        self._source, self._part, self._bfloat = source, part, dtype == "bfloat16"
-        self._dtype, self._block_bytes, self._where = np.dtype(STORED[dtype]), block_bytes, where
-        self._first, self._column = _two(part["offsets"], 0)
-        self._rows, self._columns = _two(part["sizes"], 1)
+    def __init__(self, source: Source, chunk: StoredChunk, block_bytes: int | None, folder: str):
+        self._source, self._chunk, self._folder = source, chunk, folder
+        self._dtype, self._block_bytes = np.dtype(STORED[chunk.dtype]), block_bytes
+        self._first, self._column = _two(chunk.offsets, 0)
+        self._rows, self._columns = _two(chunk.sizes, 1)
         self._number, self._block = -1, memoryview(b"")
 
     def into(self, band: np.ndarray, first: int) -> None:
@@ -132,28 +127,87 @@ class _Chunk:
         raw, place = bytearray((high - low) * width), low * width
         filled = 0
         if self._block_bytes is None:
-            read_block(self._source, self._part["start"] + place, memoryview(raw), None, self._where)
+            where = self._chunk.where(self._folder, place, place + len(raw))
+            read_block(self._source, self._chunk.start + place, memoryview(raw), None, where)
             filled = len(raw)
         while filled < len(raw):
             number, within = divmod(place + filled, self._block_bytes)
-            piece = self._load(number)[within : within + len(raw) - filled]
+            if number != self._number:
+                block = self._chunk.read(self._source, self._folder, number, self._block_bytes)
+                self._number, self._block = number, block
+            piece = self._block[within : within + len(raw) - filled]
             raw[filled : filled + len(piece)] = piece
             filled += len(piece)
         values = np.frombuffer(raw, self._dtype).reshape(high - low, self._columns)
-        return (values.astype("<u4") << 16).view("<f4") if self._bfloat else values
-
-    def _load(self, number: int) -> memoryview:
-        if number != self._number:
-            begin = number * self._block_bytes
-            size = min(self._block_bytes, self._rows * self._columns * self._dtype.itemsize - begin)
-            start = self._part["start"] + begin
-            block = memoryview(bytearray(size))
-            where = f"{self._where}, bytes {start} to {start + size - 1}"
-            read_block(self._source, start, block, self._part["crc32"][number], where)
-            self._number, self._block = number, block
-        return self._block
+        return (values.astype("<u4") << 16).view("<f4") if self._chunk.dtype == "bfloat16" else values
 
 
-def _two(numbers: list[int], second: int) -> tuple[int, int]:
+def _two(numbers: Sequence[int], second: int) -> tuple[int, int]:
     """Of rows and columns; of rows alone, with this in the place of the other."""
     return numbers[0], numbers[1] if len(numbers) > 1 else second
+
+
+@dataclass(frozen=True)
+class TableStart:
+    """How a table of a new run begins from a checkpoint.
+
+    Attributes:
+        policy: exact, resize, new or drop.
+        rows: Number of rows taken from the checkpoint.
+        note: Line for the user; None if the whole table is taken over.
+    """
+
+    policy: str
+    rows: int
+    note: str | None
+
+
+def table_starts(config: RunConfig, before: Schema, schema: Schema) -> dict[str, TableStart]:
+    """Return how each table begins under warm_start.tables, tables that only the checkpoint has included.
+
+    Raises:
+        SchemaError: a table has changed, and warm_start.tables has no entry that fits.
+    """
+    starts = {}
+    for table in {**before.tables, **schema.tables}:
+        fitting = [policy for key, policy in config.warm_start.tables.items() if fnmatchcase(table, key)]
+        policy = fitting[-1] if fitting else "exact"  # of the last pattern that matches
+        starts[table] = _start(table, before.tables.get(table), schema.tables.get(table), policy)
+    return starts
+
+
+def _start(table: str, old: Table | None, new: Table | None, policy: str) -> TableStart:
+    had, has = (_in_words(each) if each else "none" for each in (old, new))
+    if new is None and policy == "drop":
+        return TableStart("drop", 0, f"table {table} ({had}) of the checkpoint is dropped")
+    if new is not None and policy == "new":
+        return TableStart("new", 0, f"table {table} ({has}) gets its initial values")
+    managed = [t for t in (old, new) if t and t.ids]
+    alike = len(managed) != 1 and (not managed or old.own_rows == new.own_rows)
+    if old and new and alike and (old.rows, old.dim) == (new.rows, new.dim):
+        return TableStart("exact", new.rows, None)
+    if old and new and not managed and old.dim == new.dim and policy == "resize":
+        more = new.rows - old.rows
+        dropped = f"the checkpoint's last {-more:,} rows are dropped"
+        rest = f"{more:,} rows get their initial values" if more > 0 else dropped
+        return TableStart("resize", min(old.rows, new.rows), f"table {table}: {rest}")
+    fits = old and new and not managed and old.dim == new.dim
+    fitting = "drop" if new is None else "resize" if fits else "new"
+    raise SchemaError(
+        f"tables.{table}: {has} now, {had} in the checkpoint",
+        where="warm_start.from",
+        expected="the checkpoint's tables, or an entry of warm_start.tables for those that differ",
+        do=f"set warm_start.tables.{table}={fitting}, or train with the checkpoint's schema",
+    )
+
+
+def _in_words(table: Table) -> str:
+    size = f"{table.rows:,} × {table.dim}"
+    if not table.ids:
+        return size
+    return f"{size} with managed ids, {table.ids.fallback_rows:,} of them for the fallback"
+
+
+def schema_of(about: dict[str, Any]) -> Schema:
+    """Return the schema of a checkpoint's run."""
+    return Schema.stored(str(about.get("schema", "")), "the checkpoint's schema")

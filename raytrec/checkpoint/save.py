@@ -211,7 +211,10 @@ class Saver:
 
     def _make_room(self, tensors: State, notes: list[str]) -> int:
         """Removes older checkpoints until there seems to be room for one more; the bytes of one."""
-        needed = int(Peers(group=self._group).sum(torch.tensor(_bytes_of(tensors))))
+        # What all ranks have is written by one of them.
+        written = [v for v in tensors.values() if isinstance(v, ShardedTensor) or dist.get_rank() == 0]
+        mine = sum(part.nbytes for value in written for part in local_parts(value))
+        needed = int(Peers(group=self._group).sum(torch.tensor(mine)))
         try:
             if dist.get_rank() == 0 and self._is_short(needed):
                 self._confirm()
@@ -262,9 +265,3 @@ class Saver:
             keep(self._root, self._config.keep_last, self._config.keep_best, self._best)
         except (OSError, RunError) as failure:
             notes.append(f"older checkpoints could not be removed: {str(failure).splitlines()[0]}")
-
-
-def _bytes_of(tensors: State) -> int:
-    """Of this rank's part; what all ranks have is written by one of them."""
-    written = (v for v in tensors.values() if isinstance(v, ShardedTensor) or dist.get_rank() == 0)
-    return sum(part.nbytes for value in written for part in local_parts(value))

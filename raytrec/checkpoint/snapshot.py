@@ -224,7 +224,10 @@ class HostCopy:
         self._make_room(tensors)
         copies: State = {}
         for name, value in tensors.items():
-            parts = [self._take(f"{name}/{i}", part) for i, part in enumerate(local_parts(value))]
+            parts = [
+                self._places[f"{name}/{i}"].copy_(part.detach(), non_blocking=True)
+                for i, part in enumerate(local_parts(value))
+            ]
             copies[name] = with_local_shards(value, parts) if isinstance(value, ShardedTensor) else parts[0]
         for device in {value.device for _, value in _plain(tensors) if value.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
@@ -236,9 +239,6 @@ class HostCopy:
         if self._memory is not None:
             self._memory.release()
         self._memory = None
-
-    def _take(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        return self._places[name].copy_(value.detach(), non_blocking=True)
 
     def _make_room(self, tensors: State) -> None:
         layout = [(name, value.shape, value.dtype, value.is_cuda) for name, value in _plain(tensors)]
@@ -271,17 +271,14 @@ class _Memory:
 
     def __init__(self, size: int, locked: bool):
         pages = mmap(-1, max(1, size), flags=MAP_PRIVATE | MAP_ANONYMOUS)
-        if locked:
-            pages.madvise(MADV_HUGEPAGE)  # locking goes page by page
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8)[:size]
         self.error: str | None = None
         self._unlock: weakref.finalize | None = None
-        if locked:
-            self._lock(len(pages))
-
-    def _lock(self, size: int) -> None:
+        if not locked:
+            return
+        pages.madvise(MADV_HUGEPAGE)  # locking goes page by page
         address, runtime = self.bytes.data_ptr(), torch.cuda.cudart()
-        if code := int(runtime.cudaHostRegister(address, size, PORTABLE)):
+        if code := int(runtime.cudaHostRegister(address, len(pages), PORTABLE)):
             self.error = f"cudaHostRegister: error {code}"
             return
         # What is registered must not be unmapped before; at the process's end the driver sees to it.

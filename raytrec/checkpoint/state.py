@@ -14,7 +14,7 @@ row-wise one's), so that its state dicts go back only into the plan that they ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Set
 
 import torch
 import torch.distributed as dist
@@ -61,13 +61,23 @@ class LogicalState:
             _make_lazy_state(plain)
         self._kernels = list(sharded_kernels(model))
         self.tables: dict[str, Table] = tables(model, plain if with_optimizer else None)
-        self.dense = dict(_dense_values(model)) | dict(_averages(optimizer))
+        values = {fqn: value for fqn, value in model.state_dict().items() if table_of(fqn) is None}
+        self.dense = {f"dense/{fqn}/value": value.detach() for fqn, value in values.items()}
+        if average := average_of(optimizer):
+            self.dense |= {f"dense/{fqn}/ema": value for fqn, value in average.values.items()}
+            self.dense[EMA_COUNT] = average.count
         buffers = {name: self.dense.get(f"dense/{name}/value") for name, _ in model.named_buffers()}
         built = {f"dense/{name}/value": value for name, value in buffers.items() if value is not None}
         self.unbounded = frozenset(not_finite(built))
         self._fused_steps: list[tuple[nn.Module, torch.Tensor]] = []
         if with_optimizer:
-            self.dense |= dict(_dense_state(plain))
+            self.dense |= {
+                f"dense/{fqn}/{kind}": value
+                for fqn, states in plain.state_dict()["state"].items()
+                if table_of(fqn) is None
+                for kind, value in states.items()
+                if isinstance(value, torch.Tensor)
+            }
             self.dense |= self._table_steps(model, plain)
 
     def tensors(self, rows: dict[str, int] | None = None, leave_out: Set[str] = frozenset()) -> State:
@@ -168,26 +178,6 @@ def _make_lazy_state(optimizer: KeyedOptimizer) -> None:
                 state[kind] = torch.zeros_like(parameter if per == "value" else parameter[:, :1])
 
 
-def _dense_values(model: DistributedModelParallel) -> Iterator[tuple[str, torch.Tensor]]:
-    for fqn, value in model.state_dict().items():
-        if table_of(fqn) is None:
-            yield f"dense/{fqn}/value", value.detach()
-
-
-def _averages(optimizer: KeyedOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    if average := average_of(optimizer):
-        yield from ((f"dense/{fqn}/ema", value) for fqn, value in average.values.items())
-        yield EMA_COUNT, average.count
-
-
-def _dense_state(optimizer: KeyedOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for fqn, states in optimizer.state_dict()["state"].items():
-        if table_of(fqn) is None:
-            for kind, value in states.items():
-                if isinstance(value, torch.Tensor):
-                    yield f"dense/{fqn}/{kind}", value
-
-
 def not_finite(
     tensors: State,
     apart: frozenset[str] = frozenset(),
@@ -205,7 +195,12 @@ def not_finite(
         (name, part) for name, value in tensors.items() if name not in apart for part in local_parts(value)
     ]
     named = [(name, part) for name, part in named if part.numel() and part.is_floating_point()]
-    good = read([_finite(pieces_of(part.detach(), PIECE_BYTES)) for _, part in named])
+    good = read(
+        [
+            torch.stack([_are_finite(values) for values in pieces_of(part.detach(), PIECE_BYTES)]).all()
+            for _, part in named
+        ]
+    )
     return list(dict.fromkeys(name for (name, _), (fine,) in zip(named, good, strict=True) if not fine))
 
 
@@ -230,11 +225,6 @@ def in_words(name: str) -> str:
     kind, _, rest = name.partition("/")
     of, _, what = rest.rpartition("/")
     return f"table {of}'s {what}" if kind == "tables" else of if what == "value" else f"{of}'s {what}"
-
-
-def _finite(pieces: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Whether all values of all pieces are finite: bool scalar."""
-    return torch.stack([_are_finite(values) for values in pieces]).all()
 
 
 def _are_finite(values: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ for every block of it. A block is what is read at a time, so memory does not gro
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import zlib
@@ -33,18 +34,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from raytrec.checkpoint.blocks import DTYPES, StoredChunk, Target, blocks, metadata_of
-from raytrec.checkpoint.index import (
-    INDEX,
-    CheckpointError,
-    as_json,
-    check_files,
-    make_folder,
-    read_index,
-    write_index,
-    writing,
-)
-from raytrec.checkpoint.rawfile import Sink, Source, open_source, read_block
+from raytrec.checkpoint.blocks import DTYPES, Target, blocks, metadata_of
+from raytrec.checkpoint.index import INDEX, CheckpointError, read_index, write_index, writing
+from raytrec.checkpoint.rawfile import Sink, Source, StoredChunk, check_files, make_folder, open_source
 from raytrec.common.storage import join_uri
 
 BLOCK_BYTES = 4 << 20  # unit of checksums and of reading; a multiple of the largest element
@@ -82,7 +74,14 @@ class ShardWriter(StorageWriter):
         read: Callable[[torch.Tensor, int], Iterator[memoryview]] = blocks,
     ):
         self._folder, self._attempt, self._confirm = folder.rstrip("/"), attempt, confirm
-        self._about = as_json(about, f"{join_uri(self._folder, INDEX)}: about")
+        try:  # as it will be read back: tuples are lists, keys are strings
+            self._about = json.loads(json.dumps(about, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"cannot be written as JSON: {error}",
+                where=f"{join_uri(self._folder, INDEX)}: about",
+                expected="dicts, lists, strings, finite numbers, booleans and None",
+            ) from None
         self._block_bytes, self._read = BLOCK_BYTES, read
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
@@ -106,7 +105,12 @@ class ShardWriter(StorageWriter):
                 raise CheckpointError(
                     f"cannot save {item.index.fqn!r} of {dtype}", expected=", ".join(DTYPES)
                 )
-        return dataclasses.replace(plan, items=[item for item in plan.items if _has_values(item)])
+        written = [  # a tensor that is empty as a whole is kept
+            item
+            for item in plan.items
+            if math.prod(item.tensor_data.chunk.sizes) or not math.prod(item.tensor_data.size)
+        ]
+        return dataclasses.replace(plan, items=written)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Gives each rank its file's name."""
@@ -258,24 +262,16 @@ class ShardReader(StorageReader):
         end = min(begin + self._block_bytes, chunk.nbytes)
         takers = [target for target in targets if target.begin < end and begin < target.end]
         if len(takers) == 1 and (into := takers[0].memory(begin, end)) is not None:
-            self._fill(source, chunk, number, begin, into)
+            chunk.read(source, self._folder, number, self._block_bytes, into)
             return
         buffer = buffers.get()
         try:
-            self._fill(source, chunk, number, begin, memoryview(buffer.numpy())[: end - begin])
+            into = memoryview(buffer.numpy())[: end - begin]
+            chunk.read(source, self._folder, number, self._block_bytes, into)
             for target in takers:
-                target.take(buffer[: end - begin].view(chunk.dtype), begin)
+                target.take(buffer[: end - begin].view(DTYPES[chunk.dtype]), begin)
         finally:
             buffers.put(buffer)
-
-    def _fill(self, source: Source, chunk: StoredChunk, number: int, begin: int, into: memoryview) -> None:
-        where = chunk.where(self._folder, begin, begin + len(into))
-        read_block(source, chunk.start + begin, into, chunk.crc32[number], where)
-
-
-def _has_values(item: WriteItem) -> bool:
-    """Whether there is something to write of it; a tensor that is empty as a whole is kept."""
-    return bool(math.prod(item.tensor_data.chunk.sizes)) or not math.prod(item.tensor_data.size)
 
 
 def _checked(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor:

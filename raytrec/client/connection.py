@@ -13,8 +13,7 @@ from raytrec.client.package import code
 from raytrec.cluster.access import RAY, check_cluster, check_ray, check_versions, use_token
 from raytrec.cluster.session import on_node
 from raytrec.common.errors import RunError, first_line, last_line, root_cause
-from raytrec.compat.ray_core import head_nodes
-from raytrec.compat.ray_names import NOT_STARTED, NOT_TAKEN
+from raytrec.compat.ray_core import NOT_STARTED, NOT_TAKEN, head_nodes
 from raytrec.compat.versions import require_versions
 
 ANSWER_S = 120  # for what takes a second, while a cluster may first start a process for it

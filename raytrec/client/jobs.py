@@ -19,7 +19,7 @@ from raytrec.client.package import Source, config_name, packed
 from raytrec.cluster.access import check_ray, token_source, use_token
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
-from raytrec.compat.ray_names import NO_AGENT, quiet_uploads, server_version
+from raytrec.compat.ray_core import NO_AGENT, quiet_uploads, server_version
 from raytrec.config.run_config import load_config
 
 DEFAULT = "http://127.0.0.1:8265"

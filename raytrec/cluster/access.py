@@ -25,10 +25,10 @@ from raytrec.compat.ray_core import (
     GCS_CALL,
     JOB_CONFIG,
     bootstrap_address,
-    read_token_again,
     token_metadata,
+    version_mismatch,
 )
-from raytrec.compat.ray_names import version_mismatch
+from raytrec.compat.ray_start import read_token_again
 from raytrec.compat.versions import OTHERS
 
 (RAY,) = OTHERS["ray"]  # raytrec touches private parts of Ray, each place read for this version

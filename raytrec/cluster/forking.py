@@ -61,7 +61,7 @@ def _import(modules: list[str]) -> None:
 
 
 def _import_ray(modules: list[str]) -> None:
-    from raytrec.compat.ray_core import actor_class_ids_from, keep_loopback, loopback_setting
+    from raytrec.compat.ray_start import actor_class_ids_from, keep_loopback, loopback_setting
 
     os.environ.update(loopback_setting())
     keep_loopback()
@@ -165,7 +165,7 @@ def _is_like_here(env: dict[str, str], set_for_it: dict[str, str]) -> bool:
         env: what Ray starts its workers with.
         set_for_it: what the worker's runtime environment adds.
     """
-    from raytrec.compat.ray_core import READ_AT_ONCE, READ_FOR_EVER, READ_LATER
+    from raytrec.compat.ray_start import READ_AT_ONCE, READ_FOR_EVER, READ_LATER
 
     early = {
         name: value
@@ -261,7 +261,7 @@ def _become_worker(connection: socket.socket, request: dict, fds: list[int]) -> 
     os.environ.update(request["env"] | request["set"])
     if "numpy.random" in sys.modules:  # Python's own generator is seeded again by itself
         sys.modules["numpy"].random.seed()
-    sys.modules["raytrec.compat.ray_core"].read_token_again()
+    sys.modules["raytrec.compat.ray_start"].read_token_again()
     Thread(target=_end_with, args=(connection,), daemon=True).start()
     sys.argv[:] = request["command"]
     sys.path.insert(0, os.path.dirname(sys.argv[0]))

@@ -20,7 +20,7 @@ from time import monotonic, sleep, time
 
 from raytrec.common.errors import RunError, os_errors
 from raytrec.common.processes import lock
-from raytrec.compat.ray_core import CURRENT_CLUSTER, REPORTS_SELDOM, SOCKET, popen_replaced
+from raytrec.compat.ray_start import CURRENT_CLUSTER, REPORTS_SELDOM, SOCKET, popen_replaced
 
 PREFIX, OWNER = "raytrec-", "owner"
 TMPDIR = "RAY_TMPDIR"

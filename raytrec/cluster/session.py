@@ -18,9 +18,8 @@ from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
 from raytrec.cluster.local_ray import heads, listens, own_sessions, private_folder
 from raytrec.cluster.warm import forked_workers
 from raytrec.common.errors import RunError, first_line
-from raytrec.compat.ray_core import (
-    JOB_CONFIG,
-    bootstrap_address,
+from raytrec.compat.ray_core import JOB_CONFIG, bootstrap_address, own_address
+from raytrec.compat.ray_start import (
     connect_by_hand,
     few_wakeups,
     in_folder,
@@ -28,7 +27,6 @@ from raytrec.compat.ray_core import (
     logs_folder,
     loopback_setting,
     only_what_is_needed,
-    own_address,
     silence_workers,
 )
 from raytrec.compat.versions import require_versions

@@ -16,7 +16,7 @@ from typing import Any
 
 from ray.autoscaler.node_provider import NodeProvider
 
-from raytrec.compat.ray_names import node_providers
+from raytrec.compat.ray_core import node_providers
 
 AwsProvider: Any
 GcpProvider: Any

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from raytrec.common.memory import FEW_ARENAS
-from raytrec.compat.ray_core import ON_DEMAND, first_job, workers_started_by
+from raytrec.compat.ray_start import ON_DEMAND, first_job, workers_started_by
 
 HERE = Path(__file__).parent
 SERVER, FORKED_WORKER, PLACE = HERE / "forking.py", HERE / "forked_worker.py", "RAYTREC_WARM"

@@ -270,7 +270,7 @@ class RankLine(Message):
         first_step: the step before the interval's first one; `steps` after it, at `step`, it ends.
         seconds: that it took; phases_s: of these in each of PHASES.
         first_s: of phases_s, those of the group's first step, which sets everything up; in its first line.
-        system: a sample of worker.system.System.
+        system: a sample of worker.process.System.
         tables: table → figures of this rank's shards (worker.statistics).
     """
 

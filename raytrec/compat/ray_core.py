@@ -1,45 +1,30 @@
-"""Private names of Ray's core (2.60.0): its cluster, processes and token. Functions import Ray."""
+"""Private names of Ray (2.60.0): its cluster, processes, errors and libraries. Functions import Ray."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import re
 from pathlib import Path
 from typing import Any
 
-from raytrec.compat.versions import private, replacing
+from raytrec.compat.versions import private
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what Ray sets in the environment of a job's driver
-# Below RAY_TMPDIR: HOST:PORT of the cluster that was started last.
-CURRENT_CLUSTER = "ray/ray_current_cluster"
-# What Ray appends to RAY_TMPDIR; the address of a Unix socket must not be too long.
-SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-# Variables of the environment that Python, C libraries or Ray read when they are loaded, but for those that
-# are read later, or again; and those that no later process can read again.
-READ_AT_ONCE = ("LD_", "MALLOC_", "PYTHON", "RAY_")
-READ_LATER = ("RAY_AUTH_", "RAY_TRAIN_", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC")
-READ_FOR_EVER = ("RAY_JOB_ID", "RAY_RAYLET_PID")
-# Lets ray.init return without waiting for workers that are started before they are needed.
-ON_DEMAND = {"RAY_prestart_worker_first_driver": "0"}
-# What Ray's processes do at intervals without being asked (ray_config_def.h), in a Ray for one run.
-SELDOM = {
-    "enable_metrics_collection": False,  # for a dashboard or Prometheus: half of what an idle Ray takes
-    "task_events_report_interval_ms": 0,  # 0: never; for lists of tasks
-    "event_stats": False,  # how long each handler takes, for Ray's logs
-    "io_context_monitor_probe_interval_ms": 10_000,
-    "report_worker_backlog_interval_ms": 10_000,  # for an autoscaler
-    "raylet_check_gc_period_milliseconds": 1_000,
-    "kill_idle_workers_interval_ms": 1_000,
-}
-# The same for its agent, which measures all processes for the dashboard (dashboard/modules/reporter).
-REPORTS_SELDOM = {"REPORTER_UPDATE_INTERVAL_MS": "600000"}
-UNNEEDED = ("start_api_server", "start_monitor", "start_log_monitor")  # methods of Ray's Node
 # Calls that exist on the two kinds of servers and change nothing; what matters is whether they are refused.
 GCS_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 CLIENT_CALL = "/ray.rpc.RayletDriver/ClusterInfo"
 HEAD_PROCESSES = ("gcs_server", "ray.util.client.server")  # that listen at the addresses of a cluster
+# ray/train/v2/_internal/constants.py. How soon the end, or an error, is seen; how long Ray waits for places
+# that are not there after all; and whether it watches for nodes that will go.
+HEALTH_CHECK_INTERVAL_S = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
+WORKER_GROUP_START_TIMEOUT_S = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+ENABLE_PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+SNAPSHOT = "checkpoint_manager_snapshot.json"  # what Ray Train notes in the folder of a run
+NOT_TAKEN = "Initialization failure from server"  # Ray client's error, with the server's traceback
+NOT_STARTED = "Starting Ray client server failed"  # the traceback, when a process has died
+NO_AGENT = "No available agent"  # the Job API's error while a cluster starts
 
 
 def is_head(command: list[str]) -> bool:
@@ -155,129 +140,6 @@ def own_address() -> str:
     return services.get_node_ip_address()
 
 
-def loopback_setting() -> dict[str, str]:
-    """The environment in which Ray keeps 127.0.0.1, rather than turning it into the machine's own address."""
-    from ray._private import ray_constants
-
-    return {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
-
-
-def keep_loopback() -> None:
-    """The same for this process, where Ray may have been imported before its environment was set."""
-    from ray._private import ray_constants
-
-    _replace(ray_constants, "ENABLE_RAY_CLUSTER", False)
-
-
-def connect_by_hand() -> None:
-    """Lets no call to Ray start or join a cluster by itself."""
-    from ray._private import auto_init_hook
-
-    _replace(auto_init_hook, "enable_auto_connect", False)
-
-
-def silence_workers() -> None:
-    """Drops what `log_to_driver=False` leaves: lines of advice on every process that ends."""
-    import ray
-
-    _replace(ray._private.worker, "print_to_stdstream", lambda data, ignore_prefix: None)
-
-
-def in_folder(folder: Path) -> dict[str, Any]:
-    """Arguments of ray.init for a local Ray that keeps its files there."""
-    return {"_temp_dir": str(folder)}
-
-
-def few_wakeups() -> dict[str, Any]:
-    """Arguments of ray.init for a local Ray whose idle processes leave the cores to those who train.
-
-    Settings of the environment (RAY_enable_metrics_collection=1) stay.
-    """
-    settings = {name: value for name, value in SELDOM.items() if f"RAY_{name}" not in os.environ}
-    return {"_system_config": settings}
-
-
-def logs_folder() -> Path:
-    """Where the Ray that this process has started keeps its logs."""
-    import ray
-
-    return Path(ray._private.worker._global_node.get_logs_dir_path())
-
-
-@contextmanager
-def popen_replaced(
-    options: dict[str, Any], env: dict[str, str], began: Callable[[int, bool], None]
-) -> Iterator[None]:
-    """A block in which Ray starts its processes with further options of subprocess.Popen.
-
-    Args:
-        env: added to their environment.
-        began: called with the id of each, and whether it is the raylet.
-    """
-    from ray._private import services
-
-    before = services.ConsolePopen
-
-    class Apart(before):  # type: ignore[valid-type, misc]
-        def __init__(self, *args: Any, **given: Any):
-            given["env"] = (given.get("env") or os.environ) | env
-            super().__init__(*args, **given, **options)
-            began(self.pid, args[0][0] == services.RAYLET_EXECUTABLE)
-
-    with replacing(services, "ConsolePopen", Apart, "ray"):
-        yield
-
-
-@contextmanager
-def only_what_is_needed() -> Iterator[None]:
-    """A block in which a local Ray is started without the processes that it has no use for.
-
-    These are three, of which each imports Ray for a second, one of them while ray.init waits: the API server
-    (of the dashboard, which is left out), the autoscaler's monitor (of a cluster that does not grow), and
-    the log monitor (of logs that are not passed on to the driver).
-    """
-    from ray._private.node import Node
-
-    with ExitStack() as stack:
-        for name in UNNEEDED:
-            stack.enter_context(replacing(Node, name, lambda self, **_: None, "ray"))
-        yield
-
-
-def workers_started_by(script: Path) -> AbstractContextManager[None]:
-    """A block in which a Ray that is started has this script in the place of its setup_worker.py."""
-    from ray._private import ray_constants
-
-    return replacing(ray_constants, "SETUP_WORKER_FILENAME", str(script), "ray")
-
-
-def first_job(raylet: int) -> dict[str, str]:
-    """What the raylet adds to the environment of workers of a new cluster's first job.
-
-    Args:
-        raylet: process id.
-    """
-    return dict(zip(READ_FOR_EVER, ("01000000", str(raylet)), strict=True))
-
-
-def actor_class_ids_from(random: Callable[[int], bytes]) -> AbstractContextManager[None]:
-    """A block in which the ids of actor classes are not drawn from Ray's generator, which stays unseeded.
-
-    Args:
-        random: number of bytes → bytes.
-    """
-    import ray.actor
-
-    before = private(ray.actor, "ActorClassID", "ray")
-
-    class FromOutside:
-        @staticmethod
-        def from_random() -> Any:
-            return before(random(before.size()))
-
-    return replacing(ray.actor, "ActorClassID", FromOutside, "ray")
-
-
 def is_ray_process(pid: int) -> bool:
     """Whether a process of this machine is a worker of Ray's, by its title.
 
@@ -295,24 +157,11 @@ def job_id() -> str | None:
         return None
 
 
-def read_token_again() -> None:
-    """Lets Ray, which reads its settings when it is imported, read RAY_AUTH_* again."""
-    import ray._raylet as raylet
-
-    private(raylet, "Config", "ray").initialize("")
-
-
 def token_metadata() -> tuple[tuple[str, str], ...]:
     """What Ray sends with each call; nothing where it asks for no token."""
     from ray._private.authentication import grpc_authentication_client_interceptor as interceptor
 
     return interceptor._get_authentication_metadata_tuple()
-
-
-def _replace(module: Any, name: str, value: Any) -> None:
-    """Sets a name of a module of Ray's, or raises RunError where Ray reads no such name."""
-    private(module, name, "ray")
-    setattr(module, name, value)
 
 
 def nodes_without_gpus() -> dict[str, float]:
@@ -321,3 +170,70 @@ def nodes_without_gpus() -> dict[str, float]:
     if not any(has.get("GPU") for has in alive.values()):
         return {}
     return {node: has["CPU"] for node, has in alive.items() if has.get("CPU") and not has.get("GPU")}
+
+
+def reported(error: BaseException) -> BaseException:
+    """What made a worker fail its health check; another error itself."""
+    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+
+    return error.health_check_failure if isinstance(error, WorkerHealthCheckFailedError) else error
+
+
+def lost_its_node(error: BaseException) -> bool:
+    """Whether an error of Ray's means that an actor's node has gone."""
+    from ray.exceptions import NodeDiedError, RayActorError
+
+    preempted = isinstance(error, RayActorError) and error.preempted
+    return isinstance(error, NodeDiedError) or preempted or "node has died" in str(error)
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether Ray has ended a process because its node ran low on memory."""
+    from ray.exceptions import OutOfMemoryError
+
+    return isinstance(error, OutOfMemoryError) or "running low on memory" in str(error)
+
+
+def server_version(client: Any) -> str:
+    """The version of Ray that a JobSubmissionClient has asked its cluster for."""
+    return private(client, "_server_ray_version", "ray")
+
+
+def quiet_uploads() -> None:
+    """Silences the line for each file that is uploaded with a job."""
+    for talkative in (
+        "ray.dashboard.modules.job.sdk",
+        "ray.dashboard.modules.dashboard_sdk",
+        "ray._private.runtime_env.packaging",
+    ):
+        logging.getLogger(talkative).setLevel(logging.WARNING)
+
+
+def version_mismatch(text: str) -> tuple[str, str] | None:
+    """Ray's and Python's version of a cluster that does not take this client's; None: it is another error."""
+    found = re.findall(r"(Ray|Python): (\S+)", text) if "ersion mismatch" in text else []
+    return (found[0][1], found[1][1]) if len(found) > 1 else None
+
+
+def node_providers() -> tuple[Any, Any]:
+    """Return Ray's node provider classes for AWS and for GCP; they need requirements/cloud.txt."""
+    from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
+    from ray.autoscaler._private.gcp.node_provider import GCPNodeProvider
+
+    return AWSNodeProvider, GCPNodeProvider
+
+
+def prepare_replica() -> None:
+    """Set up the process of a Ray Serve replica; called by the replica's constructor.
+
+    Its server for calls between deployments takes pickles from any client, so it must listen on loopback, not
+    on all interfaces; nothing calls it where RAY_SERVE_USE_GRPC_BY_DEFAULT is off. And Serve must not freeze
+    the garbage collector after the constructor, because the first model would then never be freed.
+    """
+    from ray.serve._private import replica
+
+    add_port = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, address: add_port(
+        server, address.replace("[::]:", "127.0.0.1:")
+    )
+    replica.RAY_SERVE_FREEZE_GC_ON_STARTUP = False

@@ -74,7 +74,8 @@ def pace_executors() -> None:
     def step_and_rest(self: StreamingExecutor, topology: Any) -> bool:
         began = monotonic()
         has_more = before(self, topology)
-        counts = [_progress(op.metrics) for op in topology]
+        # What changes whenever tasks of an operator begin, bring something or end, or a reader takes it.
+        counts = [tuple(private(op.metrics, name, "ray") for name in PROGRESS) for op in topology]
         known, rest_s = getattr(self, "raytrec_rest", (None, 0.0))
         idle = counts == known and monotonic() - began < QUICK_S  # else it has waited for a task
         rest_s = min(max(2 * rest_s, LEAST_REST_S), MOST_REST_S) if idle else 0.0
@@ -84,11 +85,6 @@ def pace_executors() -> None:
         return has_more
 
     StreamingExecutor._scheduling_loop_step = step_and_rest
-
-
-def _progress(metrics: Any) -> tuple[int, ...]:
-    """What changes whenever tasks of an operator begin, bring something or end, or a reader takes it."""
-    return tuple(private(metrics, name, "ray") for name in PROGRESS)
 
 
 def keep_no_statistics() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
 from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
     DefaultAutoscalingCoordinator,
 )
-from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.callbacks import placement_group_callback
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -25,7 +23,6 @@ from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_cli
 )
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from raytrec.common.registry import load_code
 from raytrec.compat.ray_core import actor_state
 from raytrec.compat.versions import missing
 
@@ -34,47 +31,10 @@ __all__ = [
     "ControlledTrainer",
     "FailureDecision",
     "FailurePolicy",
-    "LateTorchConfig",
     "NoopDecision",
     "RequestingPolicy",
     "ResizeDecision",
 ]
-
-
-class LateBackend(Backend):
-    """The backend of a LateTorchConfig."""
-
-    share_cuda_visible_devices = True  # as torch's
-
-    def on_start(self, worker_group: Any, backend_config: LateTorchConfig) -> None:
-        backend_config.made.backend_cls().on_start(worker_group, backend_config.made)
-
-    def on_training_start(self, worker_group: Any, backend_config: LateTorchConfig) -> None:
-        backend_config.made.backend_cls().on_training_start(worker_group, backend_config.made)
-
-    def on_shutdown(self, worker_group: Any, backend_config: LateTorchConfig) -> None:
-        backend_config.made.backend_cls().on_shutdown(worker_group, backend_config.made)
-
-
-@dataclass
-class LateTorchConfig(BackendConfig):
-    """A TorchConfig that is made in the controller, because torch takes the driver a second to import.
-
-    Attributes:
-        place: module:name of the TorchConfig's class.
-        options: its arguments.
-    """
-
-    place: str
-    options: dict[str, Any]
-
-    @property
-    def made(self) -> Any:
-        return load_code(self.place)(**self.options)
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        return LateBackend
 
 
 class ControlledTrainer(DataParallelTrainer):

@@ -47,7 +47,12 @@ def wrong_versions() -> RunError | None:
     what = [f"{name} {found[name]}" for name in wrong]
     expected = [f"{name} {' or '.join(OTHERS[name])}" for name in wrong]
     paired = {name: found[name] for name in PAIRED if name in found}
-    files, pair = min(PAIRS.items(), key=lambda item: _distance(paired, item[1]))
+
+    def distance(pair: dict[str, str]) -> int:
+        """Return the number of releases X.Y between what is installed and a pair, over all packages."""
+        return sum(abs(_release(version) - _release(pair[name])) for name, version in paired.items())
+
+    files, pair = min(PAIRS.items(), key=lambda item: distance(item[1]))
     if not all(_matches(version, pair[name]) for name, version in paired.items()):
         what.append(" with ".join(f"{name} {version}" for name, version in paired.items()))
         expected.append(" with ".join(f"{name} {pair[name]}" for name in paired))
@@ -95,11 +100,6 @@ def _wrong_build(found: dict[str, str], where: str) -> RunError | None:
 def _matches(found: str, *pins: str) -> bool:
     release = found.partition("+")[0].split(".")  # torch's builds end with +cpu or +cu130
     return any(release[: pin.count(".") + 1] == pin.split(".") for pin in pins)
-
-
-def _distance(found: dict[str, str], pair: dict[str, str]) -> int:
-    """How many releases (of X.Y) lie between what is installed and a pair, summed over packages."""
-    return sum(abs(_release(version) - _release(pair[name])) for name, version in found.items())
 
 
 def _release(version: str) -> int:

@@ -18,7 +18,8 @@ from raytrec.cluster.access import MODE, TOKEN, token_file
 from raytrec.cluster.local_ray import TMPDIR, base_folder, listens
 from raytrec.common.errors import RaytrecError, first_line
 from raytrec.common.machine import OTHER_DEVICE, built_for, cuda_of_torch, driver_cuda, gpu_kinds, installed
-from raytrec.compat.ray_core import CURRENT_CLUSTER, logs_folder, system_memory
+from raytrec.compat.ray_core import system_memory
+from raytrec.compat.ray_start import CURRENT_CLUSTER, logs_folder
 from raytrec.compat.versions import wrong_versions
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from raytrec.checkpoint.index import INDEX, read_index
-from raytrec.checkpoint.table_starts import schema_of
+from raytrec.checkpoint.rows import schema_of
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.common.storage import sibling, split_query
 from raytrec.config.features import needed_transforms, resolve_features

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from raytrec.checkpoint.files import find, find_best, find_step, folder_of, newest
-from raytrec.checkpoint.table_starts import schema_of
+from raytrec.checkpoint.rows import schema_of
 from raytrec.common.errors import ConfigError, DataError, RaytrecError
 from raytrec.common.processes import owner, remove_leftovers
 from raytrec.common.storage import absolute, relative

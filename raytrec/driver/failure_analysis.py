@@ -12,7 +12,7 @@ from raytrec.cluster.session import logs_here
 from raytrec.common.errors import RaytrecError, RunError, root_cause
 from raytrec.common.messages import Restart
 from raytrec.common.redaction import hide
-from raytrec.compat.ray_names import lost_its_node, ran_out_of_memory, reported
+from raytrec.compat.ray_core import lost_its_node, ran_out_of_memory, reported
 from raytrec.config.run_config import RunConfig
 
 

@@ -16,7 +16,7 @@ from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.memory import FEW_ARENAS
 from raytrec.common.messages import Command
 from raytrec.common.storage import in_shell, join_uri, open_filesystem, relative
-from raytrec.compat.ray_names import (
+from raytrec.compat.ray_core import (
     ENABLE_PREEMPTION_WATCHER,
     HEALTH_CHECK_INTERVAL_S,
     SNAPSHOT,
@@ -72,9 +72,10 @@ def run_group(
     import ray.train
 
     from raytrec.cluster.lifeline import Lifeline, RayLost, wait_for
-    from raytrec.compat.ray_train import ControlledTrainer, LateTorchConfig
+    from raytrec.compat.ray_train import ControlledTrainer
     from raytrec.driver.coordinator import start_coordinator
     from raytrec.driver.policies import FailedGpus, FailuresWithReason, RoomOnNodes
+    from raytrec.worker.rendezvous import OwnAddressConfig
 
     coordinator = start_coordinator(scaling.hang_timeout_s, PHASE_TIMEOUT_S)
     others_read = reads_elsewhere(config, device)
@@ -105,9 +106,8 @@ def run_group(
     trainer = ControlledTrainer(
         worker,
         train_loop_config=task,
-        backend_config=LateTorchConfig(
-            TORCH_CONFIG,
-            {"backend": "nccl" if device == "cuda" else "gloo", "timeout_s": group_timeout(config, device)},
+        backend_config=OwnAddressConfig(
+            "nccl" if device == "cuda" else "gloo", group_timeout(config, device)
         ),
         scaling_config=ray_scaling,
         run_config=_ray_run(checkpoint if saves else join_uri(config.run.dir, "ray")),
@@ -161,7 +161,6 @@ def group_timeout(config: RunConfig, device: str) -> int:
 
 # That building, restoring, saving or one read of data may take on a rank: these end, or fail, by themselves.
 PHASE_TIMEOUT_S = 1800
-TORCH_CONFIG = "raytrec.worker.rendezvous:OwnAddressTorchConfig"
 # How soon the end, or an error, is seen; how long Ray waits for places that are not there after all; and no
 # watcher for nodes that will go, because policies.RoomOnNodes looks for them sooner and needs no barrier.
 RAY_TRAIN = {

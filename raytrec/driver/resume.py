@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrec.checkpoint.files import find, newest
-from raytrec.checkpoint.table_starts import schema_of, table_starts
+from raytrec.checkpoint.rows import schema_of, table_starts
 from raytrec.common.errors import ConfigError, DataError, RunError, SchemaError, os_errors
 from raytrec.common.formatting import flatten
 from raytrec.common.reading import json_values, read_bytes, read_text

@@ -97,7 +97,6 @@ ON_RAY = (
     "raytrec.worker.build",
     "raytrec.worker.checkpointing",
     "raytrec.worker.evaluate",
-    "raytrec.worker.initial_state",
     "raytrec.worker.observers",
     "raytrec.data.stream",
     "raytrec.data.rows",

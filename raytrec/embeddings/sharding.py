@@ -136,7 +136,7 @@ def gradient_factor(config: RunConfig, world: int) -> float:
     """What gradients are multiplied with while they travel: a power of two, so that nothing is rounded by it.
 
     A row's gradient is divided by the rows of a batch (and multiplied by the number of ranks, see
-    tasks/global_batch.py): beyond 1e5 rows, fp16 would keep a few bits of it.
+    tasks/objective.py): beyond 1e5 rows, fp16 would keep a few bits of it.
     """
     return 2.0 ** floor(log2(max(1, config.data.global_batch_size // world)))
 

@@ -197,7 +197,7 @@ class Input:
 
     Attributes:
         pooled: feature → float32 [B, dim]; of a sequence that is read id by id [B, L, dim].
-        gradient: the same of this rank's loss (tasks/global_batch.py); before clipping.
+        gradient: the same of this rank's loss (tasks/objective.py); before clipping.
         batch: a data.batch.Batch.
     """
 

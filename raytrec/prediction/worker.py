@@ -68,12 +68,12 @@ def _names(folder: PredictionFolder, spans: list[Span], wanted: PredictionTask) 
 def _predict(context: WorkerContext, wanted: PredictionTask, order: SpanOrder) -> tuple[int, float]:
     """Predicts and writes this rank's spans; (rows of all ranks, seconds that it took)."""
     from raytrec.tasks.objective import Scoring
+    from raytrec.worker.build import load_step
     from raytrec.worker.consensus import StepConsensus
-    from raytrec.worker.initial_state import load_step
     from raytrec.worker.nonfinite import Known
 
     step = load_step(context, objective=Scoring)
-    stream, total = context.evaluation_stream("predict", order), order.steps()
+    stream, total = context.stream("predict", order), order.steps()
     context.enter_phase("predicting", "evaluate")
     context.report(messages.Start(total=total, step=0, workers=context.world))
     writer = SpanWriter(wanted, context.task.config.data.on_error == "skip")

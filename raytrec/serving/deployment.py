@@ -42,7 +42,7 @@ class Replica:
         import torch
         from ray import serve
 
-        from raytrec.compat.ray_names import prepare_replica
+        from raytrec.compat.ray_core import prepare_replica
 
         prepare_replica()
         torch.set_num_threads(1)

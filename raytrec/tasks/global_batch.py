@@ -1,23 +1,8 @@
-"""Each rank's part of the loss of a global batch.
+"""Losses that compare rows of the global batch.
 
-    loss = Σ over the rows of the global batch of the row's loss ÷ rows of the global batch
-
-Of requests with candidates, each candidate is a row here.
-
-A row's loss counts by its weight in the task: 0 where it has no label or a mask excludes it, else its sample
-weight. Such rows stay among those that are divided by. Losses of several tasks are multiplied by their
-`weight` and added.
-
-TorchRec divides table gradients by the world size (its gradient division stays on) and
-DistributedDataParallel averages dense gradients over ranks. So each rank's loss is
-
-    world_size × Σ over its own rows ÷ rows of the global batch
-
-and both kinds of gradient become exactly those of the definition, for equal, unequal and empty parts.
-
-Of a loss that compares rows, each rank computes the terms of its rows, given the logits of all ranks, and
-their gradient for all logits; the gradients are added up over ranks, and each keeps those of its rows. So
-values and gradients are those of one process that has the whole batch.
+Each rank computes the terms of its rows, given the logits of all ranks, and their gradient for all logits.
+The gradients are summed over ranks, and each rank keeps those of its rows. Values and gradients are therefore
+those of one process that has the whole batch.
 """
 
 from __future__ import annotations
@@ -25,41 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torchrec.distributed import comm_ops
 
 from raytrec.common.collectives import Peers
-from raytrec.common.errors import RunError
 from raytrec.tasks.losses import BatchLoss, Rows
 
 # Pairs of rows that are compared together: 64 MiB for each number about them; on a GPU, which launches a few
 # dozen kernels for each piece, 256 MiB.
 AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
-
-
-def require_gradient_division() -> None:
-    """Raises RunError where TorchRec's division has been switched off for the whole process."""
-    if not comm_ops.get_gradient_division():
-        raise RunError(
-            "TorchRec's gradient division is switched off in this process",
-            where="torchrec.distributed.comm_ops.set_gradient_division(False)",
-            expected="True, TorchRec's default: raytrec's loss is weighted for it",
-            do="remove that call, or set it back to True",
-        )
-
-
-def rank_loss(
-    losses_B: torch.Tensor, weights_B: torch.Tensor, rows: int | torch.Tensor, world: int, weight: float = 1.0
-) -> torch.Tensor:
-    """The scalar that one rank calls backward on.
-
-    Args:
-        losses_B: float [B], the loss of each row.
-        weights_B: float [B], the factor of each row; 0 for padding.
-        rows: of the global batch over all ranks, padding not counted.
-        world: number of ranks.
-        weight: a factor of the whole: of a task among several.
-    """
-    return (losses_B * weights_B).sum() * (weight * world / rows)
 
 
 def compared_loss(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, world: int) -> torch.Tensor:

@@ -1,4 +1,20 @@
-"""Tasks → losses → the scalar of a global batch."""
+"""Tasks → losses → each rank's part of the loss of a global batch.
+
+    loss = Σ over the rows of the global batch of the row's loss ÷ rows of the global batch
+
+Of requests with candidates, each candidate is a row here.
+
+A row's loss counts by its weight in the task: 0 where it has no label or a mask excludes it, else its sample
+weight. Such rows stay among those that are divided by. Losses of several tasks are multiplied by their
+`weight` and added.
+
+TorchRec divides table gradients by the world size (its gradient division stays on) and
+DistributedDataParallel averages dense gradients over ranks. So each rank's loss is
+
+    world_size × Σ over its own rows ÷ rows of the global batch
+
+and both kinds of gradient become exactly those of the definition, for equal, unequal and empty parts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +28,7 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
-from raytrec.tasks.global_batch import compared_loss, rank_loss
+from raytrec.tasks.global_batch import compared_loss
 from raytrec.tasks.losses import BatchLoss, Rows
 from raytrec.tasks.outputs import Outputs, TaskOutputs
 from raytrec.tasks.task import Task, check_model_learns, key_columns, resolve_tasks
@@ -20,8 +36,23 @@ from raytrec.tasks.task import Task, check_model_learns, key_columns, resolve_ta
 OF_MODEL = ""  # in the place of a task's name: the model's own loss, where no task has it, and lookup_l2's
 
 
+def rank_loss(
+    losses_B: torch.Tensor, weights_B: torch.Tensor, rows: int | torch.Tensor, world: int, weight: float = 1.0
+) -> torch.Tensor:
+    """Return the scalar that one rank calls backward on.
+
+    Args:
+        losses_B: Loss of each row, float [B].
+        weights_B: Factor of each row, float [B]; 0 for padding.
+        rows: Rows of the global batch over all ranks, without padding.
+        world: Number of ranks.
+        weight: Factor of the task.
+    """
+    return (losses_B * weights_B).sum() * (weight * world / rows)
+
+
 class Objective:
-    """The weighted sum of the tasks' losses, each averaged over the global batch (global_batch.py).
+    """The weighted sum of the tasks' losses, each averaged over the global batch.
 
     What a model gives is called logits here: float32 [B], or [B, columns]: side by side the columns of each
     task, one or as many as it has classes; then the model's own loss of each row, if it gives one; then,

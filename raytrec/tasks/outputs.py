@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
 
 OF_ROWS = ("logits", "predictions", "labels", "weights")  # tensors of TaskOutputs
-
-
-class Verdict(Protocol):
-    """Whether a step is skipped because its loss is not finite on some rank (worker/nonfinite.py).
-
-    Attributes:
-        mask: bool scalar on the step's device.
-    """
-
-    mask: torch.Tensor
-
-    @property
-    def skipped(self) -> bool:
-        """As the host knows it; waits for the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +51,8 @@ class Outputs:
         tasks: task → its part, in the order of the configuration.
         rows: float32 [B], 1 for a row and 0 for padding, whatever a task's own weights.
         loss: the scalar that this rank calls backward on (tasks/objective.py): its part × ranks.
-        verdict: whether the step is skipped; None unless train.on_nan is skip.
+        is_skipped: Returns True if the step is skipped, once the device has computed the forward pass; None
+            unless train.on_nan is skip.
         losses: in training, task (or objective.OF_MODEL) → its part of the loss, so that the sum over ranks ÷
             rows of the global batch is the loss of the step: × those rows ÷ ranks.
         vectors: float32 [B, width], of one tower of the model (worker.step.Head), or None.
@@ -74,29 +61,33 @@ class Outputs:
     tasks: dict[str, TaskOutputs]
     rows: torch.Tensor
     loss: torch.Tensor
-    verdict: Verdict | None = None
+    is_skipped: Callable[[], object] | None = None
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
     vectors: torch.Tensor | None = None
 
     def __getitem__(self, task: str) -> TaskOutputs:
         return self.tasks[task]
 
-    def masked(self, verdict: Verdict) -> Outputs:
-        """The same of a step that may be skipped: zeros, if it is, in place of numbers that may be NaN."""
+    def masked(self, mask: torch.Tensor, is_skipped: Callable[[], object]) -> Outputs:
+        """Return the outputs of a step that may be skipped: zeros if it is, as its numbers may be NaN.
+
+        Args:
+            mask: Bool scalar on the step's device; True if the step is skipped.
+            is_skipped: Same for the host.
+        """
 
         def kept(values: torch.Tensor) -> torch.Tensor:
-            return values.masked_fill(verdict.mask, 0)
+            return values.masked_fill(mask, 0)
 
         tasks = {
             task: replace(own, **{name: kept(getattr(own, name)) for name in OF_ROWS})
             for task, own in self.tasks.items()
         }
         losses = {name: kept(part) for name, part in self.losses.items()}
-        return replace(
-            self, tasks=tasks, rows=kept(self.rows), loss=kept(self.loss), verdict=verdict, losses=losses
-        )
+        rows, loss = kept(self.rows), kept(self.loss)
+        return replace(self, tasks=tasks, rows=rows, loss=loss, losses=losses, is_skipped=is_skipped)
 
     @property
     def skipped(self) -> bool:
-        """Whether the step is skipped on all ranks."""
-        return self.verdict is not None and self.verdict.skipped
+        """True if the step is skipped on all ranks; waits for the forward pass."""
+        return self.is_skipped is not None and bool(self.is_skipped())

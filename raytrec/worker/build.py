@@ -1,16 +1,24 @@
-"""A rank's model: built, then sharded by one plan."""
+"""A rank's model: built, sharded by one plan, and given the state with which the rank begins."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torchrec.distributed import comm_ops
 from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-from raytrec.checkpoint.state import LogicalState
+from raytrec.checkpoint.index import read_index, why_no_progress
+from raytrec.checkpoint.managed import ids_to_read, load_with_ids, take_over_ids
+from raytrec.checkpoint.restore import restore
+from raytrec.checkpoint.rows import schema_of, table_starts
+from raytrec.checkpoint.state import LogicalState, State, is_average, not_finite, on_any_rank
+from raytrec.common import messages
 from raytrec.common.collectives import Peers
+from raytrec.common.errors import RunError
 from raytrec.compat.fbgemm import CACHED, pad_empty_shards
 from raytrec.compat.fbgemm_lookups import as_known_to_torchrec, own_lookups
 from raytrec.config.run_config import RunConfig
@@ -23,16 +31,19 @@ from raytrec.embeddings.sharding import make_codecs, sharders, sharders_for_plan
 from raytrec.embeddings.tables import fill_tables
 from raytrec.models.parts.shared import join_ranks
 from raytrec.models.recommender import build_recommender, checkpoint_activations, compile_dense
-from raytrec.planning.memory import held, planned
+from raytrec.planning.memory import held, planned, without_training
 from raytrec.planning.plan import make_plan
 from raytrec.planning.step import hot_rows
-from raytrec.tasks.global_batch import require_gradient_division
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import columns_of, needs_vectors
 from raytrec.worker.loop import train_order
 from raytrec.worker.nonfinite import SkipBad
 from raytrec.worker.process import prepare_process
 from raytrec.worker.step import LossModel, Step
+
+if TYPE_CHECKING:
+    from raytrec.worker.context import WorkerContext
+    from raytrec.worker.progress import Progress
 
 
 def build_step(
@@ -44,22 +55,28 @@ def build_step(
     steps: int = 0,
     objective: type[Objective] = Objective,
 ) -> tuple[Step, ShardingPlan]:
-    """Model, plan, optimizers and pipeline of this rank; a collective.
+    """Build the model, plan, optimizers and pipeline of this rank; a collective.
 
     Initial weights depend on run.seed alone: dense layers are drawn alike on every rank, tables row by row.
 
     Args:
-        fill: whether tables get their initial values; a checkpoint that is read next brings others.
-        steps: of the whole run; 0: nothing is trained.
-        objective: what becomes of the model's logits.
+        fill: True to set the initial values of tables; False if a checkpoint is read next.
+        steps: Steps of the whole run; 0 if nothing is trained.
+        objective: Class that turns the model's logits into losses and outputs.
     """
-    require_gradient_division()
+    if not comm_ops.get_gradient_division():
+        raise RunError(
+            "TorchRec's gradient division is switched off in this process",
+            where="torchrec.distributed.comm_ops.set_gradient_division(False)",
+            expected="True, TorchRec's default: raytrec's loss is weighted for it",
+            do="remove that call, or set it back to True",
+        )
     prepare_process(config.train)
     world = dist.get_world_size()
     model = unsharded(config, schema, device, world, objective)
     optimizers = table_optimizers(config, schema)
     if config.train.compile:
-        rows = train_order(config).padded_rows(config.data.global_batch_size, 0, dist.get_world_size())
+        rows = train_order(config).padded_rows(config.data.global_batch_size, 0, world)
         graph_rows = rows if config.train.compile == "graphs" else None
         compile_dense(model.head.model, model.head.call, device, graph_rows)
     if config.train.activation_checkpointing:
@@ -71,14 +88,20 @@ def build_step(
     tables = held(planned(plan, config, schema, world), config, schema, device.type)
     shares = [share for share, _ in hot_rows(tables, config, schema, world)]
     mark_mapped(model.embeddings.collections, plan, optimizers, any(shares))
-    cache = _cache_settings(plan, device)
+    # Tables in host memory with a cache on the GPUs: hits are counted, and rows are fetched ahead of their
+    # step and locked until the step has been trained. On CPU there is no cache.
+    kernels = {spec.compute_kernel for module in plan.plan.values() for spec in module.values()}
+    cache = CACHED if device.type == "cuda" and CACHING_KERNEL in kernels else None
+    # An id that is read by itself is sent to other ranks once a batch, and its gradients as a sum. FBGEMM
+    # (1.8.0) finds distinct ids on GPUs alone, and in fp16 the sum of many gradients may be infinite.
+    once = device.type == "cuda" and world > 1 and config.plan.qcomms.backward_precision != "fp16"
     files = MappedFiles(config, shares[dist.get_rank()])
     with own_lookups(files), as_known_to_torchrec(plan, {MMAP_KERNEL: "fused"}):
         sharded = DistributedModelParallel(
             model,
             device=device,
             plan=plan,
-            sharders=sharders(cache, codecs, device.type, _sends_distinct_ids(config, device, world)),
+            sharders=sharders(cache, codecs, device.type, once),
             data_parallel_wrapper=_Alone() if world == 1 else None,
         )
     pad_empty_shards(sharded)
@@ -106,25 +129,10 @@ class _Alone(DataParallelWrapper):
 
 
 def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
-    """The plan that `build_step` would use, without making any table; a collective."""
+    """Return the plan that `build_step` would use, without creating any table; a collective."""
     world = dist.get_world_size()
     offered = sharders_for_planning(config, schema, world)
     return make_plan(unsharded(config, schema, device, world), offered, schema, config, device)
-
-
-def _sends_distinct_ids(config: RunConfig, device: torch.device, world: int) -> bool:
-    """Whether each id that is read by itself is sent to other ranks once a batch, and its gradients as a sum.
-
-    FBGEMM (1.8.0) finds distinct ids on GPUs alone. In fp16 the sum of many gradients may be infinite.
-    """
-    return device.type == "cuda" and world > 1 and config.plan.qcomms.backward_precision != "fp16"
-
-
-def _cache_settings(plan: ShardingPlan, device: torch.device) -> dict[str, Any] | None:
-    """FBGEMM's settings where tables are in host memory with a cache on the GPUs: hits are counted, and rows
-    brought in ahead of their step and locked until it has been trained. (On CPU there is no cache.)"""
-    kernels = {spec.compute_kernel for module in plan.plan.values() for spec in module.values()}
-    return CACHED if device.type == "cuda" and CACHING_KERNEL in kernels else None
 
 
 def unsharded(
@@ -134,7 +142,7 @@ def unsharded(
     world: int = 1,
     objective: type[Objective] = Objective,
 ) -> LossModel:
-    """Model and objective of a rank among `world`: dense layers on the device, tables on meta."""
+    """Return model and objective of one of `world` ranks: dense layers on the device, tables on meta."""
     made = objective.of(config, schema, world)
     columns, vectors = columns_of(made.tasks), needs_vectors(made.tasks)
     recommender = build_recommender(config, schema, device, sum(columns.values()), vectors, columns)
@@ -142,3 +150,81 @@ def unsharded(
         join_ranks(recommender.model, Peers(device))
     ranks_items = config.eval.retrieval is not None and objective is Objective
     return LossModel(recommender, made, query_vectors=ranks_items)
+
+
+def begin_or_resume(context: WorkerContext, step: Step, state: LogicalState, progress: Progress) -> None:
+    """Restore the newest whole checkpoint of the run, or begin a new run if there is none; a collective."""
+
+    def ids(about: dict[str, Any]) -> State:
+        context.enter_phase("restoring", "restore")
+        return ids_to_read(about, step.maps)
+
+    found = restore(context.task.checkpoint, state, why_no_progress, ids)
+    for reason in found.passed_over:
+        context.report(messages.Warn(text=f"passed over a checkpoint: {reason}"))
+    if not found.folder:
+        context.enter_phase("setting initial values", "plan")
+        return begin(step, context.task.config, context.task.schema, context.task.datasets["train"].log_odds)
+    take_over_ids(step.maps, found.more, found.about)
+    progress.resume(found.about["progress"])
+    step.trained = progress.step
+
+
+def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[float] = ()) -> None:
+    """Set the initial weights: those of run.seed, then those of warm_start.from; a collective.
+
+    Args:
+        log_odds: Bias of each column of logits, for models whose last layer is a Linear called logit; empty:
+            as drawn.
+    """
+    fill_tables(step.model, config.run.seed)
+    last = getattr(step.head.model, "logit", None)
+    if log_odds and last is not None and last.bias is not None:
+        with torch.no_grad():
+            last.bias.copy_(torch.tensor(log_odds))
+    if not config.warm_start.from_:
+        return
+    index = read_index(config.warm_start.from_)
+    starts = table_starts(config, schema_of(index["about"]), schema)
+    rows = {table: start.rows for table, start in starts.items() if start.policy == "resize"}
+    anew = {table for table, start in starts.items() if start.policy == "new"}
+    state = LogicalState(step.model, step.optimizer, with_optimizer=config.warm_start.optimizer)
+    # An average is of this run's steps alone, and begins with the first of them.
+    tensors = {name: v for name, v in state.tensors(rows, anew).items() if not is_average(name)}
+    if config.warm_start.dense == "matching":
+        saved = {name: entry["shape"] for name, entry in index["tensors"].items()}
+        tensors = {
+            name: value
+            for name, value in tensors.items()
+            if not name.startswith("dense/") or saved.get(name) == list(value.shape)
+        }
+    taken = {table: m for table, m in step.maps.items() if starts[table].policy == "exact"}
+    load_with_ids(config.warm_start.from_, tensors, taken, index["about"], rows, new_run=True)
+    if found := on_any_rank(not_finite(tensors, state.unbounded)):
+        raise RunError(
+            f"the checkpoint is NaN or infinite: {found}",
+            where=f"warm_start.from={config.warm_start.from_}",
+            expected="finite weights and optimizer state to begin with",
+            do="begin with an earlier checkpoint; if only optimizer state is, set warm_start.optimizer=false",
+        )
+    state.written()
+
+
+def load_step(context: WorkerContext, objective: type[Objective] = Objective) -> Step:
+    """Build the model of the task's checkpoint for evaluation; a collective.
+
+    Args:
+        objective: As in `build_step`.
+    """
+    task = context.task
+    context.enter_phase("loading the checkpoint", "restore")
+    step, _ = build_step(
+        without_training(task.config), task.schema, context.device, fill=False, objective=objective
+    )
+    state = LogicalState(step.model, step.optimizer, with_optimizer=False)
+    load_with_ids(task.checkpoint, state.tensors(), step.maps, read_index(task.checkpoint)["about"])
+    if found := on_any_rank(not_finite(state.tensors(), state.unbounded)):
+        context.report(
+            messages.Warn(text=f"the checkpoint is NaN or infinite, its figures mean nothing: {found}")
+        )
+    return step

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from raytrec.checkpoint.files import folder_of, steps
 from raytrec.checkpoint.index import read_index
-from raytrec.checkpoint.managed import ids_to_read, saved_ids, take_over_ids
-from raytrec.checkpoint.restore import load
+from raytrec.checkpoint.managed import load_with_ids, saved_ids
 from raytrec.checkpoint.save import NotFinite, Saved, Saver
 from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.state import LogicalState
@@ -27,9 +26,8 @@ from raytrec.common.storage import in_shell
 from raytrec.config.features import resolve_features
 from raytrec.embeddings.sharding import describe
 from raytrec.worker.consensus import Decision, StepConsensus
-from raytrec.worker.nonfinite import Losses
+from raytrec.worker.nonfinite import NAN_FOLDER, Losses, dump
 from raytrec.worker.progress import RankRun
-from raytrec.worker.recent_batches import NAN_FOLDER, dump
 from raytrec.worker.step import Outputs, Step
 
 
@@ -81,7 +79,8 @@ class CheckpointManager:
             Restart, Stopped: the state has been saved. RunError: a loss was not finite.
         """
         step, command = self._progress.step, self._context.heartbeat.command
-        if self._context.index == 0 and command == Command.GO and self._time_is_up():
+        is_due = monotonic() - self._saved_at > (self._config.checkpoint.every_s or inf)
+        if self._context.index == 0 and command == Command.GO and is_due and not self._asked:
             command, self._asked = Command.SAVE, True
         self._losses.add(step, outputs.loss)
         decision = self._consensus.exchange(command, self._losses.look(), self._saver.busy)
@@ -127,9 +126,8 @@ class CheckpointManager:
             RunError: a loss was not finite up to this step, so that this state must not be kept.
         """
         heartbeat, step = self._context.heartbeat, self._progress.step
-        if (
-            last := self._consensus.finish()
-        ) is not None:  # else it has been saved before, and this was asked
+        last = self._consensus.finish()
+        if last is not None:  # else it has been saved before, and this was asked
             if last.through < step:  # GPUs have not finished; the copy would wait for them as well
                 last = self._consensus.agree(self._losses.wait())
             self._stop_if_bad(last)
@@ -160,10 +158,7 @@ class CheckpointManager:
         if not there:
             return self._warn(f"the best weights, those of step {step}, are not kept: those of the end stay")
         folder = folder_of(root, step)
-        about = read_index(folder)["about"]
-        ids = ids_to_read(about, self._step.maps)
-        load(folder, self._state.tensors() | ids)
-        take_over_ids(self._step.maps, ids, about)
+        load_with_ids(folder, self._state.tensors(), self._step.maps, read_index(folder)["about"])
         self._state.written()
 
     def finish(self, *, again: bool = False) -> None:
@@ -249,9 +244,6 @@ class CheckpointManager:
                 f"or train.max_grad_norm: raytrec train --warm-start {in_shell(folder)} {lower}"
             )
         return NotFinite(error.what, where=error.where, expected=error.expected, do=do)
-
-    def _time_is_up(self) -> bool:
-        return not self._asked and monotonic() - self._saved_at > (self._config.checkpoint.every_s or inf)
 
     def _unfinished(self) -> tuple[int, str] | None:
         """The step and phase that this rank's GPU has not finished; called by the heartbeat's thread."""

@@ -16,7 +16,6 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.decode import SKIPPED, Faults
 from raytrec.data.fragments import Dataset
-from raytrec.data.order import Order
 from raytrec.worker.heartbeat import Heartbeat
 
 
@@ -82,7 +81,9 @@ class WorkerContext:
         device = ray.train.torch.get_device()
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        torch.set_num_threads(_threads(device, task))
+        # With a GPU as many as Ray sets; Ray is too late with them if a rank is forked with torch imported.
+        on_gpu, cpus = device.type == "cuda", task.config.scaling.cpus_per_worker
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)) if on_gpu else cpus)
         index, world, group = context.get_world_rank(), context.get_world_size(), [uuid.uuid4().hex]
         dist.broadcast_object_list(group)
         node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
@@ -96,10 +97,12 @@ class WorkerContext:
         return entered
 
     def stream(self, name: str, order: Any):
-        """This rank's Stream of a dataset of the task; None where the task has no dataset of that name.
+        """Return this rank's Stream of a dataset, or None if the task has no dataset of that name.
+
+        Each batch that is not trained on counts as progress (training counts its own).
 
         Args:
-            order: as of data.stream.Stream.
+            order: As in data.stream.Stream.
         """
         from raytrec.data.stream import Stream
 
@@ -108,7 +111,7 @@ class WorkerContext:
         data = self.task.config.data
         # Skipped rows are noted in the run folder; what is evaluated again has none to write to.
         skipped = join_uri(self.task.config.run.dir, SKIPPED) if "train" in self.task.datasets else None
-        return Stream(
+        stream = Stream(
             self.task.datasets[name],
             order,
             rank=self.index,
@@ -121,17 +124,7 @@ class WorkerContext:
             features=resolve_features(self.task.schema, self.task.config.model),
             train=name == "train",
         )
-
-    def streams(self, train: Order, evaluation: Order):
-        """The Streams of training, of evaluations while training, of the last one, and of the items of
-        eval.retrieval; None where there are none."""
-        valid, test, items = (self.evaluation_stream(name, evaluation) for name in ("valid", "test", "items"))
-        return self.stream("train", train), valid or test, test or valid, items
-
-    def evaluation_stream(self, name: str, order: Any):
-        """The same as `stream`; each of its batches counts as progress."""
-        stream = self.stream(name, order)
-        return stream and _Watched(stream, self.heartbeat)
+        return stream if name == "train" else _Watched(stream, self.heartbeat)
 
     def close(self) -> None:
         """This rank has done its work."""
@@ -150,13 +143,6 @@ class WorkerContext:
         """What this rank does from now on, for people and for the coordinator (coordinator.SLOW_PHASES)."""
         self.heartbeat.tick(kind)
         self.report(Phase(text=text))
-
-
-def _threads(device: Any, task: WorkerTask) -> int:
-    """For a GPU, as many as Ray sets, which it could not before torch was imported if a rank is forked."""
-    if device.type == "cuda":
-        return int(os.environ.get("OMP_NUM_THREADS", 1))
-    return task.config.scaling.cpus_per_worker
 
 
 @dataclass

@@ -20,18 +20,19 @@ def train_worker(task: WorkerTask) -> None:
     from raytrec.embeddings.sharding import describe
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
-    from raytrec.worker.build import build_step
+    from raytrec.worker.build import begin_or_resume, build_step
     from raytrec.worker.checkpointing import CheckpointManager, Stopped
     from raytrec.worker.evaluate import can_shrink, evaluate, evaluate_shrunk, shrink
-    from raytrec.worker.initial_state import begin_or_resume
+    from raytrec.worker.nonfinite import RecentBatches
     from raytrec.worker.observers import make_observers
     from raytrec.worker.process import freeze_gc
     from raytrec.worker.progress import EarlyStopping, Progress, RankRun
-    from raytrec.worker.recent_batches import RecentBatches
 
     context = WorkerContext.enter(task)
     config, order = task.config, train_order(task.config)
-    train, valid, test, items = context.streams(order, evaluation_order(config))
+    train, evaluation = context.stream("train", order), evaluation_order(config)
+    valid, test, items = (context.stream(name, evaluation) for name in ("valid", "test", "items"))
+    valid, test = valid or test, test or valid
     epoch_steps, total = order.steps(train.dataset.rows), total_steps(config, train.dataset.rows)
 
     context.enter_phase("building the model", "plan")
@@ -72,6 +73,7 @@ def train_worker(task: WorkerTask) -> None:
                 if progress.step % config.train.log_every_steps == 0 or progress.step == total:
                     progress.end_window()
                 progress.report(context)
+                context.heartbeat.tick("step", progress.step)
                 observers.after_step(rows)
                 checkpoints.after_step(outputs)
             progress.clock.pause(context.device)
@@ -119,15 +121,15 @@ def train_worker(task: WorkerTask) -> None:
 def evaluate_worker(task: WorkerTask) -> None:
     """Loads a checkpoint and evaluates it as one rank of a Ray Train worker group."""
     from raytrec.metrics.selection import Selection
+    from raytrec.worker.build import load_step
     from raytrec.worker.evaluate import evaluate
-    from raytrec.worker.initial_state import load_step
 
     context = WorkerContext.enter(task)
     step = load_step(context)
     context.enter_phase("evaluating", "evaluate")
     selection = Selection.of_config(task.config, task.schema)
     order = evaluation_order(task.config)
-    test, items = (context.evaluation_stream(name, order) for name in ("test", "items"))
+    test, items = (context.stream(name, order) for name in ("test", "items"))
     figures, _ = evaluate(step, test, context.device, selection, items)
     figures = selection.result(figures) | {"world_size": context.world}
     context.report(messages.Result(step=0, figures=figures))

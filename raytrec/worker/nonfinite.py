@@ -1,16 +1,28 @@
-"""Losses that are NaN or infinite: found, and skipped."""
+"""Losses that are NaN or infinite: found, skipped, and written with their batches."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
+from raytrec.config.schema import Schema
+from raytrec.data.batch import Batch
+
 LATE = 2  # steps that the host may be ahead of a GPU: enough to keep it busy, and few batches are in flight
+# Batches. A bad loss is known at most LATE steps later, and acted on one step after that, or two
+# (StepConsensus.lag); by then a pipeline has read up to three batches more.
+KEPT = LATE + 6
+NAN_FOLDER = "nan"
+TASK_WEIGHTS = "task_weights"  # the column of each row's factors
 
 
 class Fetch:
@@ -98,28 +110,6 @@ class Losses:
         self._coming.popleft()  # only now, so that `unfinished` names it while it is waited for
 
 
-class Verdict:
-    """Whether a step is skipped, because the loss of any rank is not finite; making it is a collective.
-
-    The device knows before the host does: gradients are masked by `mask`, so a GPU can be given the backward
-    pass at once. When the host asks, it waits for the forward pass, behind which the backward pass is queued.
-
-    Attributes:
-        mask: bool scalar on the loss's device.
-    """
-
-    def __init__(self, loss: torch.Tensor):
-        bad = (~torch.isfinite(loss.detach())).float()
-        dist.all_reduce(bad, dist.ReduceOp.MAX)
-        self.mask = bad > 0
-        self._fetch = Fetch(self.mask)
-
-    @property
-    def skipped(self) -> bool:
-        """As the host knows it; waits for the forward pass."""
-        return bool(self._fetch.wait())
-
-
 class SkipBad(OptimizerWrapper):
     """Skips training steps whose loss is not finite on any rank: tables, dense layers and state stay.
 
@@ -129,29 +119,102 @@ class SkipBad(OptimizerWrapper):
     The host decides whether to step, also on GPUs: Adam would still count a step with a gradient of zero
     (torch 2.13.0, optim/adam.py), on which its bias corrections depend, and would decay its momentum.
 
+    The device knows of a bad loss before the host does: gradients are masked there, so that a GPU can be
+    given the backward pass at once. When the host asks, it waits for the forward pass alone.
+
     Args:
-        optimizer: steps everything.
-        head: takes (pooled embeddings, batch) and gives (loss, Outputs), which are masked (worker.step.Head).
+        optimizer: Optimizer of tables and dense layers.
+        head: Module from (pooled embeddings, batch) to (loss, Outputs); its outputs are masked.
     """
 
     def __init__(self, optimizer: KeyedOptimizer, head: nn.Module):
         super().__init__(optimizer)
-        self._verdict: Verdict | None = None
+        self._bad: torch.Tensor | None = None  # bool scalar: the loss of some rank is not finite
+        self._known: Fetch | None = None  # the same, for the host
         head.register_forward_pre_hook(self._before_head)
         head.register_forward_hook(self._after_head)
 
     def step(self, closure: Any = None) -> None:
-        if self._verdict is None or not self._verdict.skipped:
+        if self._known is None or not self._known.wait():
             super().step(closure)
 
     def _before_head(self, head: nn.Module, inputs: tuple) -> None:
         if head.training:
             for values in inputs[0].values():
-                values.register_hook(lambda gradient: gradient.masked_fill(self._verdict.mask, 0))
+                values.register_hook(lambda gradient: gradient.masked_fill(self._bad, 0))
 
     def _after_head(self, head: nn.Module, inputs: tuple, given: tuple) -> tuple | None:
         if not head.training:
             return None
         loss, outputs = given
-        self._verdict = Verdict(loss)
-        return loss, outputs.masked(self._verdict)
+        found = (~torch.isfinite(loss.detach())).float()
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        self._bad = found > 0
+        self._known = Fetch(self._bad)
+        return loss, outputs.masked(self._bad, self._known.wait)
+
+
+class RecentBatches:
+    """An iterator over batches that remembers the last few, with their steps.
+
+    Args:
+        first_step: of the first batch.
+    """
+
+    def __init__(self, batches: Iterator[Batch], first_step: int):
+        self._batches, self._step = batches, first_step
+        self._kept: deque[tuple[int, Batch]] = deque(maxlen=KEPT)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self._kept.append((self._step, batch))
+        self._step += 1
+        return batch
+
+    def at(self, step: int) -> Batch | None:
+        """The batch of a step, if it is still known."""
+        return dict(self._kept).get(step)
+
+
+def dump(
+    batch: Batch, schema: Schema, folder: str, step: int, rank: int, sequences: Collection[str] = ()
+) -> str:
+    """Writes a rank's part of a batch as Parquet, in the columns of the schema; its path.
+
+    Ids are those that the tables see, after hashing and clamping; padded rows are skipped. Where tasks weigh
+    rows, `task_weights` holds each row's factor in each task.
+
+    Args:
+        sequences: features that are looked up id by id, the most recent one first.
+    """
+    batch = batch.to(torch.device("cpu"))
+    real = batch.weights > 0
+    beside = iter([] if batch.dense_of_candidates is None else batch.dense_of_candidates.unbind(1))
+    columns: dict[str, Any] = {n: _values(batch, batch.labels[:, i]) for i, n in enumerate(schema.labels)}
+    for i, name in enumerate(schema.dense):
+        of_candidates = name in schema.candidates
+        columns[name] = _values(batch, next(beside)) if of_candidates else batch.dense[real, i].numpy()
+    if batch.task_weights is not None:  # a label of factor 0 may be none
+        columns[TASK_WEIGHTS] = _values(batch, batch.task_weights)
+    for name in schema.sparse:
+        feature = batch.sparse[name]
+        bags = feature.values().split(feature.lengths().tolist())
+        rows = [ids.tolist() for ids, good in zip(bags, real.tolist(), strict=True) if good]
+        if name in sequences:  # the oldest first again
+            rows = [ids[::-1] for ids in rows]
+        columns[name] = pa.array(rows, pa.list_(pa.int64()))
+    place = Path(folder) / NAN_FOLDER / f"step-{step:010d}-rank-{rank}.parquet"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), place)
+    return str(place)
+
+
+def _values(batch: Batch, values: torch.Tensor) -> list:
+    """Of each row that there is, its part of [B, ...]; of requests a list of their candidates' [N, ...]."""
+    if batch.requests is None:
+        return list(values[batch.weights > 0].numpy())
+    of_rows = values.split(torch.bincount(batch.requests, minlength=len(batch.weights)).tolist())
+    return [list(row.numpy()) for row, there in zip(of_rows, batch.weights > 0, strict=True) if there]

@@ -1,29 +1,27 @@
-"""Observers of a run: records, checks, heartbeat, profiles.
+"""Observers of a run: records, checks, profiles.
 
 All are on all ranks; some calls are collectives. A new observer is a class, and a line in `make_observers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from time import time
-from typing import Any
 
 from torch.profiler import ProfilerAction, profile
 
-from raytrec.checks.live.registry import CheckedRun, LiveChecks, Outcome, Position, choose, verdict
+from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, CheckedRun, Outcome, Position
+from raytrec.checks.live.registry import LiveChecks, choose, verdict
 from raytrec.checks.live.same_environment import NETWORK
 from raytrec.common import messages
 from raytrec.common.machine import code_hash, installed_versions
 from raytrec.compat.torch_ import record_memory, save_memory
 from raytrec.embeddings.taps import Taps
-from raytrec.worker.context import WorkerContext
 from raytrec.worker.loop import evaluation_steps
+from raytrec.worker.process import System
 from raytrec.worker.progress import RankRun
 from raytrec.worker.statistics import Statistics
-from raytrec.worker.system import System
 
 PROFILE = "profile"  # in the run folder
 
@@ -51,30 +49,20 @@ class Observers(Observer):
         self._observers = observers
 
     def begin(self) -> None:
-        self._call("begin")
+        for observer in self._observers:
+            observer.begin()
 
     def after_step(self, rows: int) -> None:
-        self._call("after_step", rows)
+        for observer in self._observers:
+            observer.after_step(rows)
 
     def before_save(self) -> None:
-        self._call("before_save")
+        for observer in self._observers:
+            observer.before_save()
 
     def close(self) -> None:
-        self._call("close")
-
-    def _call(self, moment: str, *arguments: int) -> None:
         for observer in self._observers:
-            getattr(observer, moment)(*arguments)
-
-
-class StepHeartbeat(Observer):
-    """Each step is a sign of progress."""
-
-    def __init__(self, run: RankRun):
-        self._run = run
-
-    def after_step(self, rows: int) -> None:
-        self._run.context.heartbeat.tick("step", self._run.progress.step)
+            observer.close()
 
 
 class RankRecorder(Observer):
@@ -144,17 +132,26 @@ class CheckRunner(Observer):
         self._due, self._prepared = True, False
 
     def begin(self) -> None:
-        self._report(self._checks.at_start(describe_environment(self._run.context), self._run.progress.step))
+        context = self._run.context
+        about = {
+            "config": context.task.config.to_yaml(),
+            "schema": context.task.schema.to_yaml(),
+            "training data": context.task.fingerprint,
+            "raytrec's code": code_hash(),
+            **({NETWORK: context.network} if context.device.type == "cuda" else {}),
+            **installed_versions(),
+        }
+        self._report(self._checks.evaluate(START, Position(self._run.progress.step, about=about)))
 
     def after_step(self, rows: int) -> None:
         self._expected_rows += rows
         if self._prepared:
             self._due = self._prepared = False
-            self._check(self._checks.after_step)
+            self._check(STEP)
 
     def before_save(self) -> None:
         if self._config.checks.at_checkpoints and self._checked_at != self._run.progress.step:
-            self._check(self._checks.at_checkpoint)
+            self._check(CHECKPOINT)
 
     def wants_probe(self, step: int) -> bool:
         """Whether a step, the next one, is to be checked; if so, the checks prepare for it."""
@@ -166,12 +163,13 @@ class CheckRunner(Observer):
             self._checks.prepare(batch)
         return self._prepared
 
-    def _check(self, check: Callable[[Position], list[Outcome]]) -> None:
+    def _check(self, moment: str) -> None:
         progress, step = self._run.progress, self._run.progress.step
         self._checked_at, batch = step, self._run.batches.at(step - 1)
         expected = None if self._config.data.on_error == "skip" else self._expected_rows
         figures, ratios = progress.reported, progress.window.selection.ratios
-        self._report(check(Position(step, batch and batch.step, expected, figures, ratios)))
+        position = Position(step, batch and batch.step, expected, figures, ratios)
+        self._report(self._checks.evaluate(moment, position))
 
     def _report(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
@@ -259,7 +257,7 @@ class StepProfiler(Observer):
 def make_observers(run: RankRun) -> Observers:
     """Return the observers that the configuration asks for, in their order; a collective."""
     config, schema, step = run.context.task.config, run.context.task.schema, run.step
-    observers: list[Observer] = [StepHeartbeat(run)]
+    observers: list[Observer] = []
     if config.train.profile:
         observers.append(StepProfiler(run))
     recorded, checked = config.tracking.every_steps, bool(choose(config))
@@ -270,32 +268,18 @@ def make_observers(run: RankRun) -> Observers:
     if recorded:
         of_ids = step.managed.figures if step.managed is not None else dict
         probing.append(RankRecorder(run, Statistics(schema, run.state.tables, taps, of_ids)))
-    if checked and len(checks := LiveChecks(_checked(run, taps))):
-        probing.append(CheckRunner(run, checks))
+    if checked:
+        seen = CheckedRun(
+            config,
+            schema,
+            run.state.tables,
+            run.state.dense,
+            taps,
+            run.context.device,
+            dict(step.head.model.named_parameters()),
+            run.state.unbounded,
+            step.maps,
+        )
+        if len(checks := LiveChecks(seen)):
+            probing.append(CheckRunner(run, checks))
     return Observers([*observers, *probing, ProbeScheduler(run, taps, probing)])
-
-
-def describe_environment(context: WorkerContext) -> dict[str, Any]:
-    """Return facts that must be equal on all ranks."""
-    return {
-        "config": context.task.config.to_yaml(),
-        "schema": context.task.schema.to_yaml(),
-        "training data": context.task.fingerprint,
-        "raytrec's code": code_hash(),
-        **({NETWORK: context.network} if context.device.type == "cuda" else {}),
-        **installed_versions(),
-    }
-
-
-def _checked(run: RankRun, taps: Taps) -> CheckedRun:
-    return CheckedRun(
-        run.context.task.config,
-        run.context.task.schema,
-        run.state.tables,
-        run.state.dense,
-        taps,
-        run.context.device,
-        dict(run.step.head.model.named_parameters()),
-        run.state.unbounded,
-        run.step.maps,
-    )

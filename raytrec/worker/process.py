@@ -1,17 +1,21 @@
-"""Settings of the process: precision, determinism, garbage collection."""
+"""A worker's process: its settings, and the load of it, its host and its GPU."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from threading import Event, Lock, Thread
+from time import monotonic
+from typing import Any
 
-import torch
+import psutil
 
+from raytrec.common.machine import cuda_handle
 from raytrec.compat.torch_ import mark_only_for_profiler
 from raytrec.config.training import TrainSection
 
+GPU_EVERY_S = 1.0
 # What cuBLAS and NCCL read when they begin. torch (2.13.0) warns of cuBLAS without the first, and sets the
 # second itself for process groups that are made while it is deterministic.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
@@ -42,55 +46,94 @@ def freeze_gc() -> None:
     gc.collect()  # nearly nothing is tracked now: from here on Python searches often
 
 
-class Numerics:
-    """torch's process-wide switches, as a configuration wants them while a step is computed.
-
-    Between steps they are as they were, so that checks, metrics and other code in this process have float32
-    throughout. (bf16 is not such a switch: models.recommender.ModelCall applies it around the dense model.)
+class System:
+    """Measures this process, its host and its GPU. Unreadable figures are None; nothing is ever raised.
 
     Args:
-        train: its matmul and deterministic.
-        device: of the rank. tf32 is a format of NVIDIA's tensor cores, and changes nothing on CPU.
+        device: of the rank, such as 'cpu' or 'cuda:0', as text or torch.device. On CUDA a thread reads the
+            GPU's utilisation once a second until `close`.
     """
 
-    def __init__(self, train: TrainSection, device: torch.device):
-        self._on_gpu, self._tf32 = device.type == "cuda", train.matmul == "tf32"
-        self._deterministic = train.deterministic
+    def __init__(self, device: Any = "cpu"):
+        self._process = _or_none(psutil.Process)
+        self._gpu = _or_none(lambda: _Gpu(str(device))) if str(device).startswith("cuda") else None
+        self._then: tuple[float, int, int] | None = None
+        self.sample()  # what the next one's averages begin with
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """A block computed so."""
-        with ExitStack() as stack:
-            if self._on_gpu:
-                stack.enter_context(_tf32(self._tf32))
-            if self._deterministic:
-                stack.enter_context(_deterministic())
-            yield
+    def sample(self) -> dict[str, float | None]:
+        """Figures now, and averages since the last call.
+
+        Returns:
+            cpu_percent (100 is one core, all threads of this process), rss_bytes (of this process),
+            host_memory_percent, network_sent_bytes_per_s and network_received_bytes_per_s (of the host,
+            without loopback), gpu_percent (share of time with a kernel running), gpu_memory_bytes (all
+            processes on the rank's GPU).
+        """
+        sent, received = _or_none(self._network) or (None, None)
+        gpu_percent, gpu_memory = self._gpu.read() if self._gpu else (None, None)
+        return {
+            "cpu_percent": _or_none(lambda: self._process.cpu_percent(interval=None)),
+            "rss_bytes": _or_none(lambda: self._process.memory_info().rss),
+            "host_memory_percent": _or_none(lambda: psutil.virtual_memory().percent),
+            "network_sent_bytes_per_s": sent,
+            "network_received_bytes_per_s": received,
+            "gpu_percent": gpu_percent,
+            "gpu_memory_bytes": gpu_memory,
+        }
+
+    def close(self) -> None:
+        """Ends the thread that reads the GPU."""
+        if self._gpu:
+            self._gpu.close()
+
+    def _network(self) -> tuple[float, float] | None:
+        """Bytes a second, sent and received, since the last call."""
+        counters = [c for name, c in psutil.net_io_counters(pernic=True).items() if name not in ("lo", "lo0")]
+        now = (monotonic(), sum(c.bytes_sent for c in counters), sum(c.bytes_recv for c in counters))
+        then, self._then = self._then, now
+        if then is None or now[0] <= then[0]:
+            return None
+        seconds = now[0] - then[0]
+        return (now[1] - then[1]) / seconds, (now[2] - then[2]) / seconds
 
 
-@contextmanager
-def _tf32(wanted: bool) -> Iterator[None]:
-    # Not torch.backends.cuda.matmul.fp32_precision: once that has been set, torch 2.13.0 raises where its own
-    # compiler, or a user's model, asks for the precision by its older name. cuDNN, which has RNNs and
-    # convolutions, takes no notice of the first, and uses TF32 by default.
-    # The precision from before may be TF32: NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1.
-    before, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if wanted else "highest")
-    torch.backends.cudnn.allow_tf32 = wanted
+class _Gpu:
+    """One GPU, over NVML. One reading of its utilisation means little, so a thread reads it all the time."""
+
+    def __init__(self, device: str):
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._handle = cuda_handle(device)
+        self._lock, self._over = Lock(), Event()
+        self._readings: list[int] = []
+        Thread(target=self._watch, name="gpu", daemon=True).start()
+
+    def read(self) -> tuple[float | None, int | None]:
+        """Mean utilisation since the last call, percent, and memory in use now, bytes."""
+        import pynvml
+
+        with self._lock:
+            readings, self._readings = self._readings, []
+        percent = sum(readings) / len(readings) if readings else None
+        return percent, _or_none(lambda: pynvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+    def close(self) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        import pynvml
+
+        while not self._over.wait(GPU_EVERY_S):
+            percent = _or_none(lambda: pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
+            if percent is not None:
+                with self._lock:
+                    self._readings.append(percent)
+
+
+def _or_none(read: Callable[[], Any]) -> Any:
+    """The reading, or None: a run does not end because a counter cannot be read."""
     try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-        torch.backends.cudnn.allow_tf32 = cudnn
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    before, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode("warn")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads any
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        return read()
+    except Exception:
+        return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 from time import perf_counter
 from typing import Any
 
@@ -14,15 +13,14 @@ from torchrec.distributed.types import ShardingPlan
 
 from raytrec.checkpoint.state import LogicalState
 from raytrec.common import messages
-from raytrec.common.formatting import number
+from raytrec.common.formatting import null_nonfinite, number
 from raytrec.common.messages import ENDED_EARLY
 from raytrec.config.training import EarlyStoppingSection
 from raytrec.metrics.selection import Figure
 from raytrec.metrics.sums import Sums
 from raytrec.tasks.outputs import Outputs
 from raytrec.worker.context import WorkerContext
-from raytrec.worker.nonfinite import LATE, Fetch
-from raytrec.worker.recent_batches import RecentBatches
+from raytrec.worker.nonfinite import LATE, Fetch, RecentBatches
 from raytrec.worker.step import Step
 
 COUNTS = ("step", "rows", "trained", "nan_steps")  # of Progress, in checkpoints
@@ -95,16 +93,13 @@ class Progress:
 
     @property
     def evaluated(self) -> bool:
-        """Whether this very step has been evaluated."""
+        """Return True if the current step has been evaluated."""
         return self.evaluation.get("step") == self.step
 
     @property
     def last_evaluation(self) -> dict[str, Any] | None:
-        """The figures of this very step as JSON, which has no NaN."""
-        if not self.evaluated:
-            return None
-        undefined = {k for k, v in self.evaluation.items() if isinstance(v, float) and not isfinite(v)}
-        return {k: None if k in undefined else v for k, v in self.evaluation.items()}
+        """Figures of the current step's evaluation as JSON, which has no NaN; None without one."""
+        return null_nonfinite(self.evaluation) if self.evaluated else None
 
     def count(self, rows: int, outputs: Outputs) -> None:
         """A step of `rows` rows, over all ranks, has been trained."""

@@ -18,32 +18,60 @@ from pathlib import Path
 from tempfile import mkstemp
 from typing import Any
 
-from ray.train.torch import TorchConfig
+from ray.train.backend import Backend, BackendConfig
 
 from raytrec.cluster.session import in_nccl_files, interface_of, socket_interfaces
 from raytrec.common.errors import GpuFailed
 from raytrec.common.machine import check_gpu
-from raytrec.compat.torch_ import bind_store
 
 NCCL_LOG = "raytrec-nccl-"  # how names of its files begin
-TorchBackend: Any = TorchConfig().backend_cls
 
 
-class _OwnAddressBackend(TorchBackend):
-    def on_start(self, worker_group, backend_config) -> None:
+class OwnAddressBackend(Backend):
+    """Ray Train's backend for torch, on workers that listen on their node's own address only.
+
+    torch takes the driver a second to import. Only Ray Train's controller makes torch's own backend.
+    """
+
+    share_cuda_visible_devices = True  # as torch's
+
+    def on_start(self, worker_group: Any, backend_config: OwnAddressConfig) -> None:
         worker_group.execute(keep_to_own_address)
         if backend_config.backend == "nccl":
             worker_group.execute(prepare_gpu)
-        super().on_start(worker_group, backend_config)
+        of_torch = backend_config.to_torch()
+        of_torch.backend_cls().on_start(worker_group, of_torch)
+
+    def on_training_start(self, worker_group: Any, backend_config: OwnAddressConfig) -> None:
+        of_torch = backend_config.to_torch()
+        of_torch.backend_cls().on_training_start(worker_group, of_torch)
+
+    def on_shutdown(self, worker_group: Any, backend_config: OwnAddressConfig) -> None:
+        of_torch = backend_config.to_torch()
+        of_torch.backend_cls().on_shutdown(worker_group, of_torch)
 
 
 @dataclass
-class OwnAddressTorchConfig(TorchConfig):
-    """TorchConfig for workers that listen on their node's own address only."""
+class OwnAddressConfig(BackendConfig):
+    """Configuration of an OwnAddressBackend.
+
+    Attributes:
+        backend: nccl or gloo.
+        timeout_s: Seconds that a collective may take.
+    """
+
+    backend: str
+    timeout_s: int
+
+    def to_torch(self) -> Any:
+        """Return the TorchConfig; imports torch."""
+        from ray.train.torch import TorchConfig
+
+        return TorchConfig(backend=self.backend, timeout_s=self.timeout_s)
 
     @property
-    def backend_cls(self) -> type:
-        return _OwnAddressBackend
+    def backend_cls(self) -> type[Backend]:
+        return OwnAddressBackend
 
 
 def keep_to_own_address(address: str = "") -> None:
@@ -56,6 +84,8 @@ def keep_to_own_address(address: str = "") -> None:
         address: Address of the node; default: the address by which Ray knows it.
     """
     import ray
+
+    from raytrec.compat.torch_ import bind_store
 
     address = address or ray.util.get_node_ip_address()
     if interface := interface_of(address):

@@ -7,7 +7,7 @@ of ids and updates are of one probed step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -42,7 +42,7 @@ class Probed:
     distinct: int
     lookups: int
     before: torch.Tensor
-    keys: list[int] = field(default_factory=list)
+    keys: list[int]
 
 
 class Statistics:
@@ -84,7 +84,7 @@ class Statistics:
     @torch.no_grad()
     def collect(self) -> dict[str, dict[str, Any]]:
         """Figures of each table since the last call (see docs/monitoring.md); ends the probe."""
-        lookups, hits, ids = self._lookups(), self._cache_hits(), self._of_ids()
+        (lookups, hits), ids = self._traffic(), self._of_ids()
         probed = {id(p.lookup): p.lookup for p in self._probed.values()}
         self._parts = {i: lookup.gradients() for i, lookup in probed.items()}
         figures = {
@@ -97,36 +97,32 @@ class Statistics:
         self._changed.zero_()
         return _plain(figures)
 
-    def _lookups(self) -> dict[str, int]:
-        """table → ids looked up by this rank since the last call."""
+    def _traffic(self) -> tuple[dict[str, int], dict[str, dict[str, float]]]:
+        """Return, by table, the ids looked up by this rank since the last call, and the cache's hit rate."""
         total: dict[str, int] = {}
+        hits: dict[str, dict[str, float]] = {}
         for lookup in self._taps.lookups:
             now = lookup.received.clone()
             for table, ids in zip(lookup.tables, (now - self._counted[id(lookup)]).tolist(), strict=True):
                 total[table] = total.get(table, 0) + ids
             self._counted[id(lookup)] = now
-        return total
-
-    def _cache_hits(self) -> dict[str, dict[str, float]]:
-        """table → cache hits of the kernel that looks it up, since the last call."""
-        found: dict[str, dict[str, float]] = {}
-        for lookup in self._taps.lookups:
             if (share := cache_hits(lookup.kernel)) is not None:
-                found |= {table: {"cache_hit_rate": share} for table in lookup.tables}
-        return found
+                hits |= {table: {"cache_hit_rate": share} for table in lookup.tables}
+        return total, hits
 
     def _of(self, table: Table, lookups: int) -> dict[str, Any]:
         shard, probed = _shard(table.weight), self._probed.get(table.name)
         rows, columns = shard.values.shape
         read_ids, changed_share = self._read(table.name)
         state = {kind: s for kind, parts in table.state.items() if (s := _shard(parts))}
+        device = f"host, by {table.kernel}" if "uvm" in table.kernel else str(shard.values.device)
         figures = {
             "rows": rows,
             "columns": columns,
             "replicated": table.weight.replicated,
             "weight_bytes": shard.values.nbytes,
             "state_bytes": sum(part.values.nbytes for part in state.values()),
-            "device": _device(table, shard),
+            "device": "disk" if table.kernel == MMAP_KERNEL else device,
             "lookups": lookups,
             "lookup_bytes": lookups * columns * shard.values.element_size(),
             "read_ids": read_ids,
@@ -270,12 +266,6 @@ def _second_moment(table: Table) -> str | None:
 def _shard(parts: Parts) -> Shard | None:
     """A rank has one shard of a table at most (embeddings/plan.py)."""
     return parts.local[0] if parts.local else None
-
-
-def _device(table: Table, shard: Shard) -> str:
-    if table.kernel == MMAP_KERNEL:
-        return "disk"
-    return f"host, by {table.kernel}" if "uvm" in table.kernel else str(shard.values.device)
 
 
 def _ids(features: KeyedJaggedTensor, key: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -22,6 +22,7 @@ from raytrec.compat.torchrec_ import replicated_kernels, sharded_kernels
 from raytrec.compat.torchrec_pipeline import PrefetchPipeline, TimedPipeline, TimedPrefetchPipeline
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tasks import TowerName
+from raytrec.config.training import TrainSection
 from raytrec.data.batch import Batch
 from raytrec.embeddings.managed.batches import ManagedBatches
 from raytrec.embeddings.managed.row_map import RowMap
@@ -29,7 +30,6 @@ from raytrec.embeddings.optim import average_of
 from raytrec.models.recommender import Recommender
 from raytrec.tasks.objective import Objective, total
 from raytrec.tasks.outputs import Outputs
-from raytrec.worker.process import Numerics
 from raytrec.worker.step_timing import Phases, time_tables
 
 
@@ -121,7 +121,7 @@ class Step:
         self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
         average = average_of(optimizer)
         self._averaged = average.applied if average else nullcontext
-        self.phases, self._numerics = Phases(device), Numerics(config.train, device)
+        self.phases, self._train = Phases(device), config.train
         timed = self.phases if config.tracking.every_steps else None
         self._pipeline = _pipeline(model, optimizer, device, timed, prefetch, managed is not None)
 
@@ -175,21 +175,16 @@ class Step:
                 return self.drain()
 
     def _prepare_step(self) -> None:
-        """Sets learning rates and RNG seeds, on which a step depends in addition to batch and model."""
-        self._seed_generators(seed_of(self._seed, self.trained, dist.get_rank()))
-        factor = self._schedule.factor(self.trained)
-        for group, rate in self._rates:  # kernels read it at zero_grad, with which the pipeline begins
-            group["lr"] = rate * factor
-
-    def _seed_generators(self, seed: int) -> None:
-        """Seeds the generators of the host and of this rank's device.
-
-        Not by torch.manual_seed, which also keeps the seed, with a formatted stack, for every kind of device
-        that has not been set up: 0.4 ms.
-        """
+        """Set learning rates and RNG seeds, on which a step depends in addition to batch and model."""
+        seed = seed_of(self._seed, self.trained, dist.get_rank())
+        # Not torch.manual_seed, which also keeps the seed, with a formatted stack, for every kind of device
+        # that has not been set up: 0.4 ms.
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)
+        factor = self._schedule.factor(self.trained)
+        for group, rate in self._rates:  # kernels read it at zero_grad, with which the pipeline begins
+            group["lr"] = rate * factor
 
     def evaluate(self, batches: Iterator[Batch], tower: TowerName | None = None) -> Iterator[Outputs]:
         """Forward only, over all batches; with train.ema, of the averages of the dense weights.
@@ -209,7 +204,7 @@ class Step:
     def _progress(self, batches: Iterator[Batch]) -> Outputs | None:
         """One step of the pipeline; None when it is empty."""
         try:
-            with self._numerics():
+            with numerics(self._train, self._device):
                 return self._pipeline.progress(batches)
         except StopIteration:
             return None
@@ -243,3 +238,50 @@ def _pipeline(
     time_tables([*sharded_kernels(model), *replicated_kernels(model)], phases)
     timed = TimedPrefetchPipeline if prefetch else TimedPipeline
     return timed(model, optimizer, device, phases.phase, lambda: phases.enter("collectives"), **options)
+
+
+@contextmanager
+def numerics(train: TrainSection, device: torch.device) -> Iterator[None]:
+    """Set torch's process-wide switches for a step as the configuration asks; restore them afterwards.
+
+    Checks, metrics and other code of this process therefore compute in float32 throughout. (bf16 is not such
+    a switch: models.recommender.ModelCall applies it around the dense model.)
+
+    Args:
+        train: Section with `matmul` and `deterministic`.
+        device: Device of the rank; TF32 is a format of NVIDIA's tensor cores and changes nothing on CPU.
+    """
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(_tf32(train.matmul == "tf32"))
+        if train.deterministic:
+            stack.enter_context(_deterministic())
+        yield
+
+
+@contextmanager
+def _tf32(wanted: bool) -> Iterator[None]:
+    # Not torch.backends.cuda.matmul.fp32_precision: once that has been set, torch 2.13.0 raises where its own
+    # compiler, or a user's model, asks for the precision by its older name. cuDNN, which has RNNs and
+    # convolutions, takes no notice of the first, and uses TF32 by default.
+    # The precision from before may be TF32: NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1.
+    before, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if wanted else "highest")
+    torch.backends.cudnn.allow_tf32 = wanted
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = cudnn
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    before, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("warn")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads any
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filled

@@ -14,14 +14,14 @@ from raytrec.checkpoint.files import folder_of
 from raytrec.checkpoint.index import read_index
 from raytrec.checkpoint.managed import ids_to_read, saved_ids, stored_rows, take_over_ids
 from raytrec.checkpoint.restore import restore
+from raytrec.checkpoint.rows import table_starts
 from raytrec.checkpoint.save import Saver
 from raytrec.checkpoint.state import LogicalState
-from raytrec.checkpoint.table_starts import table_starts
 from raytrec.checks.parity.batches import cuts, local_batch
 from raytrec.common.errors import SchemaError
 from raytrec.config.training import CheckpointSection
+from raytrec.worker.build import begin
 from raytrec.worker.checkpointing import watch_rows
-from raytrec.worker.initial_state import begin
 
 MIDDLE = 3
 

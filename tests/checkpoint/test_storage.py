@@ -27,6 +27,7 @@ from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.checkpoint.api import CheckpointException
 from waiting import wait_for
 
+import raytrec.common.storage
 from raytrec.checkpoint import index, rawfile, storage
 from raytrec.checkpoint.index import INDEX, CheckpointError, read_index
 from raytrec.checkpoint.storage import ShardReader, ShardWriter
@@ -549,7 +550,7 @@ Store.__abstractmethods__ = frozenset()
 def test_an_object_store(small, tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "WAITS_S", (0.01, 0.01, 0.01))
     store = Store(tmp_path)
-    for module in (index, rawfile):
+    for module in (index, rawfile, raytrec.common.storage):
         monkeypatch.setattr(
             module, "open_filesystem", lambda uri: (fs.PyFileSystem(store), uri.removeprefix("store://"))
         )

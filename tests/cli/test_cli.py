@@ -78,10 +78,10 @@ from raytrec import cli
 from raytrec.driver import run, launch
 before_ray = "ray" in sys.modules
 import ray, ray.train
-from raytrec.compat.ray_train import ControlledTrainer, LateTorchConfig
+from raytrec.compat.ray_train import ControlledTrainer
 from raytrec.driver import coordinator, policies
-from raytrec.worker import loop
-LateTorchConfig(launch.TORCH_CONFIG, {}).backend_cls()
+from raytrec.worker import loop, rendezvous
+rendezvous.OwnAddressConfig("gloo", 60).backend_cls()
 print(early, before_ray, sorted({name.partition(".")[0] for name in sys.modules} & %r))
 """
 

@@ -179,7 +179,8 @@ STORE = """
 import sys
 from datetime import timedelta
 from importlib import import_module
-from raytrec.worker.rendezvous import bind_store, interface_of
+from raytrec.cluster.session import interface_of
+from raytrec.compat.torch_ import bind_store
 address, port = sys.argv[1], int(sys.argv[2])
 print(interface_of(address), interface_of("10.99.0.1"))
 bind_store(address)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from raytrec.compat.ray_core import REPORTS_SELDOM, SELDOM
 from raytrec.compat.ray_data import PROGRESS
+from raytrec.compat.ray_start import REPORTS_SELDOM, SELDOM
 
 # Lines `module:name(parameters)`, as upstream has them; one for each, where supported releases differ.
 SIGNATURES = (Path(__file__).parent / "signatures.txt").read_text().splitlines()
@@ -59,7 +59,7 @@ METRICS = "ray.data._internal.execution.interfaces.op_runtime_metrics:OpRuntimeM
 NAMES += [METRICS + name for name in PROGRESS]
 # Class or function → parts of its source: uses of what compat replaces or sets, and attributes that it reads.
 SOURCES = {
-    # ray_names.py
+    # ray_core.py, names of libraries
     "ray.serve._private.replica:Replica._on_initialized": ['add_port_to_grpc_server(self._server, "[::]:0")'],
     "ray.serve._private.replica:Replica.initialize": ["is_first_init and RAY_SERVE_FREEZE_GC_ON_STARTUP"],
     # uvicorn_.py

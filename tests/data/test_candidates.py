@@ -14,7 +14,7 @@ from raytrec.data.decode import Faults
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
 from raytrec.data.read_plan import ReadPlan, TaskRows
-from raytrec.worker.recent_batches import dump
+from raytrec.worker.nonfinite import dump
 
 TASK = TaskRows("y", "y", mask="shown", sample_weight="w")
 

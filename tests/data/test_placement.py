@@ -30,7 +30,7 @@ def mixed(monkeypatch):
     from ray.cluster_utils import Cluster
 
     from raytrec.cluster.session import stay_on_loopback
-    from raytrec.compat.ray_core import only_what_is_needed
+    from raytrec.compat.ray_start import only_what_is_needed
 
     monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")
     stay_on_loopback()

@@ -21,7 +21,7 @@ from raytrec.data.fragments import scan
 from raytrec.data.order import Order
 from raytrec.data.read_plan import ReadPlan, TaskRows
 from raytrec.data.rows import check_accused
-from raytrec.worker.recent_batches import dump
+from raytrec.worker.nonfinite import dump
 
 SCHEMA = Schema.parse(
     {"labels": ["click", "buy"], "sparse": {"u": {"table": "u"}}, "tables": {"u": {"rows": 99, "dim": 4}}},

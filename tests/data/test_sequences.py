@@ -17,7 +17,7 @@ from raytrec.config.schema import Schema
 from raytrec.data.read_plan import ReadPlan
 from raytrec.embeddings.pooling import PooledEmbeddings, tables_in
 from raytrec.models.inputs import Sequences
-from raytrec.worker.recent_batches import dump
+from raytrec.worker.nonfinite import dump
 
 LENGTH = 3
 SEQUENCES = ("history", "last")

@@ -89,7 +89,7 @@ SABOTAGE = {
         ["FAIL  pooled embeddings of tags", "FAIL  gradient of tag"],
     ),
     "gradients are divided by the number of workers": (
-        "tasks/global_batch.py",
+        "tasks/objective.py",
         "(weight * world / ",
         "(weight / ",
         ["FAIL  gradient of user", "FAIL  gradient of logit.bias", "FAIL  state, 20 steps of user.sum"],

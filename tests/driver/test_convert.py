@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from raytrec.checkpoint.files import folder_of
 from raytrec.checkpoint.index import CheckpointError, read_index
-from raytrec.checkpoint.table_starts import schema_of
+from raytrec.checkpoint.rows import schema_of
 from raytrec.common.errors import ConfigError, SchemaError
 from raytrec.driver.convert import convert
 
@@ -55,7 +55,7 @@ def goes_on(rank, world, folder, optimizer):
     """A warm start from a checkpoint, three steps of it; losses, tables, and (ids, rows) of managed ones."""
     from raytrec.checkpoint.state import LogicalState
     from raytrec.embeddings.hashing import unhash_bits
-    from raytrec.worker.initial_state import begin
+    from raytrec.worker.build import begin
 
     schema = schema_of(read_index(folder)["about"])
     made = config(world, {"sharding_type": "row_wise"}, optimizer)

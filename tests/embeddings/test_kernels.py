@@ -163,9 +163,12 @@ def test_hits_of_a_kernel_count_for_all_of_its_tables():
     lookup.local_uvm_cache_stats = torch.zeros(6, dtype=torch.int32)
     kernel = SimpleNamespace(emb_module=lookup)
     statistics = Statistics.__new__(Statistics)
-    statistics._taps = SimpleNamespace(lookups=[SimpleNamespace(kernel=kernel, tables=["a", "b", "a"])])
-    assert statistics._cache_hits() == {"a": {"cache_hit_rate": 0.75}, "b": {"cache_hit_rate": 0.75}}
-    assert statistics._cache_hits() == {}, "counted again"
+    looked_up = SimpleNamespace(kernel=kernel, tables=["a", "b", "a"], received=torch.tensor([5, 6, 7]))
+    statistics._taps = SimpleNamespace(lookups=[looked_up])
+    statistics._counted = {id(looked_up): torch.tensor([1, 1, 1])}
+    hits = {"a": {"cache_hit_rate": 0.75}, "b": {"cache_hit_rate": 0.75}}
+    assert statistics._traffic() == ({"a": 10, "b": 5}, hits)
+    assert statistics._traffic() == ({"a": 0, "b": 0}, {}), "counted again"
     lookup.gather_uvm_cache_stats = False
     assert cache_hits(kernel) is None
 

@@ -50,7 +50,7 @@ def record(name: str, workers: int, data: Path) -> dict:
         write(shape, EPOCH_STEPS * batch_rows - batch_rows // 3, folder)
     ranks = on_ranks(workers, train, name, str(folder), batch_rows)
     rows = hashlib.sha256("".join(digest for digest, _ in ranks).encode()).hexdigest()[:16]
-    # A rank's loss is its part × workers (tasks/global_batch.py), so that their mean is the batch's.
+    # A rank's loss is its part × workers (tasks/objective.py), so that their mean is the batch's.
     losses = [sum(parts) / workers for parts in zip(*(losses for _, losses in ranks), strict=True)]
     return {"rows": rows, "losses": losses}
 

@@ -117,9 +117,9 @@ def make(
     from raytrec.worker.build import build_step
     from raytrec.worker.checkpointing import CheckpointManager
     from raytrec.worker.context import WorkerContext, WorkerTask
+    from raytrec.worker.nonfinite import RecentBatches
     from raytrec.worker.observers import make_observers
     from raytrec.worker.progress import Progress, RankRun
-    from raytrec.worker.recent_batches import RecentBatches
 
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -57,7 +57,7 @@ def loop(
     import torch
 
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.checks.live.outcome import CheckedRun, Position
+    from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, CheckedRun, Position
     from raytrec.checks.live.registry import LiveChecks
     from raytrec.config.features import resolve_features
     from raytrec.config.tables import QCommsSection
@@ -95,20 +95,20 @@ def loop(
             maps=scene.step.maps,
         )
         scene.checks = LiveChecks(checked)
-        outcomes, rows = scene.checks.at_start(scene.about), 0
+        outcomes, rows = scene.checks.evaluate(START, Position(0, about=scene.about)), 0
         stream = (scene.local[i] for i in range(steps))  # taken as late as the pipeline takes it
         for done, _ in enumerate(scene.step.train(stream, steps), start=1):
             rows += len(whole[done - 1])
             if scene.taps.probing:
                 position = Position(done, scene.taps.input.batch.step, rows)
-                outcomes += scene.checks.after_step(position)
+                outcomes += scene.checks.evaluate(STEP, position)
                 scene.taps.forget()
             if fault and done == after:
                 undo = fault(scene)
             if (done + 1) % every == 0 and done < steps:
                 scene.taps.probing = scene.checks.probes
                 scene.checks.prepare(scene.local[done])
-        outcomes += scene.checks.at_checkpoint(Position(steps, None, rows))
+        outcomes += scene.checks.evaluate(CHECKPOINT, Position(steps, None, rows))
         return [outcome.line() for outcome in outcomes]
     finally:
         if undo:

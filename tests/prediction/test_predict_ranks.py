@@ -57,7 +57,7 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
     from raytrec.data.read_plan import ReadPlan
     from raytrec.data.stream import Stream
     from raytrec.prediction import worker
-    from raytrec.worker import initial_state
+    from raytrec.worker import build
     from raytrec.worker.build import build_step
     from raytrec.worker.context import WorkerContext, WorkerTask
 
@@ -93,7 +93,7 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
     patches = [
         patch.object(WorkerContext, "enter", lambda task: context),
         patch.object(Stream, "_tables", read_here),
-        patch.object(initial_state, "load_step", fresh),
+        patch.object(build, "load_step", fresh),
     ]
     if fail_after is not None:
         patches.append(patch.object(PredictionFolder, "writing", failing))

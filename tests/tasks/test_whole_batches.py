@@ -11,9 +11,8 @@ from standin import cuda
 
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.tasks import global_batch
-from raytrec.tasks.global_batch import rank_loss
 from raytrec.tasks.losses import Rows, loss
-from raytrec.tasks.objective import Objective, total
+from raytrec.tasks.objective import Objective, rank_loss, total
 
 INF = float("inf")
 X, Y = torch.tensor([0.5, -2.0, 3.0]), torch.tensor([1.0, 0.0, 1.0])

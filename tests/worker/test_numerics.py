@@ -201,10 +201,10 @@ def test_matmul_precision_does_not_come_from_the_environment():
     code = """
 import torch
 from raytrec.config.training import TrainSection
-from raytrec.worker.process import Numerics
+from raytrec.worker.step import numerics
 for matmul in ("fp32", "bf16", "tf32"):
     before = torch.get_float32_matmul_precision()
-    with Numerics(TrainSection(matmul=matmul), torch.device("cuda"))():
+    with numerics(TrainSection(matmul=matmul), torch.device("cuda")):
         inside = torch.get_float32_matmul_precision()
     print(before, inside, torch.get_float32_matmul_precision())
 """

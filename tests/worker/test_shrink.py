@@ -64,7 +64,7 @@ def test_an_averaged_model_is_left_as_it_is():
 
 def begun(rank, world):
     """The bias that a new model begins with, and the first loss of a batch."""
-    from raytrec.worker.initial_state import begin
+    from raytrec.worker.build import begin
 
     settings = config(world, {"sharding_type": "row_wise"}, model=SECTION)
     step = build(settings, SCHEMA)

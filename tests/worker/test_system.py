@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from raytrec.tracking.translate import run_tags, system_metrics
-from raytrec.worker.system import System
+from raytrec.worker.process import System
 
 KEYS = {
     "cpu_percent",

@@ -29,7 +29,6 @@ ALLOWED = {
     ("nonfinite.py:wait", "progress.py:_settle", "progress.py:report"): THROTTLE,
     (
         "nonfinite.py:wait",
-        "nonfinite.py:skipped",
         "nonfinite.py:step",
     ): "on_nan=skip: the forward pass decides whether optimizers step; the backward pass is queued behind it",
 }
@@ -169,7 +168,7 @@ def test_ordinary_steps_wait_only_where_they_may(name, tmp_path):
         keys = {(where, *callers): allowed(where, callers, case.more) for where, callers, _ in found}
         new = sorted(places for places, key in keys.items() if not key)
         assert not new, "the host waits for the GPU in every step, at a place that is not in ALLOWED"
-        skips = {key for key in ALLOWED if key[1] == "nonfinite.py:skipped"}
+        skips = {key for key in ALLOWED if key[1] == "nonfinite.py:step"}
         expected = set(ALLOWED) - (skips if "skip" not in name else set()) | set(case.more)
         if case.more is AHEAD:  # what is read in forward elsewhere
             expected.remove(("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pooling.py:forward"))

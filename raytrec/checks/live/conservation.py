@@ -20,16 +20,14 @@ class IdCounts:
     Attributes:
         step: steps trained. batch_step: the step that the last batch belongs to.
         sent: ids in its part of the batches, of each feature.
-        received: ids that its kernels looked up in sharded tables, of each feature.
-        kept: the same, in data-parallel tables.
+        looked_up: ids that its kernels looked up, of each feature.
         rows: rows in its part of the batches.
     """
 
     step: int
     batch_step: int | None
     sent: dict[str, int]
-    received: dict[str, int]
-    kept: dict[str, int]
+    looked_up: dict[str, int]
     rows: int
 
     @property
@@ -51,7 +49,7 @@ class Conservation(Check):
     def evaluate(self, position: Position, probed: bool) -> Outcome:
         mine, peers = self._counts(position), self.run.peers
         features = list(self.run.schema.sparse)
-        received = [mine.received.get(feature, 0) for feature in features]
+        received = [mine.looked_up.get(feature, 0) for feature in features]
         wrong = mine.is_behind + sum(self._differs(feature, mine) for feature in features)
         numbers = [*(mine.sent[feature] for feature in features), *received, mine.rows, wrong]
         totals = peers.sum(torch.tensor(numbers)).tolist()
@@ -67,18 +65,16 @@ class Conservation(Check):
 
     def _counts(self, position: Position) -> IdCounts:
         taps = self.run.taps
-        received: dict[str, int] = {}
-        kept: dict[str, int] = {}
+        looked_up: dict[str, int] = {}
         for lookup in taps.lookups:
-            into = kept if lookup.replicated else received
             for feature, count in zip(lookup.features, lookup.received.tolist(), strict=True):
-                into[feature] = into.get(feature, 0) + count
+                looked_up[feature] = looked_up.get(feature, 0) + count
         sent = dict(zip(taps.features, taps.sent.tolist(), strict=True))
-        return IdCounts(position.step, position.batch_step, sent, received, kept, int(taps.rows))
+        return IdCounts(position.step, position.batch_step, sent, looked_up, int(taps.rows))
 
     def _differs(self, feature: str, counts: IdCounts) -> bool:
         """Whether a rank looked up other ids in its copy of a table than its batches have."""
-        return self._weight(feature).replicated and counts.kept.get(feature, 0) != counts.sent[feature]
+        return self._weight(feature).replicated and counts.looked_up.get(feature, 0) != counts.sent[feature]
 
     def _lost(self, feature: str, sent: int, received: int) -> bool:
         """Whether the ids of all ranks were not looked up once for each set of columns of their table."""
@@ -97,12 +93,12 @@ class Conservation(Check):
             where = f"table {spec.table}, feature {feature}"
             problems += [
                 f"{where}: {counts.sent[feature]:,} ids in the batches of rank {rank}, "
-                f"{counts.kept.get(feature, 0):,} looked up there"
+                f"{counts.looked_up.get(feature, 0):,} looked up there"
                 for rank, counts in enumerate(of_ranks)
                 if self._differs(feature, counts)
             ]
             if feature in lost:
-                received = [counts.received.get(feature, 0) for counts in of_ranks]
+                received = [counts.looked_up.get(feature, 0) for counts in of_ranks]
                 sent = sum(counts.sent[feature] for counts in of_ranks) * self._cuts(feature)
                 each = ", ".join(f"{ids:,}" for ids in received[:SHOWN_RANKS])
                 problems.append(

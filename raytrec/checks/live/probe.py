@@ -21,7 +21,6 @@ from raytrec.config.tables import QCommsSection
 from raytrec.data.batch import Batch
 from raytrec.embeddings.hashing import initial_values
 from raytrec.embeddings.sharding import Rounding, backward_rounding, forward_rounding, gradient_factor
-from raytrec.embeddings.tables import Table
 from raytrec.embeddings.taps import Key, add_row_gradients, each_id, each_key, found
 
 BAGS = 4  # of each feature and rank, in addition to the longest one
@@ -164,7 +163,8 @@ class Parity(Check):
         for name, table in tables.items():
             for shard in [] if table.weight.replicated else table.weight.local:
                 rows, here = self._rows[name], slice(shard.columns.start, shard.columns.stop)
-                low, high = _between(rows, shard.rows)
+                edges = torch.tensor([shard.rows.start, shard.rows.stop], device=rows.device)
+                low, high = torch.searchsorted(rows, edges).tolist()
                 values[name][low:high, here] = shard.read(rows[low:high] - shard.rows.start).float()
         dist.all_reduce(flat)
         for name, table in tables.items():
@@ -185,10 +185,17 @@ class Parity(Check):
         dist.all_reduce(flat)
         for name, table in self.run.tables.items():
             if table.weight.replicated:
-                got[name] = self._averaged(table, rows[name], got[name] / world)
-            # Each rank's loss is W times its part of the global loss (tasks/global_batch.py).
+                # After DistributedDataParallel; where clipping has scaled it, what its kernels were given.
+                averaged = None if table.parameter is None else table.parameter.grad
+                as_given = averaged is None or self.run.config.train.max_grad_norm
+                got[name] = got[name] / world if as_given else averaged[rows[name]].float()
+            # Each rank's loss is W times its part of the global loss (tasks/objective.py).
             error, row, column = error_of(got[name], expected[name] / world, size[name] / world)
-            holder = self._holder(table, int(rows[name][row]), column) if len(rows[name]) else 0
+            holder = 0
+            if len(rows[name]):
+                at, shards = int(rows[name][row]), table.weight.shards
+                holders = (s.rank for s in shards if at in s.rows and column in s.columns)
+                holder = next(holders, dist.get_rank())
             yield name, (error, holder)
 
     def _define(
@@ -219,18 +226,6 @@ class Parity(Check):
                 row, column = shard_origin(shard)
                 part = got[shard.name][:, column : column + grad_BC.shape[1]]
                 add_row_gradients(part, rows[shard.name] - row, key, grad_BC)
-
-    def _averaged(self, table: Table, rows: torch.Tensor, of_kernels: torch.Tensor) -> torch.Tensor:
-        """The gradient of a data-parallel table after DistributedDataParallel; where clipping has scaled it,
-        what its kernels were given."""
-        gradient = None if table.parameter is None else table.parameter.grad
-        if gradient is None or self.run.config.train.max_grad_norm:
-            return of_kernels
-        return gradient[rows].float()
-
-    def _holder(self, table: Table, row: int, column: int) -> int:
-        shards = table.weight.shards
-        return next((s.rank for s in shards if row in s.rows and column in s.columns), dist.get_rank())
 
 
 def _roundings(run: CheckedRun) -> tuple[dict[str, Rounding], dict[str, Rounding]]:
@@ -281,10 +276,3 @@ def _blocks(
     sizes = [prod(shape) for shape in shapes]
     flat = torch.zeros(sum(sizes), device=device)
     return flat, tuple(part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True))
-
-
-def _between(rows: torch.Tensor, bounds: range) -> tuple[int, int]:
-    """Where in sorted rows those within bounds begin and end."""
-    edges = torch.tensor([bounds.start, bounds.stop], device=rows.device)
-    low, high = torch.searchsorted(rows, edges).tolist()
-    return low, high

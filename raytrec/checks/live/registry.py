@@ -12,11 +12,11 @@ A new check is a file in this folder and its setting in config/training.py:
 Your own needs no more than its file: `checks.custom: {module:Class: stop}`. A run evaluates them so:
 
     checks = LiveChecks(CheckedRun(config, schema, state.tables, state.dense, taps, device))
-    outcomes = checks.at_start({"config": …, "versions": …})
+    outcomes = checks.evaluate(START, Position(0, about={"config": …, "versions": …}))
     taps.probing = checks.probes
     checks.prepare(next_batch)
     …                                         # the step
-    outcomes = checks.after_step(Position(step, batch_step, expected_rows, figures))
+    outcomes = checks.evaluate(STEP, Position(step, batch_step, expected_rows, figures))
     if error := verdict(outcomes, config): raise error
 
 Every rank calls the same at the same place and gets the same outcomes: they agree by sums and maxima, and
@@ -25,13 +25,13 @@ exchange objects only where something is wrong, to name ranks (outcome.Check.eva
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
-from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, Check, CheckedRun, Outcome, Position
+from raytrec.checks.live.outcome import STEP, Check, CheckedRun, Outcome, Position
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.registry import Registry
 from raytrec.config.run_config import RunConfig
@@ -107,7 +107,7 @@ class LiveChecks:
     """The checks of a run that are not off and have something to check; every method is a collective.
 
     Attributes:
-        probes: whether a check needs the step before `after_step` to be probed.
+        probes: True if a check needs the steps to be probed after which it is evaluated.
     """
 
     def __init__(self, run: CheckedRun):
@@ -118,15 +118,6 @@ class LiveChecks:
     def __len__(self) -> int:
         return len(self._checks)
 
-    def at_start(self, about: Mapping[str, Any], step: int = 0) -> list[Outcome]:
-        """Before the first step.
-
-        Args:
-            about: what must be the same on all ranks, name → plain value.
-            step: steps trained before, of a run that is resumed.
-        """
-        return self._pass(START, Position(step, about=about))
-
     def prepare(self, batch: Batch) -> None:
         """Before a probed step.
 
@@ -136,15 +127,13 @@ class LiveChecks:
         for check in self._checks:
             check.prepare(batch)
 
-    def after_step(self, position: Position) -> list[Outcome]:
-        """After a step that `prepare` came before."""
-        return self._pass(STEP, position)
+    def evaluate(self, moment: str, position: Position) -> list[Outcome]:
+        """Evaluate the checks of a moment; return their outcomes, the same on all ranks.
 
-    def at_checkpoint(self, position: Position) -> list[Outcome]:
-        """Before a checkpoint is written, so that a broken state does not take the place of a whole one."""
-        return self._pass(CHECKPOINT, position)
-
-    def _pass(self, moment: str, position: Position) -> list[Outcome]:
+        Args:
+            moment: START (before the first step), STEP (after a step that `prepare` came before) or
+                CHECKPOINT (before one is written, so that a broken state never replaces a whole one).
+        """
         checks = [check for check in self._checks if moment in check.moments]
         if not checks:
             return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import isnan
 from typing import Any
@@ -207,7 +207,15 @@ def _steps(
         ahead = []
         weights, state = run.weights(), run.state()
         if one:
-            for found in _compared(run, one, optimizers, sizes, weights, state):
+            compared = [
+                _finding(run, "weights", name, weights[name], parameter.detach(), name, sizes[name])
+                for name, parameter in run.named(one).items()
+            ]
+            for table, kinds in state.items():
+                expected = optimizers[table].state[one.tables[table]]
+                for kind, values in kinds.items():
+                    compared.append(_finding(run, "state", f"{table}.{kind}", values, expected[kind], table))
+            for found in compared:
                 key = found.check, found.name
                 worst[key] = max(worst.get(key, found), found, key=lambda f: (isnan(f.error), f.error))
             run.hand_over(one)
@@ -237,15 +245,6 @@ def _sizes(
     of_rows = reference.largest_of_a_row(one, batch, list(dense.values()))
     rate = run.config.optim.dense.lr
     return sizes | {n: max(sizes[n], rate * of_row) for n, of_row in zip(dense, of_rows, strict=True)}
-
-
-def _compared(run: Sharded, one: Reference, optimizers, sizes, weights, state) -> Iterator[Finding]:
-    for name, parameter in run.named(one).items():
-        yield _finding(run, "weights", name, weights[name], parameter.detach(), name, sizes[name])
-    for table, kinds in state.items():
-        expected = optimizers[table].state[one.tables[table]]
-        for kind, values in kinds.items():
-            yield _finding(run, "state", f"{table}.{kind}", values, expected[kind], table)
 
 
 def _finding(

@@ -33,12 +33,12 @@ def checked_run(peers):
 def conservation(run, rank, bad):
     draw = random.Random(rank)
     sent = {f"f{name}": draw.randint(1, 9) for name in NAMES}
-    received, kept = {f: n for f, n in sent.items() if f != "ft1"}, {"ft1": sent["ft1"]}
+    looked_up = dict(sent)
     if bad and rank in (3, 40):
-        received["ft2"] -= 1
-        kept["ft1"] += 1
+        looked_up["ft2"] -= 1
+        looked_up["ft1"] += 1
     one = Conservation(run)
-    one._counts = lambda _: IdCounts(7, 7 if bad and rank == 10 else 6, sent, received, kept, 8)
+    one._counts = lambda _: IdCounts(7, 7 if bad and rank == 10 else 6, sent, looked_up, 8)
     return one, Position(7, expected_rows=8 * WORLD)
 
 

@@ -37,7 +37,7 @@ def _trained(here: Here, seed: int = 3):
 def _checks_pass(here: Here, step, state) -> None:
     import small
 
-    from raytrec.checks.live.outcome import CheckedRun, Position
+    from raytrec.checks.live.outcome import CHECKPOINT, START, CheckedRun, Position
     from raytrec.checks.live.registry import LiveChecks
     from raytrec.embeddings.taps import Taps
 
@@ -46,7 +46,8 @@ def _checks_pass(here: Here, step, state) -> None:
     parameters = dict(head.model.named_parameters())
     run = CheckedRun(_config(3), small.SCHEMA, state.tables, state.dense, taps, here.device, parameters)
     checks = LiveChecks(run)
-    outcomes = [*checks.at_start({"versions": "any"}), *checks.at_checkpoint(Position(3))]
+    outcomes = checks.evaluate(START, Position(0, about={"versions": "any"}))
+    outcomes += checks.evaluate(CHECKPOINT, Position(3))
     here.found["checks"] = sorted({outcome.check for outcome in outcomes})
     failed = [outcome.text for outcome in outcomes if not outcome.passed]
     assert not failed, "; ".join(failed)

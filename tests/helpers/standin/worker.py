@@ -5,27 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from raytrec.worker.rendezvous import OwnAddressTorchConfig
+from raytrec.worker.rendezvous import OwnAddressBackend, OwnAddressConfig
 
 
-@dataclass
-class StandInTorchConfig(OwnAddressTorchConfig):
+class StandInBackend(OwnAddressBackend):
     """Gives each worker its stand-in before its process group begins."""
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        if backend_config.backend == "nccl":
+            worker_group.execute(enter)
+        super().on_start(worker_group, backend_config)
+
+
+class StandInConfig(OwnAddressConfig):
+    """Configuration of a StandInBackend."""
 
     @property
     def backend_cls(self) -> type:
-        class Backend(super().backend_cls):
-            def on_start(self, worker_group: Any, backend_config: Any) -> None:
-                if backend_config.backend == "nccl":
-                    worker_group.execute(enter)
-                super().on_start(worker_group, backend_config)
-
-        return Backend
+        return StandInBackend
 
 
 def enter() -> None:
@@ -47,7 +48,7 @@ def workers_with_stand_ins() -> Iterator[None]:
     They must find this module: by PYTHONPATH.
     """
     with (
-        patch("raytrec.driver.launch.TORCH_CONFIG", f"{__name__}:StandInTorchConfig"),
+        patch("raytrec.worker.rendezvous.OwnAddressConfig", StandInConfig),
         patch("raytrec.driver.nodes.built_for", lambda: "cuda"),
     ):
         yield
