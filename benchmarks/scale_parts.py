@@ -157,7 +157,7 @@ def entry(draw: random.Random, rows: int) -> dict[str, Any]:
     return {**counts, **sizes, **some, **bins, "replicated": False, "device": "cuda:0"}
 
 
-def lines_of(world: int, ranks: dict[str, list[int]], step: int) -> list[dict[str, Any]]:
+def lines_of(world: int, ranks: dict[str, list[int]], step: int) -> list[RankLine]:
     """The lines that the recorded ranks send at a step."""
     draw, mine = random.Random(step), defaultdict(dict)
     for table, on in ranks.items():
@@ -183,7 +183,7 @@ def lines_of(world: int, ranks: dict[str, list[int]], step: int) -> list[dict[st
             },
             tables=mine[rank],
         )
-        out.append(line.to_json())
+        out.append(line)
     return out
 
 

@@ -34,7 +34,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from raytrec.checkpoint.state import LogicalState
-from raytrec.common.decoding import from_json
+from raytrec.common.messages import Message
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.data.batch import Batch
 from raytrec.driver.recorder import Record
@@ -69,7 +69,7 @@ class Mailbox:
     def put(self) -> Mailbox:
         return self
 
-    def remote(self, message: dict[str, Any]) -> None:
+    def remote(self, message: Message) -> None:
         self.queue.put((self.side, message))
 
 
@@ -177,7 +177,7 @@ def main(
                     sleep(0.05)
                 turns.release()
                 for earlier in said.pop(side):
-                    record.keep(from_json(earlier))
+                    record.keep(earlier)
                 said[side] = []
         lost = follower.close("FINISHED")
         seconds = json.loads((folder / "times.json").read_text())

@@ -1,4 +1,4 @@
-"""Messages decoded: from another process, or a run folder's line."""
+"""Messages decoded from a run folder's lines."""
 
 from __future__ import annotations
 
@@ -18,12 +18,6 @@ CLASSES: dict[str, type[Message]] = {
     if isinstance(each, type) and issubclass(each, Message) and "KIND" in vars(each)
 }
 OF_FILE = {messages.CHECKS: Outcome, messages.RANKS: RankLine}  # whose lines do not need their kind
-
-
-def from_json(values: Mapping[str, Any]) -> Message:
-    """The message that `to_json` made; a KeyError or TypeError where it is none."""
-    kind = CLASSES[values["kind"]]
-    return kind(**_fields(kind, {k: v for k, v in values.items() if k != "kind"}))
 
 
 def from_line(file: str, values: Mapping[str, Any]) -> Message:

@@ -1,7 +1,7 @@
 """Messages between processes, which are lines of a run folder.
 
-A message is a dataclass. Between processes it is `to_json()`, with its kind; in the run folder it is
-`line()`, in the file FILE of its class. common.decoding has the ways back.
+A message is a dataclass. In the run folder it is `line()`, in the file FILE of its class; common.decoding
+reads that line.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Message:
     """The base of all messages.
 
     Attributes:
-        KIND: its name between processes.
+        KIND: its name in lines, and of the method that shows it (driver.console.RunConsole).
         FILE: where the run folder keeps it; None: nowhere.
         TAG: the key of the kind in its line there; None: the file determines it.
         LEFT_OUT: fields that are not in the line.
@@ -95,10 +95,6 @@ class Message:
             value = getattr(self, each.name)
             out |= dict(value) if each.metadata.get("flat") else {each.name: value}
         return out
-
-    def to_json(self) -> dict[str, Any]:
-        """The mapping that goes from one process to another."""
-        return {"kind": self.KIND, **self.values()}
 
     def line(self) -> dict[str, Any]:
         """As the run folder has it."""
@@ -239,10 +235,6 @@ class Result(Measured):
 
     KIND, LEFT_OUT = "result", ("unsaved",)
     unsaved: ErrorParts | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """With its figures apart, because rank 0's are those of any function, of `raytrec check`, too."""
-        return {"kind": self.KIND, "step": self.step, "unsaved": self.unsaved, "figures": dict(self.figures)}
 
 
 @dataclass(frozen=True, kw_only=True)

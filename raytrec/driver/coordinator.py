@@ -19,7 +19,7 @@ from time import monotonic, time
 from typing import Any
 
 from raytrec.cluster.session import on_node
-from raytrec.common.messages import BEAT_S, Command, beat_s
+from raytrec.common.messages import BEAT_S, Command, Event, Message, beat_s
 
 SILENT_S = 3.0  # without a heartbeat for so long (or for 3 of them), a process hangs, or has ended
 PHASES = {
@@ -105,10 +105,10 @@ class Coordinator:
 
     # Messages: ranks and policies put, the driver gets.
 
-    def put(self, message: dict[str, Any]) -> None:
+    def put(self, message: Message) -> None:
         self._messages.put_nowait(message)
 
-    async def get(self, timeout: float) -> list[dict[str, Any]]:
+    async def get(self, timeout: float) -> list[Message]:
         """All messages so far; waits for the first."""
         out = []
         if timeout and self._messages.empty():
@@ -123,7 +123,7 @@ class Coordinator:
         self._messages.put_nowait(None)
 
     def _event(self, event: str, **details: Any) -> None:
-        self.put({"kind": "event", "event": event, "unix_s": time(), **details})
+        self.put(Event(event=event, unix_s=time(), details=details))
 
     # Ranks.
 

@@ -15,7 +15,6 @@ from typing import Any
 from raytrec.checkpoint.index import reason
 from raytrec.cluster.lifeline import RayLost
 from raytrec.common import messages
-from raytrec.common.decoding import from_json
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import null_nonfinite
 from raytrec.common.messages import CHECKS, ENDED_EARLY, RANKS, Message, RankLine
@@ -83,8 +82,8 @@ class Watch:
         last = False
         while not last and not lost.is_set():
             last = over.is_set()
-            for values in _messages(coordinator, 0 if last else CALL_S, over, lost):
-                self.receive(from_json(values))
+            for message in _messages(coordinator, 0 if last else CALL_S, over, lost):
+                self.receive(message)
 
     def failed(self, cause: str, again: bool) -> None:
         """Notes that all workers have ended, which no coordinator could report."""
@@ -213,7 +212,7 @@ class Record:
         return taken
 
 
-def _messages(coordinator: Any, wait_s: float, over: Event, lost: Event) -> list[dict[str, Any]]:
+def _messages(coordinator: Any, wait_s: float, over: Event, lost: Event) -> list[Message]:
     """Return the messages that the coordinator has, or gets within this time."""
     import ray
 

@@ -144,7 +144,7 @@ class WorkerContext:
 
     def report_from_all(self, message: Message) -> None:
         """Sends a message to the driver, from any rank, without waiting for it."""
-        self.task.coordinator.put.remote(message.to_json())
+        self.task.coordinator.put.remote(message)
 
     def enter_phase(self, text: str, kind: str) -> None:
         """What this rank does from now on, for people and for the coordinator (coordinator.SLOW_PHASES)."""

@@ -155,6 +155,6 @@ def test_the_driver_is_told(coordinator):
     import ray
 
     decisions(coordinator, 1, {0: GLOO, 1: ActorDiedError()})
-    (event,) = [m for m in ray.get(coordinator.get.remote(1)) if m["kind"] == "event"]
-    assert event["cause"] == "rank 1 died: its process was ended, or crashed" and event["again"]
-    assert ray.get(coordinator.cause.remote()) == event["cause"]
+    (event,) = ray.get(coordinator.get.remote(1))
+    assert event.details["cause"] == "rank 1 died: its process was ended, or crashed"
+    assert event.details["again"] and ray.get(coordinator.cause.remote()) == event.details["cause"]

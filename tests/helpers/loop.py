@@ -16,7 +16,7 @@ class Said(list):
     put = property(lambda self: self)
 
     def remote(self, message):
-        self.append(json.loads(json.dumps(message)))  # messages must be JSON
+        self.append({"kind": message.KIND, **json.loads(json.dumps(message.values()))})  # they must be JSON
 
 
 class Heartbeat:

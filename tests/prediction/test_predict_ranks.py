@@ -161,7 +161,7 @@ def test_every_row_once_and_in_order(folder, tmp_path, world):
     assert rows["row"].to_pylist() == list(range(1300))
     np.testing.assert_allclose(rows["score"], on_ranks(1, expected_scores, folder)[0], rtol=1e-5)
     (result,) = [m for m in said if m["kind"] == "result"]
-    assert result["figures"]["predicted"] == 1300 and result["figures"]["world_size"] == world
+    assert result["predicted"] == 1300 and result["world_size"] == world
 
 
 @pytest.fixture(scope="module")

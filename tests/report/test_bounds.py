@@ -8,7 +8,6 @@ import recorded
 from ranks import on_ranks
 from recorded import interval, record
 
-from raytrec.common.decoding import from_json
 from raytrec.common.messages import RankLine, recorded_ranks
 from raytrec.report.findings import Times, find_bound
 
@@ -90,7 +89,8 @@ def real(rank, world, changes, slow, folder):
 
     made.batches._batches = batches()
     made.train(STEPS)
-    return [from_json(said) for said in made.said if said["kind"] == "rank"]
+    lines = [said for said in made.said if said.pop("kind") == "rank"]
+    return [RankLine(**line) for line in lines]
 
 
 @pytest.mark.parametrize(
