@@ -128,7 +128,7 @@ def doctor(
     from raytrec.doctor.examine import as_json, as_markdown, diagnose, print_examination, shared
 
     if measure:
-        from raytrec.doctor.measure import write_rates
+        from raytrec.doctor.child import write_rates
 
         return write_rates(measure, ranks)
     if config:
