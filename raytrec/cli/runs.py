@@ -28,7 +28,7 @@ def train(
         resume (RUN): Resume this run from its newest checkpoint; CONFIG, if given, must be equivalent.
         resume_latest: Resume the newest interrupted run of this CONFIG; start a new one if there is none.
     """
-    from raytrec.driver.session import begin_early
+    from raytrec.cluster.session import begin_early
 
     begin_early()  # while the rest is imported
     from raytrec.common.errors import ConfigError
@@ -94,7 +94,7 @@ def tune(
 
 def check(config: NeededConfig, overrides: Overrides = None, json: Json = False):
     """Compare a config, its plan and cluster with one plain torch process; exit code 1 on a difference."""
-    from raytrec.driver.session import begin_early
+    from raytrec.cluster.session import begin_early
 
     begin_early()
     from raytrec.driver.check import check as run
@@ -167,7 +167,7 @@ def plan(
         picture (FILE.svg): Draw the shards, tables × ranks (.svg or .png).
     """
     from raytrec.common.errors import ConfigError
-    from raytrec.driver.plan import plan as make
+    from raytrec.driver.preflight import plan as make
     from raytrec.planning.report import draw, print_plans
 
     if not (config or prices):

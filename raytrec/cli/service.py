@@ -109,7 +109,7 @@ def head(
     cpus: Annotated[int | None, typer.Option(help="Logical CPUs; default: the machine's.")] = None,
 ):
     """Run a Ray cluster on this machine's loopback, for `raytrec submit` and notebooks, until Ctrl-C."""
-    from raytrec.cluster.head import start_head
+    from raytrec.cluster.local_ray import start_head
 
     start_head(root, port=port, dashboard_port=dashboard_port, client_port=client_port, cpus=cpus)
 
