@@ -79,7 +79,7 @@ def timed_train_worker(task: Any) -> None:
 
 def main() -> None:
     """The command; workers find the function by its name in this module."""
-    from raytrec.driver.session import begin_early
+    from raytrec.cluster.session import begin_early
 
     begin_early()  # as the command does, before its other imports
     import moments

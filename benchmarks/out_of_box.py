@@ -35,8 +35,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MultiLabelBinarizer, OneHotEncoder, OrdinalEncoder, StandardScaler
 
 from raytrec.config.run_config import load_config
+from raytrec.driver.launch import session_of
 from raytrec.driver.run import train
-from raytrec.driver.session import session_of
 from raytrec.inspection.propose import inspect
 
 HERE = Path(__file__).parent

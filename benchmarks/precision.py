@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from raytrec.config.run_config import load_config
+from raytrec.driver.launch import session_of
 from raytrec.driver.run import train
-from raytrec.driver.session import session_of
 
 RESULTS = Path(__file__).parent / "results" / "precision.json"
 QUIET = ["tracking.enabled=false", "tracking.report=false", "tracking.every_steps=null"]

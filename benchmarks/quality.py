@@ -35,8 +35,8 @@ from rich.console import Console
 from raytrec.common.errors import RaytrecError
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
+from raytrec.driver.launch import session_of
 from raytrec.driver.run import train
-from raytrec.driver.session import session_of
 from raytrec.exporting.export import export
 
 HERE = Path(__file__).parent

@@ -55,7 +55,7 @@ def _prepared(command: Callable[..., None]) -> Callable[..., None]:
     def run(**options: Any) -> None:
         try:
             if command in WITH_WORKERS:
-                from raytrec.driver.session import begin_early
+                from raytrec.cluster.session import begin_early
 
                 begin_early()
             command(**options)

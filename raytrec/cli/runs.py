@@ -122,7 +122,7 @@ def doctor(
     from raytrec.doctor.examine import as_json, as_markdown, diagnose, print_examination, shared
 
     if measure:
-        from raytrec.doctor.measure import write_rates
+        from raytrec.doctor.child import write_rates
 
         return write_rates(measure, ranks)
     if config:
@@ -161,7 +161,7 @@ def plan(
         picture (FILE.svg): Draw the shards, tables × ranks (.svg or .png).
     """
     from raytrec.common.errors import ConfigError
-    from raytrec.driver.plan import plan as make
+    from raytrec.driver.preflight import plan as make
     from raytrec.planning.report import draw, print_plans
 
     if not (config or prices):

@@ -137,13 +137,13 @@ def convert(
     """
     from raytrec.common.redaction import hide
     from raytrec.common.storage import in_shell
-    from raytrec.driver.convert import convert as run_convert
+    from raytrec.driver.evaluation import convert as run_convert
 
-    converted = run_convert(run, tables, out, checkpoint=checkpoint, allow_code=allow_code)
-    for line in converted.lines:
+    folder, notes = run_convert(run, tables, out, checkpoint=checkpoint, allow_code=allow_code)
+    for line in notes:
         print(line)
-    print(f"checkpoint   {hide(converted.path)}")
-    print(f"train on     raytrec train --warm-start {in_shell(hide(converted.path))} data.train=DIR")
+    print(f"checkpoint   {hide(folder)}")
+    print(f"train on     raytrec train --warm-start {in_shell(hide(folder))} data.train=DIR")
 
 
 def report(run: RunFolder, out: str | None = None):
@@ -220,7 +220,7 @@ def inspect(
         rows: Read only about this many rows.
     """
     from raytrec.common.errors import ConfigError
-    from raytrec.driver.plan import read_run_schema
+    from raytrec.driver.evaluation import read_run_schema
     from raytrec.inspection.propose import inspect as look
     from raytrec.inspection.result import check_out, write_schema
 

@@ -131,7 +131,7 @@ def head(
         client_port: Port of Ray client (ray://).
         cpus: Logical CPUs; default: the machine's.
     """
-    from raytrec.cluster.head import start_head
+    from raytrec.cluster.local_ray import start_head
 
     start_head(root, port=port, dashboard_port=dashboard_port, client_port=client_port, cpus=cpus)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from raytrec.client.jobs import STATES, Jobs, pause_s
+from raytrec.client.jobs import STATES, Jobs
 from raytrec.client.package import Source, code
 from raytrec.client.run import ENDED, Run
 from raytrec.common.documents import from_line
@@ -93,7 +93,7 @@ class JobRun(Run):
     def _read(self) -> None:
         text, status = self._jobs.read(self.job, self._seen)
         self._seen += len(text)
-        self.poll_s = pause_s(self._seen)
+        self.poll_s = 1 + self._seen / 250_000  # the log is sent as a whole each time
         *lines, self._rest = (self._rest + text).split("\n")
         if status in STATES and self._rest:  # it ends without a line break
             lines.append(self._rest)

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raytrec.client.package import Source, config_name, packed
+from raytrec.client.package import Source, code, config_name, user_modules
 from raytrec.cluster.access import check_ray, token_source, use_token
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
@@ -59,9 +59,10 @@ class Jobs:
         include: list[str | Path] | tuple = (),
         root: str | None = None,
     ) -> str:
-        """Submits a run; the id of its job.
+        """Submit a run, and return the id of its job.
 
-        Submitting the same again resumes the run, if it was interrupted.
+        Submitting the same again resumes the run, if it was interrupted. The configuration goes up as a file
+        with its overrides, so that no command line shows them; modules that it names go up as well.
 
         Args:
             source: a config file, its values, or a RunConfig; paths in it are those of the cluster.
@@ -69,11 +70,12 @@ class Jobs:
             include: further files and folders that the job needs.
             root: folder on the cluster for relative paths; default: the cluster's RAYTREC_ROOT.
         """
-        name = config_name(source)
-        patience = load_config(source, overrides).scaling.shutdown_grace_s + 30
+        name, config = config_name(source), load_config(source, overrides)
+        patience = config.scaling.shutdown_grace_s + 30
         environment = {"RAY_JOB_STOP_WAIT_TIME_S": str(int(patience))}
         environment |= {"RAYTREC_ROOT": root} if root else {}
-        with packed(source, overrides, include) as folder:
+        with code([*user_modules(config), *map(Path, include)], taken=(name,)) as folder:
+            (folder / name).write_text(config.to_yaml())
             return self.start(
                 f"python -m raytrec train {shlex.quote(name)} --resume-latest",
                 {"working_dir": str(folder), "env_vars": environment},
@@ -182,11 +184,6 @@ class Jobs:
             ) from None
         except RuntimeError as error:
             raise RunError(f"Ray reports: {_short(str(error))}", where=self.address) from None
-
-
-def pause_s(seen: int) -> float:
-    """Seconds until a log of so many characters is read again, each time as a whole."""
-    return 1 + seen / 250_000
 
 
 def _check_shown(command: str, runtime_env: dict[str, Any]) -> None:

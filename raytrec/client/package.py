@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from raytrec.common.errors import ConfigError
+from raytrec.common.errors import ConfigError, os_errors
 from raytrec.config.data import name_like
-from raytrec.config.run_config import RunConfig, load_config
+from raytrec.config.run_config import RunConfig
 from raytrec.config.trust import own_code
 
 Source = str | Path | dict | RunConfig  # a config file, its values, or a RunConfig
@@ -23,33 +23,10 @@ LARGEST_BYTES = 100 << 20  # data belong on storage that all nodes reach; Ray's 
 
 
 @contextmanager
-def packed(
-    source: Source, overrides: list[str] | None = None, include: list[str | Path] | tuple = ()
-) -> Iterator[Path]:
-    """A folder to hand to Ray as the working directory of a job; removed with the block.
-
-    It holds raytrec's code as it is here, so that the cluster needs its dependencies alone and runs the same
-    code; NAME.yaml, the configuration with its overrides, which are therefore in no command line; and the
-    user's modules.
-
-    Args:
-        source: a config file, its values, or a RunConfig. Its paths are those of the cluster.
-        overrides: `section.key=value` strings.
-        include: further files and folders, which keep their place below the working directory.
-
-    Raises:
-        ConfigError: the config is wrong, or what it names or `include` is not there, or is too large.
-    """
-    config = load_config(source, overrides)
-    name = config_name(source)
-    with code([*user_modules(config), *map(Path, include)], taken=(name,)) as folder:
-        (folder / name).write_text(config.to_yaml())
-        yield folder
-
-
-@contextmanager
 def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterator[Path]:
-    """raytrec's code, and other files and folders, in a folder that is removed with the block.
+    """Yield a working directory for Ray: raytrec's code as it is here, and other files and folders.
+
+    The cluster needs only raytrec's dependencies and runs the same code. The folder goes with the block.
 
     Args:
         places: those below the working directory keep their place; others come to the top, under their name.
@@ -81,10 +58,9 @@ def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterat
     try:
         for path, file in wanted.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            try:
+            where = f"--include {file}"
+            with os_errors("it cannot be copied", ConfigError, where=where, expected="a file to read"):
                 shutil.copy2(file, folder / path)
-            except OSError as error:
-                raise _refused(file, f"it cannot be copied: {error.strerror}", "a file to read") from None
         yield folder
     finally:
         shutil.rmtree(folder)

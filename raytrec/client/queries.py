@@ -1,4 +1,4 @@
-"""Questions about runs, answered on the cluster (Ray client).
+"""What a cluster does for its Ray clients: answer questions about runs, and drive them.
 
 A run is the name of a folder in runs/ below RAYTREC_ROOT, or the path of a run folder. Only files that a run
 writes can be read, in a folder that has the config.yaml of a run. No torch.
@@ -7,7 +7,10 @@ writes can be read, in a folder that has the config.yaml of a run. No torch.
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -16,12 +19,13 @@ from raytrec.checkpoint.files import find
 from raytrec.checkpoint.rows import StoredTable, table_names
 from raytrec.cluster.session import on_node, ray_session
 from raytrec.common.documents import find_document
-from raytrec.common.errors import RunError, hint
+from raytrec.common.errors import RaytrecError, RunError, hint, os_errors, root_cause
 from raytrec.common.messages import EVENTS, METRICS
-from raytrec.common.reading import MOST_YAML_BYTES, NotReadable, open_regular, read_bytes, yaml_values
+from raytrec.common.reading import MOST_YAML_BYTES, NotReadable, read_bytes, yaml_values
 from raytrec.common.storage import absolute
-from raytrec.driver.driver_state import LOG, ask_to_stop, driver_of, is_alive
-from raytrec.tracking.run_folder import CONFIG, RESULT
+from raytrec.config.run_config import RunConfig
+from raytrec.driver.driver_state import ASKED, LOG, ask_to_stop, driver_of, is_alive
+from raytrec.tracking.run_folder import CONFIG, RESULT, read_lines
 
 RUNS = "runs"
 GROWING = (METRICS, EVENTS, LOG)
@@ -175,16 +179,10 @@ def _hosts() -> dict[str, str]:
 
 
 def _new_lines(path: Path, since: int) -> bytes:
-    """Whole lines from a byte on."""
-    try:
-        with open_regular(path) as stream:
-            stream.seek(since)
-            data = stream.read(MOST_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        return b""
-    except OSError as error:
-        raise RunError(f"cannot read {path.name}: {error.strerror}", where=str(path.parent)) from None
-    return data[: data.rfind(b"\n") + 1]
+    """Return the whole lines from a byte on, up to MOST_BYTES."""
+    with os_errors(f"cannot read {path.name}", where=str(path.parent)):
+        lines = takewhile(lambda line: line.end - since <= MOST_BYTES, read_lines(path, since))
+        return b"".join(line.data for line in lines)
 
 
 def _content(path: Path) -> bytes:
@@ -196,3 +194,54 @@ def _content(path: Path) -> bytes:
         raise RunError(f"the run has no {path.name} (yet)", where=str(path.parent)) from None
     except OSError as error:
         raise RunError(f"cannot read {path.name}: {error.strerror}", where=str(path)) from None
+
+
+class Driver:
+    """Drives a run as an actor on the cluster, in its main thread, where signal handlers can be installed.
+
+    What goes back are plain values and RaytrecErrors: who is connected may have neither torch nor torchrec.
+    """
+
+    def begin(self, name: str, text: str) -> str:
+        """Decides which run this is: one that was interrupted, or a new one.
+
+        Args:
+            name: of the config's file, after which a new run is named.
+            text: the config as YAML.
+
+        Returns:
+            The run's folder.
+        """
+        from raytrec.driver.prepare import resolve_config
+
+        path = Path(mkdtemp(prefix="raytrec-")) / name
+        path.write_text(text)
+        self._config: RunConfig = _raising_ours(resolve_config, path, [], resume_latest=True)[0]
+        return self._config.run.dir
+
+    def train(self) -> dict[str, Any] | None:
+        """Trains; the content of result.json, or None when the run was asked to stop."""
+        import raytrec
+
+        try:
+            return _raising_ours(raytrec.train, self._config, resume_latest=True).metrics
+        except ASKED:  # to Ray it would mean that this call is cancelled
+            return None
+
+    def command(self, name: str, run: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
+        """The figures of raytrec.evaluate, predict or index with the newest checkpoint of a run."""
+        import raytrec
+
+        call = {"evaluate": raytrec.evaluate, "predict": raytrec.predict, "index": raytrec.index}[name]
+        return _raising_ours(call, run_folder(run), **places, **options).metrics
+
+
+def _raising_ours(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What a call returns; any error becomes a RaytrecError, which can be read anywhere."""
+    try:
+        return call(*arguments, **options)
+    except Exception as error:
+        cause = root_cause(error)
+        if isinstance(cause, RaytrecError):
+            raise cause from None
+        raise RunError(f"{type(cause).__name__}: {cause}") from None

@@ -5,22 +5,28 @@ The cluster is used as if it were here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import mkdtemp
+from threading import RLock
 from time import sleep
 from typing import Any
 
 from raytrec.client import queries
-from raytrec.client.connection import Connection
-from raytrec.client.package import Source, config_name, user_modules
+from raytrec.client.package import Source, code, config_name, user_modules
 from raytrec.client.run import ENDED, Run
-from raytrec.common.errors import RaytrecError, RunError, root_cause
-from raytrec.config.run_config import RunConfig, load_config
-from raytrec.driver.driver_state import ASKED, LOG
+from raytrec.cluster.access import RAY, check_cluster, check_ray, check_versions, use_token
+from raytrec.cluster.session import on_node
+from raytrec.common.errors import RaytrecError, RunError, first_line, last_line, root_cause
+from raytrec.compat.ray_core import NOT_STARTED, NOT_TAKEN, head_nodes
+from raytrec.compat.versions import require_versions
+from raytrec.config.run_config import load_config
+from raytrec.driver.driver_state import LOG
 from raytrec.tracking.progress_log import for_people
 from raytrec.tracking.run_folder import decode
+
+ANSWER_S = 120  # for what takes a second, while a cluster may first start a process for it
 
 
 class RayClient:
@@ -44,7 +50,7 @@ class RayClient:
         if places not in self._connections:  # its processes have other code
             self._connections[places] = Connection(self.address, places)
         connection = self._connections[places]
-        driver = connection.actor(Driver)
+        driver = connection.actor(queries.Driver)
         folder = connection.ask(driver.begin, config_name(source), config.to_yaml())
         return ClientRun(connection, folder, driver)
 
@@ -69,7 +75,7 @@ class ClientRun(Run):
     Args:
         connection: through which the cluster is asked.
         folder: of the run.
-        driver: the Driver, if the run is to begin here.
+        driver: the queries.Driver, if the run is to begin here.
     """
 
     def __init__(self, connection: Connection, folder: str, driver: Any = None):
@@ -93,7 +99,12 @@ class ClientRun(Run):
 
     def _read(self) -> None:
         ended = self._result is None or self._connection.is_done(self._result)
-        failure = self._failure() if ended and self._result is not None else None
+        failure: RaytrecError | None = None
+        if ended and self._result is not None:
+            try:
+                self._connection.result(self._result)
+            except RaytrecError as error:
+                failure = error
         try:
             state = self._take_news()
         except RunError:
@@ -124,66 +135,137 @@ class ClientRun(Run):
         return news["state"]
 
     def _command(self, name: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-        driver = self._connection.actor(Driver)
+        driver = self._connection.actor(queries.Driver)
         return self._connection.ask(driver.command, name, self._folder, places, options, timeout=None)
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
         return self._connection.call(question, self._folder, *arguments)
 
-    def _failure(self) -> RaytrecError | None:
-        try:
-            self._connection.result(self._result)
-        except RaytrecError as error:
-            return error
-        return None
 
+class Connection:
+    """One connection of Ray client, apart from what else this process does with Ray.
 
-class Driver:
-    """Drives a run as an actor on the cluster, in its main thread, where signal handlers can be installed.
-
-    What goes back are plain values and RaytrecErrors: who is connected may have neither torch nor torchrec.
+    Args:
+        places: files and folders of the user that its processes have, with raytrec's code.
     """
 
-    def begin(self, name: str, text: str) -> str:
-        """Decides which run this is: one that was interrupted, or a new one.
+    def __init__(self, address: str, places: tuple[Path, ...]):
+        self.address, self._lock, self._remote = address, RLock(), {}
+        use_token()
+        require_versions()
+        check_cluster(address, address)
 
-        Args:
-            name: of the config's file, after which a new run is named.
-            text: the config as YAML.
+        with code(places) as folder:
+            self._context = _connect(address, folder)
+        check_ray(self._context.ray_version, where=address)
+        with self.used():
+            self._head, *_ = head_nodes()
 
-        Returns:
-            The run's folder.
-        """
-        from raytrec.driver.prepare import resolve_config
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Ray in this block is this connection's. Not by two threads at a time: the context is swapped."""
+        with self._lock, self._context:
+            yield
 
-        path = Path(mkdtemp(prefix="raytrec-")) / name
-        path.write_text(text)
-        self._config: RunConfig = _raising_ours(resolve_config, path, [], resume_latest=True)[0]
-        return self._config.run.dir
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The answer of a function that is called there."""
+        import ray
 
-    def train(self) -> dict[str, Any] | None:
-        """Trains; the content of result.json, or None when the run was asked to stop."""
-        import raytrec
+        with self.used():
+            if function not in self._remote:
+                self._remote[function] = ray.remote(function).options(**on_node(self._head))
+        return self.ask(self._remote[function], *arguments)
+
+    def ask(self, remote: Any, *arguments: Any, timeout: float | None = ANSWER_S) -> Any:
+        """The answer of a remote function or method, its errors as they were raised there."""
+        with self.used():
+            reference = remote.remote(*arguments)
+        return self.result(reference, timeout)
+
+    def actor(self, kind: type) -> Any:
+        import ray
+
+        with self.used():
+            return ray.remote(kind).options(**on_node(self._head)).remote()
+
+    def is_done(self, reference: Any) -> bool:
+        import ray
+
+        with self.used():
+            return bool(ray.wait([reference], timeout=0)[0])
+
+    def result(self, reference: Any, timeout: float | None = ANSWER_S) -> Any:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError
 
         try:
-            return _raising_ours(raytrec.train, self._config, resume_latest=True).metrics
-        except ASKED:  # to Ray it would mean that this call is cancelled
-            return None
-
-    def command(self, name: str, run: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-        """The figures of raytrec.evaluate, predict or index with the newest checkpoint of a run."""
-        import raytrec
-
-        call = {"evaluate": raytrec.evaluate, "predict": raytrec.predict, "index": raytrec.index}[name]
-        return _raising_ours(call, queries.run_folder(run), **places, **options).metrics
-
-
-def _raising_ours(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What a call returns; any error becomes a RaytrecError, which can be read anywhere."""
-    try:
-        return call(*arguments, **options)
-    except Exception as error:
-        cause = root_cause(error)
-        if isinstance(cause, RaytrecError):
+            with self.used():
+                return ray.get(reference, timeout=timeout)
+        except GetTimeoutError:
+            raise RunError(f"the cluster has not answered for {timeout} s", where=self.address) from None
+        except ConnectionError as error:
+            raise RunError(
+                f"the connection to the cluster is lost: {first_line(error)}",
+                where=self.address,
+                do="connect again: Cluster(ADDRESS); what was started here has ended, and resumes from "
+                "its last checkpoint when it is started again",
+            ) from None
+        except RayError as error:
+            cause = root_cause(error)
+            if cause is error or isinstance(cause, RayError):
+                cause = RunError(f"Ray reports: {first_line(cause)}", where=self.address)
             raise cause from None
-        raise RunError(f"{type(cause).__name__}: {cause}") from None
+
+    def close(self) -> None:
+        self._context.disconnect()
+
+
+def _connect(address: str, folder: Path) -> Any:
+    """A connection whose processes work in a copy of a folder.
+
+    On a busy machine, the process that Ray 2.60 starts for a client may end before it has begun, without an
+    error (`proxier.start_specific_server`); so that is worth another try.
+    """
+    import ray
+
+    for again in (True, True, False):
+        try:
+            return ray.init(
+                address,
+                namespace="raytrec",
+                allow_multiple=True,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env={"working_dir": str(folder)},
+            )
+        except Exception as error:
+            if not (again and NOT_STARTED in str(error)):
+                raise _not_connected(address, error) from None
+
+
+def _not_connected(address: str, error: Exception) -> RunError:
+    """Return the error for people about a Ray client that could not connect.
+
+    Raises:
+        RunError: the cluster runs another version of Ray or Python.
+    """
+    text = str(error)
+    check_versions(
+        text,
+        where=address,
+        expected="the same Python, X.Y, on both sides: with ray:// they exchange code",
+        do="use that Python here; or the job API, Cluster('http://HOST:8265'), which takes any",
+    )
+    if NOT_TAKEN in text:
+        return RunError(
+            f"the cluster does not take this connection: {last_line(text, '')}",
+            where=address,
+            expected=f"Ray {RAY} on the cluster, as here, and room for one more process on its head",
+            do="look at ray_client_server*.err among the logs of the head",
+        )
+    return RunError(
+        f"cannot connect: {first_line(error)}",
+        where=address,
+        expected="the address of Ray client, such as ray://127.0.0.1:10001, and the cluster's token",
+        do="forward its port (`ray attach -p 10001 cluster.yaml`, `kubectl port-forward`)",
+    )

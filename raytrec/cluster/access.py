@@ -169,7 +169,13 @@ def _check_token(address: str, given: str) -> None:
     with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
         code = _ask(channel, method, token_metadata())
         if code is grpc.StatusCode.UNAUTHENTICATED:
-            raise _refused(given)
+            no_token = "" if token_metadata() else "; and do not set RAY_AUTH_MODE to disabled"
+            raise RunError(
+                "the cluster asks for a token" if no_token else "the cluster refuses the token",
+                where=given,
+                expected="the token with which the cluster was started",
+                do=f"bring it into {token_file()} (chmod 600), or name its file in {PATH}{no_token}",
+            )
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             raise RunError(
                 f"what listens at {target} does not answer as a Ray cluster does",
@@ -216,16 +222,6 @@ def _place(address: str) -> str | None:
         return bootstrap_address(address)
     except (ConnectionError, ValueError):
         return None
-
-
-def _refused(given: str) -> RunError:
-    return RunError(
-        "the cluster refuses the token" if token_metadata() else "the cluster asks for a token",
-        where=given,
-        expected="the token with which the cluster was started",
-        do=f"bring it into {token_file()} (chmod 600), or name its file in RAY_AUTH_TOKEN_PATH"
-        + ("" if token_metadata() else "; and do not set RAY_AUTH_MODE to disabled"),
-    )
 
 
 def check_versions(reported: str, *, where: str, expected: str, do: str) -> None:

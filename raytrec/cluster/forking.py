@@ -46,7 +46,8 @@ def main() -> None:
     os.environ.update(about["env"])
     if ready:  # else workers, which begin by themselves then, are not to wait for it
         _import_ray(about["modules"])
-        ready = _forks_can_use_gpus() and _draw_apart()
+        # Forked processes whose generators are alike would mistake each other's objects.
+        ready = _forks_can_use_gpus() and _answer_of_fork(_draw) != _answer_of_fork(_draw)
     sys.path[:] = own_path
     gc.collect()
     gc.freeze()  # what is here stays: collections in those who are forked leave its pages shared
@@ -92,11 +93,6 @@ def _refuses_gpus() -> bytes:
     from raytrec.compat.torch_ import refuses_gpus
 
     return b"yes" if refuses_gpus() else b"no"
-
-
-def _draw_apart() -> bool:
-    """Whether two forked processes would give out different ids."""
-    return _answer_of_fork(_draw) != _answer_of_fork(_draw)
 
 
 def _draw() -> bytes:

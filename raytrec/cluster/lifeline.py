@@ -78,18 +78,15 @@ class Lifeline:
             self._since.pop(part, None)
             return
         began = self._since.setdefault(part, monotonic())
-        if monotonic() - began > (self._gone_s(part) if refused else self._patience_s):
+        comes_back = part == GCS and not self._own
+        gone_s = float(os.environ.get(RAYS_SETTING, COMES_BACK_S)) if comes_back else GONE_S
+        if monotonic() - began > (gone_s if refused else self._patience_s):
             lost = RayLost(
                 f"Ray's {part}, {WHAT[part]}, has ended, and all workers with it",
                 where="{}:{}".format(*place),
             )
             lost.part = part
             raise lost
-
-    def _gone_s(self, part: str) -> float:
-        if part == RAYLET or self._own:
-            return GONE_S
-        return float(os.environ.get(RAYS_SETTING, COMES_BACK_S))
 
 
 def _places() -> dict[str, tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""Private files and processes of a local Ray.
+"""Private files and processes of a local Ray, and `raytrec head`: a cluster of one node on loopback.
 
 Ray 2.60 keeps its sessions in /tmp/ray for ever, makes these folders writable by everybody, and puts there
 which cluster was started last. Its processes belong to the process group of the driver, so a
@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep, time
+from typing import NoReturn
 
+from raytrec.cluster.access import PATH, token_file, use_token
 from raytrec.common.errors import RunError, os_errors
 from raytrec.common.processes import lock
 from raytrec.compat.ray_start import CURRENT_CLUSTER, REPORTS_SELDOM, SOCKET, popen_replaced
@@ -28,6 +30,7 @@ TMPDIR = "RAY_TMPDIR"
 LONGEST = 107 if sys.platform == "linux" else 103
 ABANDONED_S = 3600.0  # a folder without owner is not one that is just being made
 WORDS, MOST_WORDS = 8_000, 200_000  # bytes of a file, characters of all, that are kept of Ray's logs
+STOP_WAIT_S = 60  # `ray job stop` kills after 3 s otherwise, which is short for a checkpoint
 LINGER_S = 2.0  # that Ray's processes may take to end by themselves
 
 
@@ -205,3 +208,88 @@ def _members(sessions: set[int]) -> list[int]:
             if os.getsid(pid) in others and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                 found.append(pid)
     return found
+
+
+def start_head(
+    root: Path, *, port: int, dashboard_port: int, client_port: int, cpus: int | None = None
+) -> NoReturn:
+    """Becomes `ray start --head --block`; Ctrl-C or SIGTERM ends it with all that it has started.
+
+    Args:
+        root: RAYTREC_ROOT of the cluster.
+        port, dashboard_port, client_port: of the cluster itself, of its job API and of Ray client.
+        cpus: logical CPUs; default: what the machine has.
+
+    Raises:
+        RunError: there is no `ray` next to this Python; a port is taken, or two are the same.
+    """
+    check_ports({"--port": port, "--dashboard-port": dashboard_port, "--client-port": client_port})
+    program = Path(sys.executable).with_name("ray")
+    if not program.exists():
+        raise RunError("there is no `ray` command", where=str(program.parent), expected="ray[default]")
+    use_token(create=True)
+    environment = os.environ | _environment(root)
+    print(f"job API      http://127.0.0.1:{dashboard_port}")
+    print(f"Ray client   ray://127.0.0.1:{client_port}")
+    print(f"token        {token_file()}", flush=True)
+    arguments = ["start", "--head", "--block", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
+    arguments += ["--dashboard-host=127.0.0.1", f"--port={port}", f"--dashboard-port={dashboard_port}"]
+    with socket.create_server(("127.0.0.1", 0)) as probe:  # another Ray here may have the default port
+        arguments += [f"--dashboard-agent-listen-port={probe.getsockname()[1]}"]
+    arguments += [f"--ray-client-server-port={client_port}", *([f"--num-cpus={cpus}"] if cpus else [])]
+    # Any free ports, as a local Ray's workers take them: the default, 10002 to 19999, may be taken.
+    arguments += ["--min-worker-port=0", "--max-worker-port=0"]
+    os.execve(program, [str(program), *arguments], environment)
+
+
+def check_ports(ports: dict[str, int]) -> None:
+    """Looks, before anything starts, whether a cluster can listen on these ports.
+
+    Args:
+        ports: option → port.
+
+    Raises:
+        RunError: it cannot; Ray itself reports that in a traceback, or after a minute.
+    """
+    options: dict[int, str] = {}
+    for option, port in ports.items():
+        if (other := options.setdefault(port, option)) != option:
+            raise RunError(
+                f"port {port} is given twice", where=f"{other}, {option}", expected="a port for each"
+            )
+        if why := _why_not(port):
+            raise RunError(
+                f"port {port} cannot be used: {why}",
+                where=f"{option} {port}",
+                expected="a port from 1024 to 65535 on which nothing listens on this machine",
+                do="end what listens there (another `raytrec head`?), or give another port",
+            )
+
+
+def _why_not(port: int) -> str | None:
+    if not 1024 <= port <= 65535:
+        return "it is not a port that a user may listen on"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just let go of is free
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return error.strerror
+    return None
+
+
+def _environment(root: Path) -> dict[str, str]:
+    from raytrec.cluster.session import loopback_environment
+
+    # Held by the program that this process becomes; the next Ray here removes it.
+    folder, owner = make_folder()
+    os.set_inheritable(owner, True)
+    environment = {TMPDIR: str(folder)} | loopback_environment() | {PATH: str(token_file().absolute())}
+    # `python` in jobs is the one of this environment.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return environment | {
+        "PATH": path,
+        "RAYTREC_ROOT": str(root.expanduser().absolute()),
+        "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # there is no other node that could take over
+    }

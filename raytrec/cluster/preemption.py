@@ -59,7 +59,7 @@ def _ask(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
 
 
 def wait_for(notice: Callable[[], bool]) -> None:
-    """Returns when there is one."""
+    """Wait until there is a notice."""
     while not notice():
         time.sleep(LOOK_EVERY_S)
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from raytrec.cluster.access import START_ONE, check_cluster, check_versions, use_token
 from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
 from raytrec.cluster.local_ray import heads, listens, own_sessions, private_folder
-from raytrec.cluster.warm import forked_workers
+from raytrec.cluster.warm import forked_workers, warm_up
 from raytrec.common.errors import RunError, first_line
 from raytrec.compat.ray_core import JOB_CONFIG, bootstrap_address, own_address
 from raytrec.compat.ray_start import (
@@ -42,6 +42,15 @@ def in_job() -> bool:
 def stays_here(address: str | None) -> bool:
     """Whether a run with this scaling.address has its own Ray on this machine."""
     return not (address or os.environ.get("RAY_ADDRESS") or in_job())
+
+
+def begin_early() -> None:
+    """Start the warm process before it is certain that this command will have its own Ray.
+
+    Commands call this before their other imports. A process that has imported Ray is not a new command.
+    """
+    if stays_here(None) and "ray" not in sys.modules:
+        warm_up()
 
 
 @contextmanager

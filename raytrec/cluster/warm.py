@@ -24,6 +24,22 @@ from raytrec.compat.ray_start import ON_DEMAND, first_job, workers_started_by
 HERE = Path(__file__).parent
 SERVER, FORKED_WORKER, PLACE = HERE / "forking.py", HERE / "forked_worker.py", "RAYTREC_WARM"
 END_S = 0.5  # that its end takes, unless it is importing
+# What ranks, read tasks and Ray Train's controller import: first what does not import Ray.
+MODULES = ("torch", "torchrec", "torch.distributed.checkpoint", "pandas", "pyarrow.dataset", "pydantic")
+ON_RAY = (
+    "ray.data",
+    "ray.train.torch",
+    "raytrec.driver.policies",
+    "raytrec.driver.coordinator",
+    "raytrec.worker.loop",
+    "raytrec.worker.build",
+    "raytrec.worker.checkpointing",
+    "raytrec.worker.evaluate",
+    "raytrec.worker.observers",
+    "raytrec.data.stream",
+    "raytrec.data.rows",
+    "torchrec.metrics.rec_metric",  # and with it torchmetrics and PIL, for the first step
+)
 
 
 class Warm:
@@ -90,17 +106,37 @@ _running: dict[str, Warm] = {}
 WARM = "warm"
 
 
-def warm_up(modules: Sequence[str], on_ray: Sequence[str]) -> None:
-    """Starts the warm process of this process, unless there is one: what follows need not wait for it."""
+def warm_up() -> None:
+    """Start the warm process of this process, unless there is one, without waiting for its imports."""
     if WARM not in _running:
-        _running[WARM] = Warm(modules, on_ray)
+        _running[WARM] = Warm(MODULES, ON_RAY)
         atexit.register(cool_down)
 
 
 def cool_down() -> None:
-    """Ends it."""
+    """End the warm process of this process, if there is one."""
     if process := _running.pop(WARM, None):
         process.close()
+
+
+@contextmanager
+def warm_workers(alone: bool) -> Iterator[None]:
+    """Keep a warm process during the block, so that a local Ray that the block starts forks its workers.
+
+    Args:
+        alone: True if the block starts a local Ray. Raylets of a cluster start their workers themselves.
+    """
+    import ray
+
+    if ray.is_initialized():  # a caller's, and so is a warm process that it may have
+        yield
+        return
+    if alone:
+        warm_up()
+    try:
+        yield
+    finally:
+        cool_down()
 
 
 @contextmanager

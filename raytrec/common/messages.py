@@ -77,7 +77,7 @@ class Message:
     """The base of all messages.
 
     Attributes:
-        KIND: its name in lines, and in jobs' logs.
+        KIND: its name in lines, and of the method that shows it (driver.console.RunConsole).
         FILE: where the run folder keeps it; None: nowhere.
         TAG: the key of the kind in its line there; None: the file determines it.
         LEFT_OUT: fields that are not in the line.

@@ -1,4 +1,5 @@
-"""Checks in child processes, which may crash or hang: import torch and FBGEMM, use a GPU, join a group."""
+"""Child processes, which may crash or hang: they import torch and FBGEMM, use a GPU, and measure the rates of
+this machine for `raytrec plan --rates`."""
 
 from __future__ import annotations
 
@@ -8,24 +9,26 @@ import re
 import signal
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from raytrec.common.errors import last_line
+from raytrec.common.errors import RunError, last_line, os_errors
 from raytrec.common.machine import OTHER_DEVICE, built_for, check_gpu, gpu_kinds, not_served, usable_gpus
 from raytrec.common.registry import load_code
 from raytrec.compat.versions import PAIRS, wrong_versions
 from raytrec.doctor.host_checks import FAILURE, OK, Diagnosis, Found, has_gpus, host_check
 
+if TYPE_CHECKING:
+    from raytrec.planning.rates import Rates
+
 ANSWER = "raytrec-doctor "
 ROOT = str(Path(__file__).parents[2])
-ELEMENTS, ROUNDS = 1 << 22, 4  # of the all-reduce that is timed: 16 MiB of float32, the best of four
 LOAD_S, GPU_S = 120.0, 120.0  # a first import from a network file system takes long
+ALONE_S = 180.0  # that measuring may take, for each rank
 PINNED, *_ = PAIRS
 CUDA_LIBRARY = re.compile(r"lib(cud|cublas|cufft|curand|cusparse|cusolver|nccl|nv)\w*\.so")
 OLD_SYSTEM = re.compile(r"version `?(GLIBC|GLIBCXX|CXXABI)_")
@@ -192,45 +195,57 @@ def _try_gpu(name: str, kind: tuple[str, tuple[int, int]]) -> Diagnosis:
         return Diagnosis(FAILURE, f"{about}: {failed}", do)
 
 
-def join_group(
-    rank: int, world: int, address: str, port: int, backend: str, own: str, timeout_s: float
-) -> dict[str, Any]:
-    """Reduce 16 MiB over a group of processes; return the seconds and the network used.
+def write_rates(file: Path, ranks: int | None) -> None:
+    """Measure the rates of the ranks of this machine, and write them for `raytrec plan`.
 
     Args:
-        address: Address of the store of rank 0.
-        port: Port of that store.
-        own: Address of this host.
+        file: JSON file to write.
+        ranks: Number of ranks; default: one for each GPU, or 2.
+
+    Raises:
+        RunError: A rank failed, or the file cannot be written.
     """
-    import torch
-    import torch.distributed as dist
+    gpus = usable_gpus() if built_for() == "cuda" else []
+    rates = measure_rates(ranks or len(gpus) or 2, lambda line: print(line, file=sys.stderr))
+    with os_errors("cannot write the rates", where=str(file)):
+        file.write_text(rates.to_json(), encoding="utf-8")
 
-    from raytrec.worker.rendezvous import chosen_network, keep_to_own_address, log_network
 
-    keep_to_own_address(own)
-    device, network = "cpu", f"gloo over TCP ({os.environ.get('GLOO_SOCKET_IFNAME', 'its own choice')})"
-    if backend == "nccl":
-        log_network()
-        device = "cuda"
-        torch.cuda.set_device(0)
-    host = f"[{address}]" if ":" in address else address
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, f"tcp://{host}:{port}", timeout, world, rank)
-    values, best = torch.ones(ELEMENTS, device=device), float("inf")
-    for _ in range(ROUNDS):
-        dist.barrier()
-        began = time.perf_counter()
-        dist.all_reduce(values)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began)
-    if values[0].item() != world**ROUNDS or values[-1].item() != world**ROUNDS:
-        raise ValueError(f"the sum is {values[0].item()}, and should be {world**ROUNDS}")
-    dist.barrier()
-    if backend == "nccl":
-        network = f"NCCL over {chosen_network() or 'an unknown network'}"
-    dist.destroy_process_group()
-    return {"seconds": best, "network": network}
+def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
+    """Return the rates of ranks on this machine: a GPU each where there are GPUs, else on CPU.
+
+    It takes some 20 s where nothing else runs.
+
+    Args:
+        ranks: Number of ranks, at least 1.
+        show: Is given a line about what is measured.
+
+    Raises:
+        RunError: A rank failed.
+    """
+    from raytrec.planning.probe import ROUNDS, rates_from, take_samples
+
+    show(f"measuring with {ranks} rank{'s' if ranks > 1 else ''}, {ROUNDS} rounds")
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    environment |= {} if gpu_kinds() else {"OMP_NUM_THREADS": "1"}
+    limit_s = ALONE_S * ranks
+    with tempfile.TemporaryDirectory(prefix="raytrec-rates-") as folder, ThreadPoolExecutor(ranks) as pool:
+        asked = [
+            pool.submit(run_child, take_samples, rank, ranks, folder, ALONE_S, limit_s=limit_s, **environment)
+            for rank in range(ranks)
+        ]
+        try:
+            for answer in as_completed(asked):  # the first error is the cause of the others
+                answer.result()
+        except (ChildError, TimeoutError) as error:
+            raise RunError(
+                f"rank {asked.index(answer)} could not measure: {error}",
+                where=f"{ranks} ranks on this machine",
+                do="look at `raytrec check` of a small configuration, which names what is wrong",
+            ) from None
+    rates = rates_from([answer.result()["samples"] for answer in asked])
+    show(f"{rates.matrix['fp32'] / 1e9:.0f} GFLOP/s in fp32, {rates.copy / 1e9:.0f} GB/s of memory")
+    return rates
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from raytrec.common.redaction import anonymize
 from raytrec.common.storage import absolute
 from raytrec.common.terminal import open_console, plain
 from raytrec.config.run_config import RunConfig
-from raytrec.doctor import agreement, network
+from raytrec.doctor import network
 from raytrec.doctor.host_checks import (
     FAILURE,
     HOST_CHECKS,
@@ -34,14 +34,21 @@ from raytrec.doctor.host_checks import (
     failure_of,
     run_check,
 )
-from raytrec.doctor.nodes import NO_ANSWER, ThisHost, nodes_of
+from raytrec.doctor.nodes import (
+    NO_ANSWER,
+    ThisHost,
+    check_clocks,
+    check_same_packages,
+    check_storage,
+    nodes_of,
+)
 
 AMONG_NODES: dict[str, Callable[[ThisHost], Found]] = {  # skipped for one host
     "interfaces": network.check_interfaces,
     "ports": network.check_ports,
     "all-reduce": network.check_all_reduce,
-    "same packages": agreement.check_same_packages,
-    "clocks": agreement.check_clocks,
+    "same packages": check_same_packages,
+    "clocks": check_clocks,
 }
 CHECK_ORDER = (
     *("packages", "operators", "builds", "gpus", "driver"),
@@ -136,7 +143,7 @@ def _run_checks(nodes: ThisHost, storage: list[str], show: Callable[[str], None]
     for host, why in nodes.silent.items():
         what = f"this node does not answer: {why}"
         found.diagnoses.append(Diagnosis(FAILURE, what, NO_ANSWER, "nodes", (host,)))
-    of_storage = (diagnosis for uri in storage for diagnosis in agreement.check_storage(nodes, uri))
+    of_storage = (diagnosis for uri in storage for diagnosis in check_storage(nodes, uri))
     among_nodes = AMONG_NODES | {"storage": lambda _: of_storage}
     for name in CHECK_ORDER:
         if not nodes.names or (name in AMONG_NODES and len(nodes.names) == 1):

@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from ipaddress import ip_address
 from itertools import combinations
 from typing import Any
 
 from raytrec.cluster.session import interface_of
 from raytrec.common.machine import built_for, gpu_kinds
-from raytrec.doctor.child import ELEMENTS, join_group, run_child
+from raytrec.doctor.child import run_child
 from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnosis, Found
 from raytrec.doctor.nodes import NO_ANSWER, REPLY_S, ThisHost
 
+ELEMENTS, ROUNDS = 1 << 22, 4  # of the all-reduce that is timed: 16 MiB of float32, the best of four
 REACH_S, GROUP_S, IMPORT_S = 5.0, 90.0, 60.0
 MAX_TRIES = 16  # all-reduces of one check; each may take GROUP_S
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -135,6 +138,47 @@ def check_ports(nodes: ThisHost) -> Found:
 def uses_nccl() -> bool:
     """Whether runs use this host's GPUs."""
     return built_for() == "cuda" and bool(gpu_kinds())
+
+
+def join_group(
+    rank: int, world: int, address: str, port: int, backend: str, own: str, timeout_s: float
+) -> dict[str, Any]:
+    """Reduce 16 MiB over a group of processes; return the seconds and the network used.
+
+    Args:
+        address: Address of the store of rank 0.
+        port: Port of that store.
+        own: Address of this host.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from raytrec.worker.rendezvous import chosen_network, keep_to_own_address, log_network
+
+    keep_to_own_address(own)
+    device, network = "cpu", f"gloo over TCP ({os.environ.get('GLOO_SOCKET_IFNAME', 'its own choice')})"
+    if backend == "nccl":
+        log_network()
+        device = "cuda"
+        torch.cuda.set_device(0)
+    host = f"[{address}]" if ":" in address else address
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, f"tcp://{host}:{port}", timeout, world, rank)
+    values, best = torch.ones(ELEMENTS, device=device), float("inf")
+    for _ in range(ROUNDS):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(values)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    if values[0].item() != world**ROUNDS or values[-1].item() != world**ROUNDS:
+        raise ValueError(f"the sum is {values[0].item()}, and should be {world**ROUNDS}")
+    dist.barrier()
+    if backend == "nccl":
+        network = f"NCCL over {chosen_network() or 'an unknown network'}"
+    dist.destroy_process_group()
+    return {"seconds": best, "network": network}
 
 
 def reduce_here(*arguments: Any) -> dict[str, Any]:

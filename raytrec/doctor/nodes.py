@@ -1,21 +1,36 @@
-"""The hosts that are looked at: this one, or the nodes of a Ray cluster."""
+"""The hosts that are examined, this one or the nodes of a Ray cluster, and checks of what they must have in
+common: packages, clocks, storage."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import platform
+import re
+import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from time import time
 from typing import Any
 
 from raytrec.cluster.session import on_node, ray_session
-from raytrec.common.errors import RunError, last_line, root_cause
-from raytrec.common.machine import code_hash
+from raytrec.common.errors import RaytrecError, RunError, first_line, last_line, root_cause
+from raytrec.common.machine import PACKAGES, code_hash
+from raytrec.common.storage import open_filesystem
 from raytrec.compat.ray_core import alive_nodes
-from raytrec.doctor.host_checks import within
+from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnosis, Found, within
 
 REPLY_S = 60.0  # on a busy host
 NO_ANSWER = "look at this node's Ray (ray status), and whether it has this raytrec"
 START_S = 120.0  # a node has to start a process before it answers
+STORAGE_S = 60.0
+SKEW_S, MOST_SKEW_S = 1.0, 300.0  # S3 refuses requests that are 15 minutes off
+MEASURED = 3  # the one that took the least time counts
+WRITTEN_BYTES = 1 << 16
+OF_ENVIRONMENT = re.compile(r"\.dist-info/|^\.\./")  # lines of RECORD
 
 
 Function = Callable[..., Any]
@@ -138,3 +153,128 @@ def nodes_of(address: str | None) -> Iterator[ThisHost]:
         )
     with ray_session(address, any_versions=True):
         yield ClusterNodes()
+
+
+def describe_packages() -> dict[str, str]:
+    """Python, and the packages of this host with a hash of their files, by RECORD; raytrec's own code."""
+    found = {"Python": platform.python_version(), "raytrec's code": code_hash()}
+    for package in (*PACKAGES[1:], "numpy", "pyarrow"):
+        try:
+            about = distribution(package)
+        except PackageNotFoundError:
+            continue
+        lines = (about.read_text("RECORD") or "").splitlines()
+        # Not what depends on the environment: scripts name its Python, dist-info the program that installed.
+        lines = [line for line in lines if "sha256=" in line and not OF_ENVIRONMENT.search(line)]
+        digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:8]
+        found[package] = f"{about.version} (files {digest})"
+    return found
+
+
+def check_same_packages(nodes: ThisHost) -> Found:
+    """Ray, Python to its patch number, torch, TorchRec, FBGEMM and raytrec are equal on all nodes."""
+    answers = nodes.ask(describe_packages)
+    known = {name: have for name, have in zip(nodes.names, answers, strict=True) if isinstance(have, dict)}
+    found = []
+    for package in sorted({package for have in known.values() for package in have}):
+        versions = {name: have.get(package, "missing") for name, have in known.items()}
+        (usual, _), *others = Counter(versions.values()).most_common()
+        for version, _ in others:
+            hosts = tuple(name for name, each in versions.items() if each == version)
+            what = f"{package} {version}, and {usual} on the other nodes"
+            do = "install the same on every node, with the same requirements/*.txt, or one image for all"
+            found.append(Diagnosis(FAILURE, what, do, hosts=hosts))
+    for name, answer in zip(nodes.names, answers, strict=True):
+        if isinstance(answer, Exception):
+            what = f"not known: {first_line(answer)}"
+            found.append(Diagnosis(FAILURE, what, NO_ANSWER, hosts=(name,)))
+    yield from found or [Diagnosis(OK, f"the same {len(answers[0])} on {len(answers)} nodes")]
+
+
+def check_clocks(nodes: ThisHost) -> Found:
+    """The clocks of all nodes are those of this process, as far as the time of an answer shows."""
+    skews: dict[str, tuple[float, float]] = {}
+    for number, name in enumerate(nodes.names):
+        for _ in range(MEASURED):
+            began = time()
+            there, ended = nodes.ask(time, each={number: ()})[number], time()
+            if isinstance(there, float):
+                skew, doubt = there - (began + ended) / 2, (ended - began) / 2
+                skews[name] = min(skews.get(name, (skew, doubt)), (skew, doubt), key=lambda known: known[1])
+    yield from judge_clocks(skews)
+
+
+def judge_clocks(skews: dict[str, tuple[float, float]]) -> Found:
+    """
+    Args:
+        skews: node → seconds that its clock is ahead, and by how much that may be wrong.
+    """
+    do = "let an NTP daemon keep the time: timedatectl set-ntp true, chronyc makestep"
+    found = []
+    for name, (skew, doubt) in skews.items():
+        if (least := abs(skew) - doubt) > SKEW_S:
+            result = FAILURE if least > MOST_SKEW_S else WARNING
+            which = "ahead of" if skew > 0 else "behind"
+            what = f"its clock is {abs(skew):,.1f} s {which} this process's"
+            found.append(Diagnosis(result, what, do, hosts=(name,)))
+    yield from found or [Diagnosis(OK, f"{len(skews)} clocks are less than {SKEW_S:.0f} s apart")]
+
+
+def write_and_read(uri: str, name: str) -> str:
+    """Writes a file to a place and reads it back; why that is not possible, or nothing."""
+    try:
+        filesystem, folder = open_filesystem(uri)
+        if filesystem.type_name == "local" and not os.path.isdir(folder):
+            return "there is no such folder"
+        data = secrets.token_bytes(WRITTEN_BYTES)
+        with filesystem.open_output_stream(f"{folder}/{name}") as stream:
+            stream.write(data)
+        with filesystem.open_input_stream(f"{folder}/{name}") as stream:
+            same = stream.read() == data
+        return "" if same else "what was read is not what had been written"
+    except (OSError, RaytrecError) as error:
+        return first_line(error)
+
+
+def missing_files(uri: str, names: list[str]) -> list[str]:
+    """Those of some files that are not in a place, seen from this host."""
+    from pyarrow import fs
+
+    filesystem, folder = open_filesystem(uri)
+    infos = filesystem.get_file_info([f"{folder}/{name}" for name in names])
+    return [name for name, info in zip(names, infos, strict=True) if info.type == fs.FileType.NotFound]
+
+
+def remove_files(uri: str, names: list[str]) -> None:
+    """Removes files from a place, as far as they are there."""
+    filesystem, folder = open_filesystem(uri)
+    for name in names:
+        with suppress(OSError):
+            filesystem.delete_file(f"{folder}/{name}")
+
+
+def check_storage(nodes: ThisHost, uri: str) -> Found:
+    """Every node writes to a place and reads it back, and sees what each other node has written."""
+    names = [f"raytrec-doctor-{secrets.token_hex(4)}-{number}" for number in range(len(nodes.names))]
+    here = {number: (name,) for number, name in enumerate(names)}
+    do = f"make {uri} reachable from every node, for this user: mounts, credentials, region, endpoint, quota"
+    try:
+        answers = nodes.ask(write_and_read, uri, each=here, limit_s=STORAGE_S)
+        wrong = [str(answer) for answer in answers]
+        written = [name for name, why in zip(names, wrong, strict=True) if not why]
+        for host, why in zip(nodes.names, wrong, strict=True):
+            if why:
+                yield Diagnosis(FAILURE, f"{uri} cannot be written and read: {why}", do, hosts=(host,))
+        seen = nodes.ask(missing_files, uri, written, limit_s=STORAGE_S)
+        for host, why, lacking in zip(nodes.names, wrong, seen, strict=True):
+            if not why and lacking:
+                failed = isinstance(lacking, Exception)
+                what = str(lacking) if failed else f"{len(lacking)} files that other nodes have written"
+                again = f"{uri} is not the same place on every node: mount one that all share, or use s3://"
+                yield Diagnosis(FAILURE, f"{uri} here lacks {what}", again, hosts=(host,))
+        if not any(wrong) and not any(seen):
+            yield Diagnosis(
+                OK, f"{uri}: each host has written {WRITTEN_BYTES >> 10} KiB there, and read them again"
+            )
+    finally:
+        nodes.ask(remove_files, uri, names)

@@ -17,12 +17,11 @@ from raytrec.config.overrides import Overrides
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.console import RunConsole
-from raytrec.driver.launch import run_group
+from raytrec.driver.launch import run_group, session_of
 from raytrec.driver.preflight import check_fit
 from raytrec.driver.prepare import resolve
 from raytrec.driver.recorder import Watch, write_json
 from raytrec.driver.run import short
-from raytrec.driver.session import session_of
 from raytrec.driver.track import DELIVERY_S
 from raytrec.tracking.journal import append_line
 from raytrec.tracking.run_folder import CHECK_RESULT
@@ -111,8 +110,11 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
         try:
             console.phase("starting Ray")
             with session_of(config):
-                for setting in _lower_precisions(config):
-                    console.note(f"checked in fp32: rounding by {setting} would hide errors")
+                precisions = {"train.matmul": config.train.matmul}
+                precisions |= {f"plan.qcomms.{name}": value for name, value in config.plan.qcomms}
+                for setting, precision in precisions.items():
+                    if precision != "fp32":
+                        console.note(f"checked in fp32: rounding by {setting}={precision} would hide errors")
                 found = run_group(check_worker, config, schema, {}, "", Watch(console))
             result = CheckResult(
                 config.run.name,
@@ -136,13 +138,6 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
             if delivery and (lost := delivery.finish(status, DELIVERY_S)):
                 console.warn(lost)
     return result
-
-
-def _lower_precisions(config: RunConfig) -> list[str]:
-    """Settings by which a run computes or sends in less than fp32."""
-    settings = [("train.matmul", config.train.matmul)]
-    settings += [(f"plan.qcomms.{name}", value) for name, value in config.plan.qcomms]
-    return [f"{name}={value}" for name, value in settings if value != "fp32"]
 
 
 COMPARED = {

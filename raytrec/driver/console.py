@@ -40,7 +40,7 @@ class RunConsole:
     def __init__(self, name: str):
         self._console = open_console(stderr=True)
         self._name = plain(name)
-        self._last_plain, self._total, self._in_job = 0.0, 0, in_job()
+        self._last_plain, self._total = 0.0, 0
         self._figures = figures_of()  # replaced when training starts
         self._begin: tuple[float, int] | None = None  # when and at which step the time left began to be known
         self._progress = Progress(
@@ -119,9 +119,10 @@ class RunConsole:
         self._console.print(f"{self._name}  {plain(text)}", soft_wrap=True)
 
     def folder(self, folder: str) -> None:
-        """Prints where the run is kept, for clients that follow a job."""
-        self.note(f"run folder {folder}")
-        self._message(lines.FOLDER, {lines.FOLDER: folder})
+        """Print the folder of the run if this process is the driver of a job, for clients that follow it."""
+        if in_job():
+            self.note(f"run folder {folder}")
+            self._message(lines.FOLDER, {lines.FOLDER: folder})
 
     def train(self, step: int, rows_per_s: float | None, **values: Any) -> None:
         figures = lines.named((each for each in self._figures if each.sums and each.directed), values)
@@ -158,10 +159,8 @@ class RunConsole:
         return True
 
     def _message(self, kind: str, values: dict[str, Any]) -> None:
-        """A line for programs that follow a job; nothing where this is none."""
-        if self._in_job:
-            self._console.file.write(f"{lines.message(kind, values)}\n")
-            self._console.file.flush()
+        """Write a line for programs that follow a job."""
+        lines.write_message(kind, values, self._console.file)
 
 
 @dataclass(frozen=True)

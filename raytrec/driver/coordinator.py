@@ -281,6 +281,16 @@ def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
     return actor.remote(hang_timeout_s, patience_s, _is_again)
 
 
+def cause_of(coordinator: Any) -> str:
+    """Return the coordinator's sentence about the end of a group; "" if the coordinator itself has ended."""
+    import ray
+
+    try:
+        return ray.get(coordinator.cause.remote(), timeout=10)
+    except ray.exceptions.RayError:
+        return ""
+
+
 def _is_again() -> bool:
     import ray
 

@@ -22,10 +22,9 @@ from raytrec.data.fragments import Dataset, scan
 from raytrec.data.listing import list_files, name_of
 from raytrec.data.read_plan import ReadPlan, Reserved
 from raytrec.data.rows import check_accused
-from raytrec.driver.base_rates import log_odds
 from raytrec.driver.console import RunConsole
 from raytrec.driver.item_ids import check_item_ids, check_item_types, check_items
-from raytrec.tasks.columns import check_counts, check_reserved, read_plan
+from raytrec.tasks.columns import check_counts, check_reserved, log_odds, read_plan
 from raytrec.tasks.task import resolve_tasks
 
 MOST_HELD_ROWS = 100_000  # of data.holdout: auto

@@ -1,40 +1,47 @@
-"""`raytrec evaluate`, and the hint to it when a run's evaluation failed."""
+"""Commands on a trained run or checkpoint: `raytrec evaluate`, `convert` and `inspect --from-run`."""
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from raytrec.checkpoint.files import find, find_best, find_step, folder_of, newest
+from raytrec.checkpoint.files import find, find_best, find_step
+from raytrec.checkpoint.index import INDEX
 from raytrec.checkpoint.rows import schema_of
-from raytrec.common.errors import ConfigError, DataError, RaytrecError
+from raytrec.common.errors import ConfigError, RunError, SchemaError, unknown
+from raytrec.common.messages import RANKS
 from raytrec.common.processes import owner, remove_leftovers
-from raytrec.common.storage import absolute, relative
+from raytrec.common.storage import absolute, join_uri, open_filesystem
 from raytrec.config.overrides import Overrides, as_texts, section_of
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
-from raytrec.config.trust import checkpoint_origin, code_in
+from raytrec.config.trust import checkpoint_origin
 from raytrec.data.rows import check_accused
 from raytrec.driver.console import Result, RunConsole
 from raytrec.driver.datasets import check_rows_count, note_files, note_left_out, open_dataset, open_items
-from raytrec.driver.launch import run_group
+from raytrec.driver.launch import run_group, session_of
 from raytrec.driver.recorder import Watch
-from raytrec.driver.session import session_of
+from raytrec.driver.resume import stored_schema
 from raytrec.metrics.selection import Selection
+from raytrec.planning.loads import recorded_lengths, with_lengths
+from raytrec.tracking.run_folder import CONFIG, RunFolder, existing_run
 from raytrec.worker.loop import evaluate_worker
+
+if TYPE_CHECKING:
+    from raytrec.checkpoint.convert import TableChange
 
 # What plays a part in an evaluation, and is not the model.
 SETTABLE = ("data", "scaling", "plan", "train", "eval")
 RULE = "out_of_range"
 SCRATCH, TRACEBACK = "raytrec-evaluate-", "error.txt"
+TABLE_KINDS = "managed, resize:ROWS or hash"  # that a table can be converted to
 
 
 @dataclass(frozen=True)
@@ -118,30 +125,6 @@ def scratch_folder() -> Iterator[str]:
     finally:
         if not (Path(folder) / TRACEBACK).exists():
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def with_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> RaytrecError:
-    """The error that ended a run, with what to do where the model is trained and saved all the same.
-
-    Args:
-        steps: of the whole run.
-    """
-    try:
-        folder, _ = newest(config.checkpoint_root)
-    except OSError:
-        return error
-    if not folder or folder != folder_of(config.checkpoint_root, steps):
-        return error
-    run = relative(Path(config.run.dir))
-    words = ["raytrec", "evaluate", run]
-    words += ["--set", "data.on_error=skip"] if isinstance(error, DataError) else []
-    words += ["--allow-code"] if code_in(config.model_dump(by_alias=True)) else []
-    advice = [error.do] if error.do else []
-    advice += [
-        f"all {steps} steps are trained and saved, in {folder}: evaluate them with `{shlex.join(words)}`",
-        f"or mend this, and let the run come to its end: `raytrec train --resume {shlex.quote(run)}`",
-    ]
-    return type(error)(error.what, where=error.where, expected=error.expected, do="; ".join(advice))
 
 
 def evaluate(
@@ -231,3 +214,101 @@ def resolve_checkpoint(
         folder, index = find_best(place, by)
         config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
     return Checkpoint(config, schema, folder, index)
+
+
+def convert(
+    place: str | Path,
+    tables: Sequence[str],
+    out: str,
+    *,
+    checkpoint: str | int | None = None,
+    allow_code: bool = False,
+) -> tuple[str, list[str]]:
+    """Write a checkpoint in which tables have another kind or size.
+
+    Weights and optimizer state of the rows that stay are kept to the last bit. A new run can begin with the
+    new checkpoint (`--warm-start`), and it can be evaluated and predicted with.
+
+    Memory: a few blocks, 8 bytes for each row of a table that changes, and 32 for each managed id of it.
+
+    Args:
+        place: run folder or checkpoint folder. Nothing is written there.
+        tables: TABLE=KIND, where KIND is managed, resize:ROWS or hash (docs/data.md).
+        out: the folder to write to, local or s3:// or gs://.
+        checkpoint: of a run, a step, or "best"; default: the newest.
+        allow_code: the run's configuration may name code, where another user has written it.
+
+    Returns:
+        The folder of the new checkpoint, and a line for each table that changed.
+
+    Raises:
+        RunError: no checkpoint there. ConfigError, SchemaError: a table that does not exist, or cannot
+            become this. CheckpointError: damaged, or no room.
+    """
+    saved = resolve_checkpoint(place, checkpoint, [], allow_code)
+    schema, folder, index = saved.schema, saved.folder, saved.index
+    wanted, out = _parse(tables, schema), absolute(out).rstrip("/")
+    filesystem, index_file = open_filesystem(join_uri(out, INDEX))
+    if filesystem.get_file_info(index_file).is_file:
+        expected = "a folder without one"
+        raise ConfigError("there is a checkpoint already", where=f"--out {out}", expected=expected)
+    from raytrec.checkpoint.convert import rewrite
+
+    changes = {table: _change(folder, index, schema, table, kind) for table, kind in wanted.items()}
+    new = {table: change.table for table, change in changes.items()}
+    schema = schema.model_copy(update={"tables": {**schema.tables, **new}})
+    about = {**index["about"], "schema": schema.to_yaml()}
+    about["ids"] = dict(about.get("ids", {})) | {t: dict(c.about) for t, c in changes.items() if c.about}
+    rewrite(folder, index, out, changes, about, saved.config.run.seed)
+    return out, [change.note for change in changes.values()]
+
+
+def _parse(tables: Sequence[str], schema: Schema) -> dict[str, str]:
+    """Table → kind."""
+    found: dict[str, str] = {}
+    for text in tables:
+        table, equals, kind = text.partition("=")
+        if not equals or not (kind in ("managed", "hash") or kind.partition(":")[0] == "resize"):
+            raise ConfigError(f"--table {text}", expected=f"TABLE=KIND, where KIND is {TABLE_KINDS}")
+        if table not in schema.tables:
+            what, where = f"there is no table '{table}'", f"--table {text}"
+            raise unknown(what, table, schema.tables, where, kind=SchemaError)
+        if table in found:
+            raise ConfigError(f"--table names {table} twice", expected="one kind for each table")
+        found[table] = kind
+    if not found:
+        raise ConfigError("no table was given", expected=f"--table TABLE=KIND, where KIND is {TABLE_KINDS}")
+    return found
+
+
+def _change(folder: str, index: dict, schema: Schema, name: str, kind: str) -> TableChange:
+    from raytrec.checkpoint.convert import resized, to_hash, to_managed
+
+    table = schema.tables[name]
+    if kind == "managed":
+        return to_managed(name, table)
+    if kind == "hash":
+        return to_hash(name, table)
+    rows = kind.partition(":")[2].replace("_", "")
+    if not rows.isdecimal() or not 0 < int(rows) < 2**62:
+        raise ConfigError(f"--table {name}={kind}", expected="resize:ROWS, such as resize:100000")
+    return resized(folder, index, name, table, int(rows))
+
+
+def read_run_schema(place: str | Path) -> Schema:
+    """Read the schema of a run, with the ids per row that its ranks have recorded.
+
+    Raises:
+        RunError: The folder contains no run, or its ranks have recorded no lookups.
+    """
+    folder = existing_run(place)
+    config, schema = load_config(str(folder / CONFIG)), stored_schema(folder)
+    lengths = recorded_lengths(RunFolder.read(folder).ranks, config, schema)
+    if not lengths:
+        raise RunError(
+            "the run has recorded no lookups since its workers began",
+            where=str(folder / RANKS),
+            expected="lines of its ranks, one for each tracking.every_steps steps",
+            do="train it for longer, with tracking.every_steps",
+        )
+    return with_lengths(config, schema, lengths)

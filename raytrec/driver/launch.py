@@ -1,17 +1,19 @@
-"""Starts, watches and stops a Ray Train worker group."""
+"""The Ray of a command; starts, watches and stops a Ray Train worker group."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from threading import Timer
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
-from raytrec.cluster.session import started_here
+from raytrec.cluster.lifeline import RAYLET, Lifeline, RayLost, wait_for
+from raytrec.cluster.session import in_job, is_stuck, ray_session, started_here, stays_here
+from raytrec.cluster.warm import warm_workers
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.memory import FEW_ARENAS
 from raytrec.common.messages import Command
@@ -26,11 +28,63 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import Dataset
 from raytrec.driver.failure_analysis import explain, write_story
-from raytrec.driver.nodes import check_constraints, choose_device, gpu_nodes, reads_elsewhere
+from raytrec.driver.nodes import (
+    bundle,
+    check_constraints,
+    choose_device,
+    gpu_nodes,
+    local_cpus,
+    reads_elsewhere,
+)
 from raytrec.driver.recorder import Watch
-from raytrec.driver.session import bundle
 from raytrec.planning.memory import without_saves, without_training
 from raytrec.worker.context import WorkerTask
+
+T = TypeVar("T")
+
+
+@contextmanager
+def session_of(config: RunConfig) -> Iterator[None]:
+    """Run the block with the Ray of a command (cluster.session.ray_session) whose workers are forked."""
+    address = config.scaling.address
+    with warm_workers(stays_here(address)), ray_session(address, local_cpus(config)):
+        yield
+
+
+def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work: Callable[[], T]) -> T:
+    """Do the work of a run in a Ray session; repeat it in a new session if the raylet of a local Ray ends.
+
+    Repetitions count against scaling.max_failures. All processes of the earlier Ray have ended by then, so
+    none still writes. A cluster that was joined cannot be started from here, and Ray ends a process whose GCS
+    has been gone for a minute.
+
+    Args:
+        failed: Function that takes the failure that ended all workers, and whether they are started again.
+        work: Function that resumes from the newest checkpoint when it is called again.
+
+    Raises:
+        RayLost: Ray cannot be started again, or has ended too often.
+    """
+    left = config.scaling.max_failures
+    while True:
+        try:
+            with session_of(config):
+                ours = started_here()
+                return work()
+        except RayLost as lost:
+            left -= 1
+            again = ours and lost.part == RAYLET and left >= 0 and not is_stuck()
+            failed(lost.what, again)
+            if not again:
+                do = f"resume from the last checkpoint: {resume_command(config)}"
+                raise RayLost(lost.what, where=lost.where, do=do) from None
+
+
+def resume_command(config: RunConfig, command: str = "train") -> str:
+    """Return the command that resumes a run, or a search (tune); in a job, what its user does."""
+    if in_job():
+        return "submit the same again"
+    return f"raytrec {command} --resume {in_shell(relative(Path(config.run.dir)))}"
 
 
 def run_group(
@@ -71,9 +125,8 @@ def run_group(
         os.environ.setdefault(name, value)
     import ray.train
 
-    from raytrec.cluster.lifeline import Lifeline, RayLost, wait_for
     from raytrec.compat.ray_train import ControlledTrainer
-    from raytrec.driver.coordinator import start_coordinator
+    from raytrec.driver.coordinator import cause_of, start_coordinator
     from raytrec.driver.policies import FailedGpus, FailuresWithReason, RoomOnNodes
     from raytrec.worker.rendezvous import OwnAddressConfig
 
@@ -124,30 +177,19 @@ def run_group(
             raise
         except ConfigError as error:
             if isinstance(error, ray.exceptions.RayError):  # a rank's
-                raise explain(error, config, _cause(coordinator)) from None
+                raise explain(error, config, cause_of(coordinator)) from None
             stop.abort()
             raise
         except Exception as error:
             lifeline.confirm()
             if stop.signal is None:
-                raise explain(error, config, _cause(coordinator)) from None
+                raise explain(error, config, cause_of(coordinator)) from None
     if watch.result is None and stop.signal is not None:
         raise Interrupted(stop.signal, watch.stopped_at)
     if watch.result is None:
-        again = f"raytrec train --resume {in_shell(relative(Path(config.run.dir)))}"
-        do = again if saves else "the same command again"
+        do = resume_command(config) if saves else "the same command again"
         raise RunError("the workers ended without a result", where=config.run.dir, do=do)
     return watch.result
-
-
-def _cause(coordinator: Any) -> str:
-    """What the coordinator knows of the end; nothing where it has ended itself."""
-    import ray
-
-    try:
-        return ray.get(coordinator.cause.remote(), timeout=10)
-    except ray.exceptions.RayError:
-        return ""
 
 
 def group_timeout(config: RunConfig, device: str) -> int:

@@ -12,7 +12,6 @@ from raytrec.compat.ray_core import alive_nodes, nodes_without_gpus, starts_node
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.doctor.nodes import answers_of
-from raytrec.driver.session import bundle
 from raytrec.planning.machines import known_gpu
 from raytrec.planning.memory import GIB, HOST_RESERVE, memory_for_copies
 from raytrec.planning.validation import validate_constraints
@@ -39,6 +38,26 @@ class GpuNode:
     gpu_memory: int | None = None
     host_memory: int | None = None
     kinds: tuple[tuple[str, tuple[int, int]], ...] = ()
+
+
+def local_cpus(config: RunConfig) -> int:
+    """Logical CPUs of a local cluster: those of the workers and their readers."""
+    return int(config.scaling.max_workers * bundle(config, "cpu")["CPU"])
+
+
+def bundle(config: RunConfig, device: str, others_read: bool = False) -> dict[str, float]:
+    """What Ray sets aside for a worker.
+
+    This has the CPUs of the worker's readers, whose tasks therefore ask for none. Tasks that did would wait
+    for ever where workers, or the paused tasks of another stream, hold all CPUs: an evaluation begins while
+    those of training have still to hand over what they have read.
+
+    Args:
+        others_read: whether all rows are read on nodes without GPUs, whose CPUs then serve for that.
+    """
+    scaling = config.scaling
+    cpus: float = scaling.cpus_per_worker + (0 if others_read else config.data.readers)
+    return {"CPU": cpus} | ({"GPU": 1.0} if device == "cuda" else {})
 
 
 def is_local() -> bool:

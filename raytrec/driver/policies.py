@@ -141,7 +141,7 @@ class RoomOnNodes(RequestingPolicy):
     Args:
         least, most: workers.
         cpus_beside: that an autoscaler is to have ready for reading, besides the workers' own: read tasks ask
-            for none themselves, see session.bundle.
+            for none themselves, see nodes.bundle.
         asks: see RequestingPolicy.
     """
 

@@ -1,29 +1,43 @@
-"""Refuses configurations that do not fit their schema or machine."""
+"""Refuses configurations that do not fit their schema or machine; `raytrec plan` predicts for other ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from raytrec.cluster.session import stays_here
-from raytrec.common.errors import ConfigError, DataError, some
+from raytrec.common.errors import ConfigError, DataError, os_errors, some
 from raytrec.common.machine import built_for, require_compiler
+from raytrec.common.reading import NotReadable
+from raytrec.common.storage import read_yaml
+from raytrec.config.base import NonNegativeFloat
 from raytrec.config.features import resolve_features
 from raytrec.config.models import check_model
-from raytrec.config.run_config import RunConfig
+from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Sample
 from raytrec.doctor.host_checks import check_before_run
-from raytrec.driver.prepare import RunPlan
+from raytrec.driver.prepare import RunPlan, resolve
 from raytrec.driver.resume import check_warm_start
 from raytrec.embeddings.constraints import MMAP_KERNEL, free_disk, resolve_constraints, table_optimizers
 from raytrec.metrics.selection import Selection
+from raytrec.planning.dry_run import Predictor
+from raytrec.planning.machines import MACHINES, Cluster, cluster_of, machine_of
 from raytrec.planning.memory import GIB, check_disk, footprints, map_share
+from raytrec.planning.rates import Rates
+from raytrec.planning.report import Plans
 from raytrec.planning.validation import check_decay
 from raytrec.tasks.columns import check_reserved
 from raytrec.tasks.losses import BatchLoss
 from raytrec.tasks.task import Task, check_model_learns, columns_of, needs_vectors, resolve_tasks
 from raytrec.tracking.store import check_address
 from raytrec.worker.loop import total_steps
+
+PRICES = TypeAdapter(Annotated[dict[str, NonNegativeFloat], Field(min_length=1)])
+ANY = "any"  # --on: of every machine as many as it takes
 
 
 def check_plan(plan: RunPlan) -> list[str]:
@@ -106,30 +120,35 @@ def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -
         )
 
 
-def check_drawn(config: RunConfig, schema: Schema) -> None:
-    """Check that ids drawn for rows are in range of the tables that look them up.
+def check_drawn(config: RunConfig, schema: Schema) -> list[str]:
+    """Check that ids drawn for rows (do: sample, rows) are in range of the tables that look them up.
+
+    Returns:
+        A warning for each table of which not all rows are drawn.
 
     Raises:
         ConfigError: Some would be out of range.
     """
-    for key, rows, feature, name in _drawn(config, schema):
-        table = schema.tables[name]
-        if table.out_of_range == "error" and not table.ids and rows > table.rows:
-            raise ConfigError(
-                f"ids up to {rows - 1:,} are drawn for {feature}, and table {name} has {table.rows:,} rows",
-                where=key,
-                expected=f"at most {table.rows:,}",
-                do="leave rows out: the table's are the default",
-            )
-
-
-def _drawn(config: RunConfig, schema: Schema) -> Iterator[tuple[str, int, str, str]]:
-    """Yield (key, its value, feature, table) for each `rows` of do: sample and each feature of its column."""
-    for place, transform in enumerate(config.data.transforms):
-        if isinstance(transform, Sample) and transform.rows:
-            for feature, spec in schema.sparse.items():
-                if schema.column_of(feature) == transform.column:
-                    yield f"data.transforms[{place}].rows", transform.rows, feature, spec.table
+    lines, transforms = [], enumerate(config.data.transforms)
+    for place, sample in [(n, each) for n, each in transforms if isinstance(each, Sample) and each.rows]:
+        key, rows = f"data.transforms[{place}].rows", sample.rows
+        for feature in (name for name in schema.sparse if schema.column_of(name) == sample.column):
+            name = schema.sparse[feature].table
+            table = schema.tables[name]
+            size = f"{table.rows:,} rows"
+            if table.out_of_range == "error" and not table.ids and rows > table.rows:
+                raise ConfigError(
+                    f"ids up to {rows - 1:,} are drawn for {feature}, and table {name} has {size}",
+                    where=key,
+                    expected=f"at most {table.rows:,}",
+                    do="leave rows out: the table's are the default",
+                )
+            if rows < table.rows:
+                lines.append(
+                    f"{key} is {rows:,}, and table {name} has {size}: the ids from {rows:,} on are never "
+                    "drawn; leave rows out to draw among all"
+                )
+    return list(dict.fromkeys(lines))  # features may share a table
 
 
 def check_memory(config: RunConfig, schema: Schema) -> None:
@@ -168,13 +187,7 @@ def copied_numbers(config: RunConfig, schema: Schema, steps: int) -> list[str]:
     Args:
         steps: Number of steps of the whole run.
     """
-    lines = [
-        f"{key} is {rows:,}, and table {table} has {schema.tables[table].rows:,} rows: the ids from {rows:,} "
-        "on are never drawn; leave rows out to draw among all"
-        for key, rows, _, table in _drawn(config, schema)
-        if rows < schema.tables[table].rows
-    ]
-    lines = list(dict.fromkeys(lines))  # features may share a table
+    lines = check_drawn(config, schema)
     schedule = config.optim.schedule
     end = schedule.warmup_steps + (schedule.decay_steps or steps)
     if end < steps:
@@ -213,3 +226,60 @@ def check_constant_labels(plan: RunPlan) -> list[str]:
             "from_model can learn from positives alone"
         )
     return lines
+
+
+def plan(
+    source: str | Path | dict,
+    overrides: list[str],
+    on: str | None = None,
+    rates: str | Path | None = None,
+    prices: str | Path | None = None,
+) -> Plans:
+    """Predict memory and time of a configuration on machines. Only its schema is read, no data.
+
+    Args:
+        source: Config file or its values; data.schema, or schema.yaml above data.train, must exist.
+        overrides: `section.key=value` strings.
+        on: Machines, separated by commas: 2x8xh100-sxm,4x48gib (machines.cluster_of); any: of every known
+            machine as many as it takes; default without prices: as many GPUs, or workers on CPU, as
+            scaling.num_workers, with 80 GiB each and at most 8 on a host.
+        rates: File of Rates; default: data sheets of named machines, and no times of others.
+        prices: File of machine → price per hour; the smallest and the cheapest cluster are chosen.
+
+    Raises:
+        ConfigError, SchemaError: The input is wrong.
+    """
+    from raytrec.worker.build import unsharded
+
+    config = resolve(load_config(source, overrides), source)
+    schema = Schema.load(config.data.schema_uri)
+    check_fit(config, schema, here=False)
+    known = _prices(prices) if prices else {}
+    predict = Predictor(config, schema, unsharded, Rates.load(rates) if rates else None)
+    names = [name.strip() for name in (on or "").split(",") if name.strip()]
+    clusters = [cluster_of(name) for name in names if name != ANY]
+    if not names and not known:
+        workers = config.scaling.max_workers
+        gpus = max(count for count in range(1, 9) if workers % count == 0)
+        clusters = [Cluster.described(workers // gpus, gpus, 80)]
+    choices = list(MACHINES.values()) if ANY in names else [machine_of(name, str(prices)) for name in known]
+    chosen = predict.choose(choices, known)
+    on_these = [predict(cluster, remedies=True) for cluster in clusters]
+    return Plans(config=config, schema=schema, on=on_these, chosen=chosen, prices=known)
+
+
+def _prices(path: str | Path) -> dict[str, float]:
+    """Read a file of machine → price per hour.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not a table of prices.
+    """
+    where = {"where": str(path), "expected": "machines and prices an hour, such as 8xh100-sxm: 55.04"}
+    with os_errors("cannot read the prices", ConfigError, **where):
+        try:
+            prices = PRICES.validate_python(read_yaml(str(path)))
+        except NotReadable as error:
+            raise ConfigError(f"cannot read the prices: {error}", **where) from None
+        except ValidationError:
+            raise ConfigError("not a table of prices", **where) from None
+    return {machine_of(name, str(path)).name: price for name, price in prices.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -9,25 +10,23 @@ from threading import Thread
 from time import perf_counter
 from typing import Any
 
-from raytrec.cluster.session import in_job
-from raytrec.common.errors import ConfigError, RaytrecError, RunError
+from raytrec.checkpoint.files import folder_of, newest
+from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
 from raytrec.common.messages import METRICS
 from raytrec.common.redaction import hide, hide_all
 from raytrec.common.storage import in_shell, relative
 from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
-from raytrec.config.trust import own_code
+from raytrec.config.trust import code_in, own_code
 from raytrec.data.contents import Content, fingerprint, look_at_all
 from raytrec.driver.console import Result, RunConsole
 from raytrec.driver.datasets import note_files, note_left_out
 from raytrec.driver.driver_state import hold_run_lock, record_driver
-from raytrec.driver.evaluation import with_recovery_hint
-from raytrec.driver.launch import run_group
+from raytrec.driver.launch import resume_command, run_group, run_in_session
 from raytrec.driver.preflight import check_plan
 from raytrec.driver.prepare import RunPlan, make_run_folder, open_run, resolve_config, write_config
 from raytrec.driver.recorder import Record, Watch, write_json
 from raytrec.driver.resume import check_same_data, check_unfinished, note_data
-from raytrec.driver.session import resume_command, run_in_session
 from raytrec.driver.track import Follower
 from raytrec.report.findings import find_bound, poor_fit
 from raytrec.report.report import EarlyDrawing
@@ -95,8 +94,7 @@ def train(
             write_config(folder, config)
         else:
             make_run_folder(folder, config, schema)
-        if in_job():
-            console.folder(str(folder))
+        console.folder(str(folder))
         note_files(console, datasets)
         for line in [*warnings, *note_left_out(folder, datasets)]:
             console.warn(line)
@@ -177,6 +175,30 @@ def _drive(
             if lost:
                 console.warn(lost)
     return Result(metrics, folder, _next_steps(config, metrics.get("code"), page))
+
+
+def with_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> RaytrecError:
+    """Return the error that ended a run, with advice if all steps are trained and saved.
+
+    Args:
+        steps: Number of steps of the whole run.
+    """
+    try:
+        folder, _ = newest(config.checkpoint_root)
+    except OSError:
+        return error
+    if not folder or folder != folder_of(config.checkpoint_root, steps):
+        return error
+    run = relative(Path(config.run.dir))
+    words = ["raytrec", "evaluate", run]
+    words += ["--set", "data.on_error=skip"] if isinstance(error, DataError) else []
+    words += ["--allow-code"] if code_in(config.model_dump(by_alias=True)) else []
+    advice = [error.do] if error.do else []
+    advice += [
+        f"all {steps} steps are trained and saved, in {folder}: evaluate them with `{shlex.join(words)}`",
+        f"or mend this, and let the run come to its end: `raytrec train --resume {shlex.quote(run)}`",
+    ]
+    return type(error)(error.what, where=error.where, expected=error.expected, do="; ".join(advice))
 
 
 def _store_error(follower: Follower, folder: Path) -> RaytrecError | None:

@@ -30,9 +30,8 @@ from raytrec.data.rows import check_accused
 from raytrec.driver.console import Pairs, Result, RunConsole
 from raytrec.driver.datasets import as_examples, note_files, open_inputs, part_of_tower
 from raytrec.driver.evaluation import Checkpoint, resolve_checkpoint, scratch_folder
-from raytrec.driver.launch import run_group
+from raytrec.driver.launch import run_group, session_of
 from raytrec.driver.recorder import Watch
-from raytrec.driver.session import session_of
 from raytrec.prediction.columns import CarriedColumns, choose_columns
 from raytrec.prediction.folder import (
     PARTS_FOLDER,

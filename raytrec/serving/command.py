@@ -11,7 +11,7 @@ import urllib.request
 from threading import Event
 from typing import Any
 
-from raytrec.cluster.head import check_ports
+from raytrec.cluster.local_ray import check_ports
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import absolute, open_filesystem
 from raytrec.serving.options import TOKEN, Served, read_token, token_file

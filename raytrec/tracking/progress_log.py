@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from math import isnan
-from typing import Any
+from typing import IO, Any
 
 from pydantic import with_config
 from typing_extensions import TypedDict
@@ -91,10 +91,14 @@ def message(kind: str, values: Mapping[str, Any]) -> str:
     return json.dumps({"raytrec": kind, **finite})
 
 
-def write_message(kind: str, values: Mapping[str, Any]) -> None:
-    """A message on stdout, where this process is the driver of a job."""
+def write_message(kind: str, values: Mapping[str, Any], file: IO[str] | None = None) -> None:
+    """Write a message if this process is the driver of a job.
+
+    Args:
+        file: Stream to write to; default: stdout.
+    """
     if in_job():
-        print(message(kind, values), flush=True)
+        print(message(kind, values), file=file, flush=True)
 
 
 def parse(line: str) -> tuple[str, dict[str, Any]] | None:

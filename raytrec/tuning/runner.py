@@ -26,8 +26,8 @@ from raytrec.config.run_config import RunConfig
 from raytrec.driver.console import RunConsole
 from raytrec.driver.driver_state import hold_run_lock
 from raytrec.driver.launch import SAME_S
+from raytrec.driver.nodes import bundle, local_cpus
 from raytrec.driver.run import PATIENCE_S
-from raytrec.driver.session import bundle, local_cpus
 from raytrec.tuning.folder import write_trials
 from raytrec.tuning.search import OVER, Search, State, Trial
 from raytrec.worker.loop import evaluation_steps

@@ -10,10 +10,9 @@ from raytrec.common.storage import absolute, relative
 from raytrec.config.overrides import Overrides
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.driver.driver_state import hold_run_lock, record_driver
-from raytrec.driver.launch import Interrupted
+from raytrec.driver.launch import Interrupted, resume_command
 from raytrec.driver.prepare import resolve
 from raytrec.driver.run import PATIENCE_S
-from raytrec.driver.session import resume_command
 from raytrec.tuning.folder import is_search, newest_like, reopen, write_search
 from raytrec.tuning.outcome import write_outcome
 from raytrec.tuning.runner import Runner, TuneConsole

@@ -1,6 +1,7 @@
 """What goes up with a job: everything asked for, where it belongs, and nothing else is written."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +24,7 @@ def here(tmp_path, monkeypatch):
 
 
 def packed(*include):
-    with package.packed({"data": {"train": "d/train"}}, [], include) as folder:
+    with package.code(list(map(Path, include)), taken=("run.yaml",)) as folder:
         files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
         beside = [p.name for p in folder.parent.iterdir() if p != folder]
     assert beside == [] and not folder.exists()
@@ -31,14 +32,14 @@ def packed(*include):
 
 
 def test_places_outside_of_the_working_directory_come_to_the_top(here):
-    assert packed("../x", "../one.txt") == {"run.yaml", "x/lists.txt", "one.txt"}
-    assert packed(here / "x", "mine/../../one.txt") == {"run.yaml", "x/lists.txt", "one.txt"}
-    assert packed("mine") == packed("./mine/../mine") == packed(".") == {"run.yaml", "mine/features.py"}
+    assert packed("../x", "../one.txt") == {"x/lists.txt", "one.txt"}
+    assert packed(here / "x", "mine/../../one.txt") == {"x/lists.txt", "one.txt"}
+    assert packed("mine") == packed("./mine/../mine") == packed(".") == {"mine/features.py"}
 
 
 def test_links_are_followed_and_keep_their_name(here):
     (here / "work/linked").symlink_to(here / "x")
-    assert packed("linked") == {"run.yaml", "linked/lists.txt"}
+    assert packed("linked") == {"linked/lists.txt"}
 
 
 @pytest.mark.parametrize(

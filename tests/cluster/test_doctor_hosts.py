@@ -1,10 +1,8 @@
 """`raytrec doctor` over several hosts: a blocked port, a bridge of Docker's, storage that is not shared."""
 
 import json
-import os
 
 import pytest
-import simulated_packages
 from heads import RAYTREC
 from hosts import NETWORK, Hosts, impossible
 
@@ -15,10 +13,7 @@ def hosts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
     if why := impossible(folder):
         pytest.skip(why)
-    (site := folder / "site").mkdir()
-    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
-    with Hosts(folder, 2, environment={"PYTHONPATH": path}) as cluster:
-        cluster.site = site
+    with Hosts(folder, 2) as cluster:
         yield cluster
 
 
@@ -57,15 +52,6 @@ def test_what_is_wrong_between_hosts_and_on_one(hosts):
     # Packets from the second host to the third vanish: no error, no answer.
     second.net("ip", "neigh", "replace", third.address, "lladdr", "02:00:00:00:00:99", "dev", "eth0")
     third.run("mount", "-t", "tmpfs", "tmpfs", str(hosts.root))
-    third.run("mount", "-t", "tmpfs", "tmpfs", str(hosts.site))
-    info = f"{hosts.site}/torchrec-1.7.0.dist-info"
-    third.run(
-        "sh",
-        "-c",
-        f"mkdir {info} && printf '{simulated_packages.METADATA}' > {info}/METADATA".format(
-            "torchrec", "1.7.0"
-        ),
-    )
     third.net("ip", "link", "set", "eth0", "name", "docker0")
     try:
         code, rows = doctor(hosts, "--storage", str(hosts.root))
@@ -73,12 +59,9 @@ def test_what_is_wrong_between_hosts_and_on_one(hosts):
         second.net("ip", "neigh", "del", third.address, "dev", "eth0")
         third.net("ip", "link", "set", "docker0", "name", "eth0")
         third.run("umount", str(hosts.root))
-        third.run("umount", str(hosts.site))
     found = failures(rows)
     assert code == 1 and ("interfaces", f"host3 ({NETWORK}3)") in found, rows
     name = f"host3 ({NETWORK}3)"
-    assert "torchrec 1.7.0" in found["packages", name]["finding"]
-    assert "torchrec 1.7.0" in found["same packages", name]["finding"]
     assert "docker0 (10.77.0.3), a bridge inside this host" in found["interfaces", name]["finding"]
     assert "--node-ip-address" in found["interfaces", name]["do"]
     ports = [row["finding"] for row in rows if row["check"] == "ports"]

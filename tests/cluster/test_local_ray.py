@@ -13,8 +13,7 @@ import pytest
 from waiting import wait_for
 
 from raytrec.cluster import local_ray
-from raytrec.cluster.head import check_ports
-from raytrec.cluster.local_ray import TMPDIR, end_sessions, private_folder, sweep
+from raytrec.cluster.local_ray import TMPDIR, check_ports, end_sessions, private_folder, sweep
 from raytrec.cluster.session import ray_session
 from raytrec.common.errors import RunError
 

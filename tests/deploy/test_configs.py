@@ -91,7 +91,7 @@ def test_plans_for_gpus_that_are_not_here(name, hosts, sizes):
 
 
 def test_each_memory_is_reported_where_it_is(tmp_path, capsys):
-    from raytrec.driver.plan import plan
+    from raytrec.driver.preflight import plan
     from raytrec.planning.report import print_plans
 
     schema = tmp_path / "schema.yaml"

@@ -10,7 +10,7 @@ from ray.autoscaler._private.util import validate_config
 from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import CloudResourceMonitor
 from ray.core.generated.instance_manager_pb2 import Instance, InstanceUpdateEvent
 
-WORKER = {"CPU": 1, "GPU": 1}  # what raytrec sets aside for a worker (driver.session.bundle)
+WORKER = {"CPU": 1, "GPU": 1}  # what raytrec sets aside for a worker (driver.nodes.bundle)
 READER = {"CPU": 1}
 BOTH = pytest.mark.parametrize("path", [AWS, GCP], ids=["aws", "gcp"])
 COMMANDS = ["initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands"]

@@ -19,7 +19,7 @@ from heads import free_ports, short_folder
 from raytrec.cli import main
 from raytrec.cluster import session
 from raytrec.common.errors import RunError
-from raytrec.doctor import agreement, child, examine, host_checks, network
+from raytrec.doctor import child, examine, host_checks, network, nodes
 from raytrec.doctor.examine import as_json, as_markdown, shared
 from raytrec.doctor.host_checks import FAILURE, HOST_CHECKS, OK, WARNING, run_check
 from raytrec.doctor.nodes import ThisHost
@@ -420,21 +420,21 @@ def test_nothing_is_reduced_over_nodes_that_cannot_connect_or_import_torch(monke
 
 
 def test_clocks_that_are_apart():
-    found = [*agreement.judge_clocks({"a": (0.2, 0.01), "b": (-7.0, 0.5), "c": (1000.0, 1.0), "d": (5, 6)})]
+    found = [*nodes.judge_clocks({"a": (0.2, 0.01), "b": (-7.0, 0.5), "c": (1000.0, 1.0), "d": (5, 6)})]
     assert [(diagnosis.hosts, diagnosis.result) for diagnosis in found] == [
         (("b",), WARNING),
         (("c",), FAILURE),
     ]
     assert "7.0 s behind" in found[0].finding and "ahead of" in found[1].finding
-    (fine,) = agreement.judge_clocks({"a": (0.2, 0.01)})
+    (fine,) = nodes.judge_clocks({"a": (0.2, 0.01)})
     assert fine.result == OK
 
 
 def test_storage_that_one_host_cannot_reach(tmp_path, monkeypatch):
     (place := tmp_path / "shared").mkdir()
-    (fine,) = agreement.check_storage(TwoHosts(), str(place))
+    (fine,) = nodes.check_storage(TwoHosts(), str(place))
     assert fine.result == OK and not [*place.iterdir()], "nothing is left there"
-    real = agreement.open_filesystem
+    real = nodes.open_filesystem
     asked = []
 
     def elsewhere(uri):
@@ -443,8 +443,8 @@ def test_storage_that_one_host_cannot_reach(tmp_path, monkeypatch):
         return real(uri if len(asked) == 1 else str(other))
 
     other = tmp_path / "missing"
-    monkeypatch.setattr(agreement, "open_filesystem", elsewhere)
-    found = [*agreement.check_storage(TwoHosts(), str(place))]
+    monkeypatch.setattr(nodes, "open_filesystem", elsewhere)
+    found = [*nodes.check_storage(TwoHosts(), str(place))]
     assert found[0].result == FAILURE and found[0].hosts == ("b (127.0.0.2)",)
     assert "there is no such folder" in found[0].finding and "mounts, credentials" in found[0].do
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from raytrec.doctor.measure import measure_rates
+from raytrec.doctor.child import measure_rates
 from raytrec.embeddings.optimizers import OPTIMIZERS
 from raytrec.planning.probe import fit_lookups, lookup_shape, lookups_on, rates_from
 from raytrec.planning.rates import COLLECTIVES, DENSE, LookupRates, Rates

@@ -113,7 +113,7 @@ def test_what_a_check_that_fails_says(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(check, "session_of", lambda config: nullcontext())
     (tmp_path / "schema.yaml").write_text(parquet.SCHEMA_YAML)
     (tmp_path / "run.json").write_text(json.dumps(settings(tmp_path, tmp_path)))  # JSON is YAML
-    with patch("raytrec.driver.session.begin_early"), pytest.raises(SystemExit) as ended:
+    with patch("raytrec.cluster.session.begin_early"), pytest.raises(SystemExit) as ended:
         main(["check", str(tmp_path / "run.json")])
     assert ended.value.code == 1
     said = capsys.readouterr()

@@ -13,7 +13,7 @@ from raytrec.checkpoint.files import folder_of
 from raytrec.checkpoint.index import CheckpointError, read_index
 from raytrec.checkpoint.rows import schema_of
 from raytrec.common.errors import ConfigError, SchemaError
-from raytrec.driver.convert import convert
+from raytrec.driver.evaluation import convert
 
 STEPS = 3
 
@@ -82,7 +82,7 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
 def test_a_table_with_managed_ids_learns_as_it_would_have_without(trained, optimizer, tmp_path):
     out = str(tmp_path / "out")
-    lines = convert(trained[optimizer], ["user=managed"], out).lines
+    _, lines = convert(trained[optimizer], ["user=managed"], out)
     assert lines == ["table user: ids 0 to 22 keep their rows; one more is for ids that have none"]
     new = checkpoints.whole(out)
     assert new["ids/user/id"].tolist() == sorted(range(23), key=key)
@@ -136,7 +136,7 @@ def managed(tmp_path_factory):
 @pytest.mark.parametrize("rows", [7, 24, 60])
 def test_managed_ids_of_another_number_of_rows(managed, rows, tmp_path):
     out = str(tmp_path / "out")
-    (line,) = convert(managed, [f"user=resize:{rows}"], out).lines
+    _, (line,) = convert(managed, [f"user=resize:{rows}"], out)
     one, other = checkpoints.whole(managed), checkpoints.whole(out)
     stored = {kind: one[f"ids/user/{kind}"] for kind in ("id", "row", "sightings", "last")}
     columns = zip(*(values.tolist() for values in stored.values()), strict=True)

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import threading
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -183,45 +183,16 @@ def test_a_finished_run_is_not_overwritten(runs, tiny_data):
         driver.train(parquet.settings(tiny_data, runs[1].path))
 
 
-def listening():
-    """Addresses that any process of this machine listens on, but for loopback: {(address:port, inode)}."""
-    found = set()
-    for name, loopback in (
-        ("tcp", ("0100007F",)),
-        ("tcp6", ("0000000000000000FFFF00000100007F", "0" * 31 + "1")),
-    ):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            address, state, inode = (line.split()[column] for column in (1, 3, 9))
-            if state == "0A" and address.split(":")[0] not in (*loopback, "0" * 24 + "01000000"):
-                found.add((address, inode))
-    return found
-
-
-def sockets_of_ours():
-    """Inodes of the sockets of this process and of all that it has started."""
-    found, this = set(), psutil.Process()
-    for process in (this, *this.children(recursive=True)):
-        with suppress(OSError):  # it has ended
-            for link in Path(f"/proc/{process.pid}/fd").iterdir():
-                with suppress(OSError):
-                    found.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
-    return found
-
-
 @contextmanager
 def listener(heard):
-    """Adds to `heard` what we begin to listen on as long as the block lasts; others do what they want."""
-    if not Path("/proc/net/tcp").exists():
-        yield
-        return
-    known, over = listening(), threading.Event()
+    """Adds to `heard` what this process and its children listen on beyond loopback, during the block."""
+    over, this = threading.Event(), psutil.Process()
 
     def look():
-        while not over.wait(0.05):
-            if new := listening() - known:
-                known.update(new)
-                ours = sockets_of_ours()
-                heard.update(address for address, inode in new if inode in ours)
+        while not over.wait(0.1):
+            ours = {this.pid, *(child.pid for child in this.children(recursive=True))}
+            listening = (c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in ours)
+            heard.update(c.laddr for c in listening if not c.laddr.ip.endswith(("127.0.0.1", "::1")))
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -232,7 +203,6 @@ def listener(heard):
         thread.join()
 
 
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's /proc")
 def test_nothing_listens_beyond_loopback(runs, heard):
     assert runs[2].metrics["world_size"] == 2
     assert not heard

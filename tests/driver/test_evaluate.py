@@ -18,7 +18,8 @@ from standin.clock import simulated
 
 from raytrec.common.errors import ConfigError, DataError, RunError, SchemaError
 from raytrec.config.run_config import load_config
-from raytrec.driver.evaluation import evaluation_config, scratch_folder, with_recovery_hint
+from raytrec.driver.evaluation import evaluation_config, scratch_folder
+from raytrec.driver.run import with_recovery_hint
 
 ROWS = 6 * 12
 

@@ -5,7 +5,7 @@ from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raytrec.common.errors import DataError
-from raytrec.common.messages import Event, Restart
+from raytrec.common.messages import Restart
 from raytrec.driver.failure_analysis import Kind, find_cause, main_line
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]")
@@ -155,6 +155,6 @@ def test_the_driver_is_told(coordinator):
     import ray
 
     decisions(coordinator, 1, {0: GLOO, 1: ActorDiedError()})
-    (event,) = [m.details for m in ray.get(coordinator.get.remote(1)) if isinstance(m, Event)]
-    assert event["cause"] == "rank 1 died: its process was ended, or crashed" and event["again"]
-    assert ray.get(coordinator.cause.remote()) == event["cause"]
+    (event,) = ray.get(coordinator.get.remote(1))
+    assert event.details["cause"] == "rank 1 died: its process was ended, or crashed"
+    assert event.details["again"] and ray.get(coordinator.cause.remote()) == event.details["cause"]

@@ -18,7 +18,7 @@ from raytrec.common.errors import ConfigError, GpuFailed
 from raytrec.common.machine import smallest_gpu_memory
 from raytrec.compat.ray_core import alive_nodes
 from raytrec.config.run_config import RunConfig
-from raytrec.driver import launch, nodes, session
+from raytrec.driver import launch, nodes
 from raytrec.driver import run as driver
 from raytrec.driver.nodes import GpuNode
 from raytrec.embeddings.constraints import resolve_constraints
@@ -115,9 +115,9 @@ def test_rooms_for_workers_and_their_readers(ray_with_gpus, workers, readers, me
 
 def test_a_worker_sets_aside_what_its_readers_need():
     run = settings(2, 3, cpus_per_worker=2)
-    assert session.bundle(run, "cpu") == {"CPU": 5} and session.local_cpus(run) == 10
-    assert session.bundle(run, "cuda") == {"CPU": 5, "GPU": 1}
-    assert session.bundle(run, "cuda", others_read=True) == {"CPU": 2, "GPU": 1}
+    assert nodes.bundle(run, "cpu") == {"CPU": 5} and nodes.local_cpus(run) == 10
+    assert nodes.bundle(run, "cuda") == {"CPU": 5, "GPU": 1}
+    assert nodes.bundle(run, "cuda", others_read=True) == {"CPU": 2, "GPU": 1}
 
 
 def test_an_autoscaler_hears_of_the_cpus_that_read(ray_with_gpus):

@@ -8,7 +8,7 @@ from small import a_schema
 
 from raytrec import cli
 from raytrec.common.errors import ConfigError
-from raytrec.driver.plan import plan
+from raytrec.driver.preflight import plan
 
 
 @pytest.fixture(scope="module")

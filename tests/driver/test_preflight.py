@@ -114,7 +114,7 @@ def test_names_are_shown_as_they_are(name):
 
     from raytrec.driver import console
     from raytrec.driver.console import Result, print_summary
-    from raytrec.driver.plan import Plans
+    from raytrec.driver.preflight import Plans
     from raytrec.planning.dry_run import Prediction
     from raytrec.planning.machines import Cluster
     from raytrec.planning.memory import PlannedTable

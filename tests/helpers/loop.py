@@ -16,8 +16,7 @@ class Said(list):
     put = property(lambda self: self)
 
     def remote(self, message):
-        values = {"kind": message.KIND, **message.values()}
-        self.append(json.loads(json.dumps(values)))  # messages must be JSON
+        self.append({"kind": message.KIND, **json.loads(json.dumps(message.values()))})  # they must be JSON
 
 
 class Heartbeat:

@@ -49,14 +49,13 @@ def _started(gpus):
 
     from raytrec.cluster import warm
     from raytrec.cluster.session import ray_session
-    from raytrec.driver.session import MODULES, ON_RAY
 
     ranks.close_all()  # they would take a part of each core
     assert not ray.is_initialized(), "an earlier test left Ray running"
     # Workers with stand-ins for GPUs import them from here.
     path = os.pathsep.join(p for p in (HERE, os.environ.get("PYTHONPATH")) if p)
     with patch.dict(os.environ, {"PYTHONPATH": path} if gpus else {}):
-        warm.warm_up(MODULES, ON_RAY)
+        warm.warm_up()
         counted = patch("ray.init", partial(ray.init, num_gpus=gpus)) if gpus else nullcontext()
         try:
             with made_once(), counted, ray_session(num_cpus=CPUS):

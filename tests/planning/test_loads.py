@@ -7,7 +7,7 @@ from raytrec import cli
 from raytrec.common.errors import RunError
 from raytrec.common.messages import recorded_ranks
 from raytrec.config.schema import Schema
-from raytrec.driver.plan import read_run_schema
+from raytrec.driver.evaluation import read_run_schema
 from raytrec.planning.loads import recorded_lengths, with_lengths
 
 

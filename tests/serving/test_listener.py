@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 from waiting import wait_for
 
-from raytrec.cluster.head import check_ports
+from raytrec.cluster.local_ray import check_ports
 from raytrec.serving.app import Listener
 
 LIMITS = "raytrec.compat.uvicorn_."

@@ -27,7 +27,7 @@ from urllib3 import PoolManager
 from urllib3.exceptions import NewConnectionError
 from waiting import wait_for
 
-from raytrec.cluster.head import check_ports
+from raytrec.cluster.local_ray import check_ports
 from raytrec.common.errors import RunError
 from raytrec.serving.command import promote
 from raytrec.serving.coordinator import GONE_S
