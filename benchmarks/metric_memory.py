@@ -44,7 +44,7 @@ def evaluate(rank: int, store: str, rows: int, exact_rows: int | None, metrics: 
     from raytrec.metrics.evaluation import TaskRows
     from raytrec.metrics.ranked import Counted
     from raytrec.metrics.selection import Selection
-    from raytrec.tasks.losses.bce import BinaryCrossEntropy
+    from raytrec.tasks.losses.pointwise import BinaryCrossEntropy
     from raytrec.tasks.task import Task
 
     task = Task("y", "y", 0, BinaryCrossEntropy(), 1.0, tuple(metrics), group="user")

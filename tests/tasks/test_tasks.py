@@ -13,8 +13,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.trust import code_in
 from raytrec.driver.preflight import check_fit
 from raytrec.tasks.columns import label_ranges, task_rows, whole_labels
-from raytrec.tasks.losses import loss
-from raytrec.tasks.losses.bce import BinaryCrossEntropy
+from raytrec.tasks.losses.pointwise import BinaryCrossEntropy
 from raytrec.tasks.task import columns_of, key_columns, needs_vectors, resolve_tasks
 
 TWO = SCHEMA.model_copy(update={"labels": ["clicked", "watched s"]})
@@ -227,13 +226,6 @@ def test_losses_and_metrics_elsewhere_are_code():
     with pytest.raises(ConfigError, match=r"tasks\[0\].loss: mine:L"):
         load_config({"data": {"train": "d"}, "tasks": [{"loss": "mine:L"}]}, elsewhere="s3://there")
     load_config({"data": {"train": "d"}, "tasks": [{"loss": "mine:L"}]}, elsewhere="s3://t", allow_code=True)
-
-
-def test_losses_of_this_package_are_found_by_their_files():
-    from raytrec.tasks import losses
-
-    files = {file.stem for file in Path(losses.__file__).parent.glob("*.py")} - {"__init__"}
-    assert set(loss.parts) == files
 
 
 def test_the_driver_asks_losses_without_torch():
