@@ -99,7 +99,7 @@ class Side:
 def stream(ids: int, world: int) -> tuple[float, int]:
     """(seconds, bytes that this process has grown by since a tenth of them) of distinct ids through a map."""
     from raytrec.common.collectives import Peers
-    from raytrec.config.managed import ManagedIds
+    from raytrec.config.schema_parts import ManagedIds
     from raytrec.embeddings.managed.batches import IdExchange
 
     peers, cpu = Peers(), torch.device("cpu")

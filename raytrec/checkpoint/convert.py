@@ -23,8 +23,8 @@ from raytrec.checkpoint.rawfile import Sink, Source, open_source, read_block
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.checkpoint.sound import ITEM_BYTES
 from raytrec.common.errors import SchemaError
-from raytrec.config.managed import ManagedIds
 from raytrec.config.schema import Table
+from raytrec.config.schema_parts import ManagedIds
 from raytrec.data.hashing import hash_bits
 from raytrec.embeddings.initial import initial_values
 
