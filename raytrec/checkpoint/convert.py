@@ -25,7 +25,7 @@ from raytrec.checkpoint.sound import ITEM_BYTES
 from raytrec.common.errors import SchemaError
 from raytrec.config.schema import Table
 from raytrec.config.schema_parts import ManagedIds
-from raytrec.data.hashing import hash_bits
+from raytrec.data.ids import hash_bits
 from raytrec.embeddings.initial import initial_values
 
 BAND_BYTES = 4 << 20  # float32 values of whole rows that are in work at a time

@@ -11,10 +11,10 @@ import pyarrow as pa
 from raytrec.config.features import needed_transforms
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.data.decode import Faults
+from raytrec.data.form import Reserved
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Item, Part
-from raytrec.data.read_plan import Reserved
+from raytrec.data.pages.decode import Faults
 from raytrec.data.rows import CHECKED_ROWS, read_item
 from raytrec.tasks.task import resolve_tasks
 

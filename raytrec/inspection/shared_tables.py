@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 
 from raytrec.config.schema import Scale, table_name
-from raytrec.data.hashing import hash_integers
+from raytrec.data.ids import hash_integers
 from raytrec.inspection.column_roles import SPARSE_FILL, Finding, is_ordinal, words
 from raytrec.inspection.column_stats import FEW, SMALLEST, ColumnStats, count_distinct
 from raytrec.inspection.hot_ids import HotIds

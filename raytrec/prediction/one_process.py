@@ -19,10 +19,10 @@ from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TowerName
-from raytrec.data.assemble import Rows
 from raytrec.data.batch import Batch, Collator
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Item, Part
+from raytrec.data.pieces import Rows
 from raytrec.data.rows import read_item
 from raytrec.models.recommender import Recommender, build_recommender
 from raytrec.tasks.task import columns_of, needs_vectors, resolve_tasks

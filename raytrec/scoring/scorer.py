@@ -14,7 +14,8 @@ import torch
 from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.config.features import columns_before
 from raytrec.config.tasks import TowerName
-from raytrec.data.assemble import Assembler, Rows
+from raytrec.data.assemble import Assembler
+from raytrec.data.pieces import Rows
 from raytrec.scoring.late import Program, compute_once
 from raytrec.scoring.lookups import Lookups, Tensors
 from raytrec.scoring.manifest import Manifest, ProgramName

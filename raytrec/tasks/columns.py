@@ -13,7 +13,7 @@ from raytrec.common.errors import ConfigError, DataError, hint
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import RetrievalSection
 from raytrec.config.transforms import Transform
-from raytrec.data.read_plan import ReadPlan, Reserved, TaskRows
+from raytrec.data.form import ReadPlan, Reserved, TaskRows
 from raytrec.tasks.task import Task, key_columns
 
 

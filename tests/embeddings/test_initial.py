@@ -9,7 +9,7 @@ from ranks import on_ranks
 from small import a_schema, config, initial_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raytrec.data.hashing import hash_bits as hash_bits_in_numpy
+from raytrec.data.ids import hash_bits as hash_bits_in_numpy
 from raytrec.embeddings.bags import table_of
 from raytrec.embeddings.hashing import GOLDEN, hash_bits
 from raytrec.embeddings.initial import BLOCK_VALUES, fill_tables, initial_values

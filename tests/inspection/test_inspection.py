@@ -19,8 +19,8 @@ from raytrec.cli import app
 from raytrec.common.errors import ConfigError, DataError, SchemaError
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
+from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
-from raytrec.data.read_plan import ReadPlan
 from raytrec.inspection import column_scan
 from raytrec.inspection.propose import inspect
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,7 @@ from raytrec.common.storage import open_filesystem
 from raytrec.data.arrow import pick_columns, to_read
 from raytrec.data.pages import Version, read_rows
 from raytrec.data.pages.chunks import Damaged
+from raytrec.data.partitions import folder_column
 
 SKIPPED = "skipped.jsonl"  # in the run folder: what has been skipped
 _footers: dict[Version, pq.FileMetaData] = {}  # of this process, whose threads share it
@@ -53,12 +54,37 @@ class Faults:
                 file.write(json.dumps({"what": error.what, "where": error.where, "rows": rows}) + "\n")
 
 
-def decode(path: str, group: int, first: int, rows: int, columns: list[str]) -> pa.Table:
-    """Columns of rows [first, first + rows) of a row group.
+def decode_columns(
+    path: str,
+    group: int,
+    first: int,
+    rows: int,
+    names: list[str],
+    folders: Mapping[str, pa.DataType | None] | None = None,
+) -> pa.Table:
+    """Return columns of rows of a row group: those of the file, and those of its folders' names.
+
+    Args:
+        path: Path or URI of the file.
+        group: Number of the row group.
+        first: First row.
+        rows: Number of rows.
+        names: Columns.
+        folders: Columns that are read from the folders' names, and their types (Form.folders); None: none.
 
     Raises:
-        DataError: what is wrong with the file; names it and the row group.
+        DataError: The file is damaged, has changed, or the storage fails; names the file and the row group.
     """
+    folders = folders or {}
+    held = [name for name in names if name not in folders]
+    table = _decode(path, group, first, rows, held) if held else pa.table([pa.nulls(rows)], [""])
+    for name in names:
+        if name in folders:
+            table = table.append_column(name, folder_column(path, name, folders[name], rows))
+    return table.select(names)
+
+
+def _decode(path: str, group: int, first: int, rows: int, columns: list[str]) -> pa.Table:
     try:
         table = retry_read(path, partial(_read, path, group, first, rows, columns))
         if table.num_rows < rows:
