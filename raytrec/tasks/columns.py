@@ -6,6 +6,7 @@ No torch here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 import pyarrow as pa
 
@@ -55,18 +56,9 @@ def read_plan(
 
 
 def task_rows(tasks: Sequence[Task]) -> tuple[TaskRows, ...]:
-    """Which rows count in each task, for those who read rows."""
-    return tuple(
-        TaskRows(
-            label=task.label,
-            name=task.name,
-            nulls=task.nulls,
-            mask=None if task.mask_label else task.mask,
-            mask_label=task.mask_label,
-            sample_weight=task.sample_weight,
-        )
-        for task in tasks
-    )
+    """Return which rows count in each task, without the losses, whose modules readers need not import."""
+    names = [each.name for each in fields(TaskRows)]
+    return tuple(TaskRows(**{name: getattr(task, name) for name in names}) for task in tasks)
 
 
 def whole_labels(tasks: Sequence[Task]) -> frozenset[str]:

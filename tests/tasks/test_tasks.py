@@ -164,18 +164,11 @@ def test_rows_that_count_in_each_task():
         ],
         TWO,
     )
-    assert [(task.mask, task.mask_label, task.nulls) for task in tasks] == [
-        (None, None, "skip"),
-        ("clicked", "clicked", "skip"),
-        ("shown", None, "error"),
+    assert [(each.mask, each.mask_label, each.nulls, each.sample_weight) for each in task_rows(tasks)] == [
+        (None, None, "skip", "w"),
+        (None, "clicked", "skip", None),
+        ("shown", None, "error", None),
     ]
-    rows = task_rows(tasks)
-    assert [(each.mask, each.mask_label) for each in rows] == [
-        (None, None),
-        (None, "clicked"),
-        ("shown", None),
-    ]
-    assert [each.sample_weight for each in rows] == ["w", None, None]
     assert [each.nulls for each in task_rows(resolved([{"mask": "shown"}], TWO))] == ["error"]
 
 
@@ -194,12 +187,6 @@ def test_columns_that_models_give_and_keys():
     assert key_columns(tasks, ["country", "user"]) == ("user", "film", "country")
     assert whole_labels(tasks) == {"watched s"}
     assert label_ranges(tasks, TWO)["watched s"] == (0, 2)
-
-
-def test_an_override_replaces_all_tasks():
-    config = load_config({"data": {"train": "d/train"}}, ["tasks=[{loss: mse}]"])
-    assert [task.loss for task in config.tasks] == ["mse"]
-    assert load_config(config).tasks == config.tasks
 
 
 @pytest.mark.parametrize("model", ["dlrm", "dcn", "own_parts:Linear"])
