@@ -81,26 +81,26 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
 
 @dataclass(frozen=True)
 class CandidatePlace(Place):
-    """Where the first candidate of a decoded table is.
+    """Place of the first candidate of a decoded table.
 
     Attributes:
-        offsets: int32 [rows + 1], from which candidate on each row's are.
+        offsets: First candidate of each row, and the number of candidates; int32 [rows + 1].
     """
 
     offsets: np.ndarray
 
     def of(self, column: str, row: int | None = None) -> str:
-        """The place of a candidate's value, by the row that it is in."""
+        """Return the place of a candidate's value, by its row."""
         return super().of(column, None if row is None else rows_of(self.offsets)(row))
 
 
 def candidates_of(table: pa.Table, form: Form, place: Place) -> tuple[pa.Table, CandidatePlace]:
-    """What tasks and dense candidates read of the rows, one row for each candidate, and where these are.
+    """Return the columns of tasks and dense candidates with one row for each candidate, and their place.
 
-    Other columns are of the request, and repeated.
+    Columns of the request are repeated for each candidate.
 
     Raises:
-        DataError: the lists of a row have different lengths, or one is null; names file, column and row.
+        DataError: The lists of a row have different lengths, or a list is null; names file, column and row.
     """
     schema, offsets, found, first = form.schema, None, {}, ""
     extra = [read.column for read in form.plan.columns_of_tasks]
@@ -137,10 +137,10 @@ def candidates_of(table: pa.Table, form: Form, place: Place) -> tuple[pa.Table, 
 
 
 def reserved_array(table: pa.Table, name: str, form: Form, place: Place) -> pa.Array:
-    """A reserved column's values in the type that it has in all files.
+    """Return a reserved column in the type that it has in all files.
 
     Raises:
-        DataError: a value that this type does not hold.
+        DataError: A value does not fit the type.
     """
     kind = form.types.get(name)
     array = one_array(table[name])
@@ -244,7 +244,7 @@ def nothing(form: Form, rows: int) -> pa.Table:
 
 
 def shuffled(table: pa.Table, rng: np.random.Generator) -> pa.Table:
-    """The rows of a table of this form in random order."""
+    """Return the rows of a canonical table in random order."""
     order, columns = rng.permutation(table.num_rows), {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         array = one_array(column)
@@ -258,7 +258,7 @@ def shuffled(table: pa.Table, rng: np.random.Generator) -> pa.Table:
 
 
 def _matrix(columns: Columns, rows: int, dtype: type) -> pa.FixedSizeListArray:
-    """Columns of n values as n lists."""
+    """Return columns of n values as n lists."""
     packed = np.empty((rows, len(columns)), dtype)
     for i, column in enumerate(columns):
         packed[:, i] = column

@@ -24,14 +24,14 @@ EXACT = 2**53  # from here on, floats do not hold every integer
 
 @dataclass(frozen=True)
 class Place:
-    """Where the first row of a decoded table is: file, row group (None: rows of no file), row in it."""
+    """Place of the first row of a decoded table: file, row group (None: rows of no file), row in it."""
 
     path: str
     group: int | None
     first: int
 
     def of(self, column: str, row: int | None = None) -> str:
-        """The place of a value, in words."""
+        """Return the place of a value, in words."""
         group = "" if self.group is None else f", row group {self.group}"
         where = f"{self.path}{group}, column {column}"
         return where if row is None else f"{where}, row {self.first + row}"
@@ -40,10 +40,17 @@ class Place:
 def numbers(
     column: pa.ChunkedArray, name: str, place: Place, also: str = "", dtype: type = np.float32
 ) -> np.ndarray:
-    """A column of numbers as float32 [n], or of another float type; no null, NaN or infinity.
+    """Return a column of numbers as float32 [n], or another float type.
 
     Args:
-        also: what else can be done about a null.
+        column: Decoded column.
+        name: Name of the column.
+        place: Place of the first row.
+        also: Further advice about a null.
+        dtype: Float type of the result.
+
+    Raises:
+        DataError: A null, NaN or infinity.
     """
     array = one_array(column)
     if (row := first_null(array)) is not None:
@@ -60,10 +67,16 @@ def numbers(
 
 
 def scaled(column: pa.ChunkedArray, name: str, place: Place, scale: Scale | None) -> np.ndarray:
-    """A dense column as it is read: float32 [n], finite.
+    """Return a dense column by its scale: float32 [n], finite.
 
     Args:
-        scale: the schema's; None: numbers as they are.
+        column: Decoded column.
+        name: Name of the column.
+        place: Place of the first row.
+        scale: Scale of the column in the schema; None: numbers as they are.
+
+    Raises:
+        DataError: A value that is not finite, or a null if the scale does not replace nulls.
     """
     if scale is None:
         return numbers(column, name, place)
@@ -79,15 +92,21 @@ def scaled(column: pa.ChunkedArray, name: str, place: Place, scale: Scale | None
 
 
 def signed_log(values: np.ndarray) -> np.ndarray:
-    """sign(x) · ln(1 + |x|) of each number (Scale.log)."""
+    """Return sign(x) · ln(1 + |x|) of each number (Scale.log)."""
     return np.sign(values) * np.log1p(np.abs(values))
 
 
 def numbers_or_none(
     column: pa.ChunkedArray, name: str, place: Place, dtype: type = np.float32
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A column of numbers, some of which may be missing (null, or NaN): (float32 [n], or of another float
-    type, with 0 for those; which are there, bool [n]); no infinity."""
+    """Return a column of numbers that may have nulls and NaN.
+
+    Returns:
+        Numbers as float32 [n], or `dtype`, with 0 for nulls and NaN; and True for the others, bool [n].
+
+    Raises:
+        DataError: An infinity.
+    """
     values = as_floats(one_array(column), dtype)
     there = ~np.isnan(values)
     values = np.where(there, values, dtype(0))
@@ -96,7 +115,7 @@ def numbers_or_none(
 
 
 def as_floats(array: pa.Array, dtype: type) -> np.ndarray:
-    """Numbers as floats of a type, [n]; NaN for a null."""
+    """Return numbers as floats of a type, [n]; NaN for a null."""
     whole = not array.null_count and (pa.types.is_integer(array.type) or pa.types.is_float64(array.type))
     if whole or pa.types.is_float32(array.type):  # faster than Arrow's cast
         with np.errstate(over="ignore"):
@@ -156,10 +175,11 @@ def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable[[in
 
 
 def first_unlike(ends: np.ndarray, offsets: np.ndarray) -> tuple[int, int, int] | None:
-    """The first row whose lists have different lengths, and these; None: there is none.
+    """Return the first row whose lists differ in length, and both lengths; None if there is none.
 
     Args:
-        ends, offsets: of two columns of lists, int32 [n + 1] from 0.
+        ends: Offsets of a column of lists, int32 [n + 1] from 0.
+        offsets: Offsets of another column of lists.
     """
     if np.array_equal(ends, offsets):
         return None
@@ -169,12 +189,12 @@ def first_unlike(ends: np.ndarray, offsets: np.ndarray) -> tuple[int, int, int] 
 
 
 def rows_of(offsets: np.ndarray) -> Callable[[int], int]:
-    """From a position in the flat values to its row, for errors."""
+    """Return a function from a position in the flat values to its row, for errors."""
     return lambda at: int(np.searchsorted(offsets, at, side="right")) - 1
 
 
 def as_float64(array: pa.Array) -> np.ndarray:
-    """Numbers as they are, times in seconds (of days: of their beginning in UTC): float64; NaN for a null."""
+    """Return numbers as they are, and times and dates in seconds (UTC), as float64; NaN for a null."""
     kind = array.type
     scale: float = 1
     if types.is_timestamp(kind) or types.is_duration(kind):
@@ -189,10 +209,10 @@ Label = tuple[np.ndarray, np.ndarray | None]
 
 
 def label_of(column: pa.ChunkedArray, name: str, form: Form, place: Place) -> Label:
-    """A label as its tasks' losses take it; where there is none, the number nearest to 0 that they take.
+    """Return a label; rows without one have the number nearest to 0 that the losses of its tasks take.
 
     Raises:
-        DataError: a number that they do not take, or no number where one must be.
+        DataError: A number that the losses do not take, or a null that is not skipped.
     """
     allowed = form.plan.label_range(name)
     if form.plan.skips_nulls(name):
@@ -218,15 +238,19 @@ def label_of(column: pa.ChunkedArray, name: str, form: Form, place: Place) -> La
 
 
 def task_weights(table: pa.Table, labels: dict[str, Label], form: Form, place: Place) -> list[np.ndarray]:
-    """Each row's factor in each task, float32 [n] ≥ 0: its sample weight; 0 where it has no label of the task
-    and where the mask excludes it.
+    """Return the factor of each row in each task, float32 [n] ≥ 0.
+
+    The factor is the sample weight, and 0 for rows without a label of the task and rows that the mask
+    excludes.
 
     Args:
-        table: with the columns of masks and weights.
-        labels: of the same rows.
+        table: Table with the columns of masks and weights.
+        labels: Labels of the same rows.
+        form: Form of the rows.
+        place: Place of the first row.
 
     Raises:
-        DataError: a mask that is neither 0 nor 1, or a weight that is not a finite number ≥ 0.
+        DataError: A mask that is neither 0 nor 1, or a weight that is not a finite number ≥ 0.
     """
     ones = np.ones(table.num_rows, np.float32)
 
@@ -262,7 +286,7 @@ def _factors(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
 
 
 def _mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
-    """Where a column is 1; a null is not."""
+    """Return True for rows in which a column is 1; False for nulls."""
     values, _ = numbers_or_none(column, name, place)
     if (row := first_true((values != 0) & (values != 1))) is not None:
         raise DataError(

@@ -126,10 +126,12 @@ def _one_for_each(table: pa.Table, name: str, feature: Feature, offsets: np.ndar
 
 
 def _ids(flat: pa.Array, feature: Feature, rows: Callable[[int], int]) -> np.ndarray:
-    """Valid ids as integers; text is hashed to rows, or where ids are managed to 64 bits.
+    """Return valid ids as integers; text is hashed to rows, or to 64 bits if ids are managed.
 
     Args:
-        rows: see `_in_range`.
+        flat: Ids of all rows.
+        feature: The feature.
+        rows: Position in `flat` → row, for errors.
     """
     table = feature.table
     if pa.types.is_null(flat.type):  # all rows, or lists, are empty
@@ -143,11 +145,12 @@ def _ids(flat: pa.Array, feature: Feature, rows: Callable[[int], int]) -> np.nda
 
 
 def _in_range(ids: np.ndarray, feature: Feature, rows: Callable[[int], int]) -> np.ndarray:
-    """Ids of unchanged width that are all in [0, table.rows): the table's policy for others. Managed ones are
-    int64 of any value, of the same bits.
+    """Return ids in [0, table.rows), by the table's policy; managed ids keep their bits as int64.
 
     Args:
-        rows: position in `ids` → row, for errors.
+        ids: Ids of any integer type.
+        feature: The feature.
+        rows: Position in `ids` → row, for errors.
     """
     name, table, tally = feature.name, feature.table, feature.tally
     tally[name] = 0, len(ids)
@@ -172,7 +175,7 @@ def _in_range(ids: np.ndarray, feature: Feature, rows: Callable[[int], int]) -> 
 
 
 def _all_below(ids: np.ndarray, rows: int) -> bool:
-    """Whether all of some integers [n], n ≥ 1, are in [0, rows)."""
+    """Return True if all integers [n], n ≥ 1, are in [0, rows)."""
     bits = 8 * ids.itemsize
     if ids.dtype.kind == "i" and rows <= 1 << (bits - 1):
         # One look instead of two: without a sign, a negative one is larger than all others.
@@ -201,12 +204,12 @@ def side_features(table: pa.Table, feature: Feature, offsets: np.ndarray) -> np.
 
 
 def hash_integers(ids: np.ndarray, rows: int) -> np.ndarray:
-    """Integers [n] of any type → int64 [n] in [0, rows)."""
+    """Hash integers [n] of any type to int64 [n] in [0, rows)."""
     return (hash_bits(ids.astype(np.uint64)) % np.uint64(rows)).astype(np.int64)
 
 
 def hash_bits(values: np.ndarray) -> np.ndarray:
-    """splitmix64 (Steele, Lea, Flood 2014): uint64 [n] → well-mixed uint64 [n]."""
+    """Mix the bits of uint64 [n] by splitmix64 (Steele, Lea, Flood 2014)."""
     with np.errstate(over="ignore"):
         values = values + np.uint64(0x9E3779B97F4A7C15)
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -215,12 +218,12 @@ def hash_bits(values: np.ndarray) -> np.ndarray:
 
 
 def hash_text(flat: pa.Array, rows: int) -> np.ndarray:
-    """Text or bytes [n], no nulls → int64 [n] in [0, rows)."""
+    """Hash text or bytes [n] without nulls to int64 [n] in [0, rows)."""
     return (hash_text_bits(flat) % np.uint64(rows)).astype(np.int64)
 
 
 def hash_text_bits(flat: pa.Array) -> np.ndarray:
-    """SipHash of text or bytes [n], no nulls → uint64 [n]; each distinct value is hashed once."""
+    """Hash text or bytes [n] without nulls to uint64 [n] by SipHash; each distinct value is hashed once."""
     from pandas.util import hash_array
 
     encoded = flat.dictionary_encode()
@@ -230,7 +233,7 @@ def hash_text_bits(flat: pa.Array) -> np.ndarray:
 
 
 def group_keys(array: pa.Array) -> np.ndarray:
-    """Each value's key, int64 [n]; equal values have equal keys.
+    """Return the key of each value, int64 [n]; equal values have equal keys.
 
     Integers are their own key (of uint64, the same bits), as are true and false (1 and 0), and dates and
     times in their own unit. Text and bytes are hashed (SipHash of their UTF-8), decimals as the text that
@@ -238,7 +241,7 @@ def group_keys(array: pa.Array) -> np.ndarray:
     of n hashed values share a key with a probability of about n² / 2⁶⁵: 3e-8 for a million of them.
 
     Raises:
-        TypeError: a type that is none of these.
+        TypeError: The array has another type.
     """
     array = plain_array(array)
     if not array.null_count:

@@ -15,15 +15,17 @@ from raytrec.data.order import Item
 
 @dataclass(frozen=True)
 class Chunk:
-    """n rows in canonical form (canonical.py) as NumPy views of Arrow's buffers, before they are cut.
+    """Rows in canonical form (canonical.py) as NumPy views of Arrow's buffers.
 
     Attributes:
-        matrices: labels, dense, ids, task_weights, keys: [n, columns]; lengths: int32 [n, list columns].
+        matrices: Name → [n, columns] for labels, dense, ids, task_weights and keys; lengths: int32
+            [n, list columns].
         lists: ids.NAME, weights.NAME, candidates, changed → place among the list columns.
-        values: of each list column.
-        offsets: int32 [n + 1, list columns]; all of a row at once, because pieces of rows are small and many.
-        present: bool [n]; None: all.
-        reserved: the reserved columns under their own names; None: there are none.
+        values: Values of each list column.
+        offsets: Offsets of the list columns, int32 [n + 1, list columns]; all offsets of a row are adjacent
+            because slices are small and many.
+        present: True for rows that are not skipped, bool [n]; None: all rows.
+        reserved: Reserved columns under their own names; None: there are none.
     """
 
     matrices: dict[str, np.ndarray]
@@ -75,25 +77,25 @@ class Rows:
         return Rows(self.chunk, self.first + start, self.first + stop)
 
     def matrix(self, name: str) -> np.ndarray:
-        """Its rows of a matrix."""
+        """Return the rows of a matrix."""
         return self.chunk.matrices[name][self.first : self.last]
 
     def reserved(self) -> pa.RecordBatch:
-        """Its rows of the reserved columns."""
+        """Return the rows of the reserved columns."""
         return self.chunk.reserved.slice(self.first, self.last - self.first)
 
     def values(self) -> list[np.ndarray]:
-        """The values of its rows, for each list column of the chunk."""
+        """Return the values of the rows, for each list column of the chunk."""
         chunk = self.chunk
         bounds = zip(chunk.offsets[self.first].tolist(), chunk.offsets[self.last].tolist(), strict=True)
         return [values[begin:end] for values, (begin, end) in zip(chunk.values, bounds, strict=True)]
 
 
 class Joined:
-    """Pieces of rows, one after the other.
+    """Several slices of chunks, one after the other.
 
     Attributes:
-        rows: of all.
+        rows: Total number of rows.
     """
 
     def __init__(self, pieces: list[Rows]):
@@ -117,19 +119,19 @@ class Joined:
         return np.concatenate([p.chunk.present[p.first : p.last] for p in self._pieces])
 
     def values(self, name: str) -> list[np.ndarray]:
-        """A column's values, for each piece."""
+        """Return the values of a list column, for each slice."""
         return [values[self._places[name]] for values in self._values]
 
     def lengths(self, name: str) -> np.ndarray:
-        """How many of them each row has: int32 [rows]."""
+        """Return the number of values of a list column in each row, int32 [rows]."""
         return self._lengths[:, self._places[name]]
 
 
 class Supply:
-    """What has been read of each lane and not yet been taken.
+    """Rows of each lane that have been read and not yet taken.
 
     Attributes:
-        due: rows that have not been read yet.
+        due: Number of rows that have not been read yet.
     """
 
     def __init__(self, items: list[Item], tables: Iterator[pa.Table]):
@@ -139,7 +141,7 @@ class Supply:
         self._lane, self._left = 0, 0  # the item that is arriving: its lane, and its rows still to come
 
     def take(self, lane: int, count: int) -> Iterator[Rows]:
-        """The lane's next `count` rows."""
+        """Yield slices with the next `count` rows of a lane."""
         queue = self._lanes.setdefault(lane, deque())
         while count:
             while not queue:

@@ -42,10 +42,10 @@ class Faults:
     log: str | None = None
 
     def leave_out(self, error: DataError, rows: int | None) -> None:
-        """Records rows that are skipped.
+        """Record rows that are skipped.
 
         Raises:
-            DataError: the error itself, where the run is to stop.
+            DataError: The error itself, unless rows are skipped.
         """
         if not self.skip:
             raise error
@@ -135,8 +135,10 @@ _open = _OpenFiles()
 
 
 def _opened(version: Version, open_file: Callable[[], pa.NativeFile]) -> tuple[pa.NativeFile, pq.ParquetFile]:
-    """A file, and its reader, which stay open for its next row groups: each opening takes as long as decoding
-    a thousand rows."""
+    """Return a file and its reader, which stay open for the next row groups.
+
+    Opening a file takes as long as decoding a thousand rows.
+    """
     path, remote = version[0], "://" in version[0]
     known = _open.files.pop(path, None)
     if known is None or known[0] != version:
@@ -153,8 +155,10 @@ def _opened(version: Version, open_file: Callable[[], pa.NativeFile]) -> tuple[p
 
 
 def _remember(version: Version, footer: pq.FileMetaData) -> None:
-    """Keeps a footer for the file's other row groups; the oldest go when they take too much memory. (Parsed
-    for each row group, a footer costs a good part of what decoding does.)"""
+    """Keep a footer for the file's other row groups; drop the oldest footers beyond FOOTER_BYTES.
+
+    Parsing a footer for each row group costs a good part of the time of decoding.
+    """
     with _lock:
         _footers[version] = footer
         while sum(known.serialized_size for known in _footers.values()) > FOOTER_BYTES and len(_footers) > 1:
