@@ -139,14 +139,14 @@ def auc_of(ratings: Ratings, kind: str, share: float, seed: int) -> float:
 
 def _batches(form: Any, codes: list[np.ndarray], pairs: np.ndarray, labels: np.ndarray) -> Iterator[Any]:
     from raytrec.data.batch import Collator
-    from raytrec.data.canonical import to_table
+    from raytrec.data.canonical import canonical_table
     from raytrec.data.pieces import Rows
 
     collate = Collator(form)
     for number, first in enumerate(range(0, len(labels), BATCH)):
         some = slice(first, first + BATCH)
         ids, count = [c[pairs[some, i]] for i, c in enumerate(codes)], len(labels[some])
-        rows = Rows.of(to_table(form, [labels[some]], [], ids, [], count).to_batches()[0])
+        rows = Rows.of(canonical_table(form, [labels[some]], [], ids, [], count).to_batches()[0])
         yield collate([rows], BATCH, count, number)
 
 

@@ -80,7 +80,7 @@ class Side:
         return (self._random.zipf(1.05, BATCH * (SINGLES + BAG)) * 7919) % 90_000
 
     def _batches(self) -> Iterator[Any]:
-        from raytrec.data.canonical import to_table
+        from raytrec.data.canonical import canonical_table
         from raytrec.data.pieces import Rows
 
         offsets, labels = np.arange(0, BATCH * BAG + 1, BAG, np.int32), np.ones(BATCH, np.float32)
@@ -92,7 +92,7 @@ class Side:
                 self._next += new
             singles = np.split(ids[: BATCH * SINGLES], SINGLES)
             bag = (offsets, ids[BATCH * SINGLES :], None)
-            rows = Rows.of(to_table(self._form, [labels], [], singles, [bag], BATCH).to_batches()[0])
+            rows = Rows.of(canonical_table(self._form, [labels], [], singles, [bag], BATCH).to_batches()[0])
             yield self._collate([rows], BATCH, BATCH * self._world, number)
 
 
@@ -162,7 +162,7 @@ def resume(rank: int, world: int, root: str, first: int, saves: list[int]) -> tu
 def _distinct(form: Any, rank: int, world: int, first: int) -> Iterator[Any]:
     """This rank's batches from step `first` on, of ids that are functions of the step alone."""
     from raytrec.data.batch import Collator
-    from raytrec.data.canonical import to_table
+    from raytrec.data.canonical import canonical_table
     from raytrec.data.pieces import Rows
 
     collate, size = Collator(form), RESUME_ROWS // world
@@ -171,7 +171,7 @@ def _distinct(form: Any, rank: int, world: int, first: int) -> Iterator[Any]:
         new = number * RESUME_ROWS + places
         ids = [new, np.maximum(new - RESUME_ROWS * (1 + places % 4), places)]
         labels = (new * 7919 % 13 < 6).astype(np.float32)
-        rows = Rows.of(to_table(form, [labels], [], ids, [], size).to_batches()[0])
+        rows = Rows.of(canonical_table(form, [labels], [], ids, [], size).to_batches()[0])
         yield collate([rows], size, RESUME_ROWS, number)
 
 

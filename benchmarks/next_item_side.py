@@ -44,7 +44,7 @@ def raytrec_of(shape: dict[str, Any], rank: int, world: int) -> tuple[Any, Itera
     from raytrec.config.run_config import RunConfig
     from raytrec.config.schema import Schema
     from raytrec.data.batch import Collator
-    from raytrec.data.canonical import to_table
+    from raytrec.data.canonical import canonical_table
     from raytrec.data.form import Form, ReadPlan
     from raytrec.data.pieces import Rows
     from raytrec.worker.build import build_step
@@ -83,7 +83,7 @@ def raytrec_of(shape: dict[str, Any], rank: int, world: int) -> tuple[Any, Itera
         starts = np.arange(len(own) + 1, dtype=np.int32) * shape["negatives"]
         bags = [(offsets.astype(np.int32), ids, None), (starts, negatives.ravel(), None)]
         labels = np.ones(len(own), np.float32)
-        table = to_table(form, [labels], [], [own], bags, len(own))
+        table = canonical_table(form, [labels], [], [own], bags, len(own))
         pieces.append(Rows.of(table.combine_chunks().to_batches()[0])[mine])
     collate = Collator(form, resolve_features(schema, config.model))
     step, _ = build_step(config, schema, torch.device("cpu"))

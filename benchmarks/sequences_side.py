@@ -72,14 +72,14 @@ def build(rank: int, world: int, length: int | None, ids: int) -> tuple[Any, Ite
 
 def rows_of(form: Any, ids: int, seed: int) -> Any:
     """A batch of rows whose histories have half as many ids to half as many again, `ids` on average."""
-    from raytrec.data.canonical import to_table
+    from raytrec.data.canonical import canonical_table
 
     rng = np.random.default_rng(seed)
     lengths = rng.integers(max(1, ids // 2), ids + (ids + 1) // 2 + 1, BATCH)
     offsets = np.cumsum([0, *lengths]).astype(np.int32)
     of_bags = [(offsets, rng.integers(0, ROWS, offsets[-1]), None)]
     labels = rng.integers(0, 2, BATCH).astype(np.float32)
-    return to_table(form, [labels], [], [rng.integers(0, ROWS, BATCH)], of_bags, BATCH).to_batches()[0]
+    return canonical_table(form, [labels], [], [rng.integers(0, ROWS, BATCH)], of_bags, BATCH).to_batches()[0]
 
 
 def serve(rank: int, world: int, store: str) -> None:

@@ -61,7 +61,7 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
     ends = {name: offsets for name, (offsets, _, _) in zip(form.bags, lists, strict=True)}
     labels = {name: label_of(examples[name], name, form, at) for name in form.plan.labels}
     reserved = {name: reserved_array(table, name, form, place) for name in form.plan.reserved.names}
-    return to_table(
+    return canonical_table(
         form,
         [values for values, _ in labels.values()],
         dense(schema.of_requests(schema.dense), table, place),
@@ -158,7 +158,7 @@ def reserved_array(table: pa.Table, name: str, form: Form, place: Place) -> pa.A
         ) from None
 
 
-def to_table(
+def canonical_table(
     form: Form,
     labels: Columns,
     dense: Columns,
@@ -227,7 +227,7 @@ def nothing(form: Form, rows: int) -> pa.Table:
     """Return rows without values in canonical form."""
     schema, plan = form.schema, form.plan
     offsets, none = np.zeros(rows + 1, np.int32), np.empty(0, np.float32)
-    return to_table(
+    return canonical_table(
         form,
         [0] * len(plan.labels),
         [0] * len(schema.of_requests(schema.dense)),

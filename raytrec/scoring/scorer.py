@@ -23,7 +23,6 @@ from raytrec.scoring.rows import THE_ROWS, RowReader, to_table, with_user
 
 TOLERANCE = 1e-6  # of the scores of golden rows, relative to those above 1
 MOST_SPLITS = 16  # ways to divide columns between user and candidates that are kept
-
 Programs = Mapping[ProgramName, torch.fx.GraphModule]
 
 
