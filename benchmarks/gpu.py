@@ -46,7 +46,7 @@ from raytrec.compat.torchrec_ import sharded_kernels
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
-from raytrec.data.read_plan import ReadPlan
+from raytrec.data.form import ReadPlan
 from raytrec.models import build_model
 from raytrec.planning.machines import known_gpu
 from raytrec.worker.build import build_step

@@ -88,12 +88,11 @@ def build(rank: int, world: int, case: str, grouped: bool) -> tuple[Any, Iterato
     from raytrec.config.features import resolve_features
     from raytrec.config.run_config import RunConfig
     from raytrec.config.schema import Schema
-    from raytrec.data.assemble import Rows
     from raytrec.data.batch import Collator
+    from raytrec.data.canonical import canonical
     from raytrec.data.columns import Place
-    from raytrec.data.form import Form
-    from raytrec.data.read_plan import ReadPlan
-    from raytrec.data.rows import canonical
+    from raytrec.data.form import Form, ReadPlan
+    from raytrec.data.pieces import Rows
     from raytrec.worker.build import build_step
 
     parts, model, candidates, count = CASES[case]

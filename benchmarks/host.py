@@ -38,10 +38,10 @@ from rank_group import join_group
 from rich.console import Console
 from rich.table import Table
 
-from raytrec.data.assemble import Rows
 from raytrec.data.batch import Batch, Collator
-from raytrec.data.form import Form
-from raytrec.data.read_plan import ReadPlan
+from raytrec.data.canonical import canonical_table
+from raytrec.data.form import Form, ReadPlan
+from raytrec.data.pieces import Rows
 from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import HELD, Sums
 from raytrec.worker.build import build_step
@@ -168,7 +168,7 @@ class Assembling:
     def __init__(self, rows: int):
         form, n = Form(ReadPlan(schema_of(ROWS, WIDTH))), rows // LANES
         numbers, ids = np.zeros(n, np.float32), np.zeros(n, np.int32)
-        table = form.table([numbers], [numbers] * len(form.schema.dense), [ids] * FEATURES, [], n)
+        table = canonical_table(form, [numbers], [numbers] * len(form.schema.dense), [ids] * FEATURES, [], n)
         self._collate, self._rows = Collator(form), rows
         self._pieces = [Rows.of(table.to_batches()[0])] * LANES
 

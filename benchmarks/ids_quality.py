@@ -66,7 +66,7 @@ class Ratings:
     def __init__(self, data: Path):
         import pyarrow.parquet as pq
 
-        from raytrec.data.hashing import hash_bits
+        from raytrec.data.ids import hash_bits
 
         table = pq.read_table(data / "ml-1m" / "pairs.parquet", columns=["userID", "movieID"])
         columns = [table[name].combine_chunks().dictionary_encode() for name in table.column_names]
@@ -100,9 +100,8 @@ def auc_of(ratings: Ratings, kind: str, share: float, seed: int) -> float:
 
     from raytrec.config.run_config import RunConfig
     from raytrec.config.schema import Schema
-    from raytrec.data.form import Form
-    from raytrec.data.hashing import hash_text, hash_text_bits
-    from raytrec.data.read_plan import ReadPlan
+    from raytrec.data.form import Form, ReadPlan
+    from raytrec.data.ids import hash_text, hash_text_bits
     from raytrec.worker.build import build_step
 
     rows = {name: int(len(t) * share) + 1 for name, t in zip(("user", "item"), ratings.texts, strict=True)}
@@ -139,14 +138,15 @@ def auc_of(ratings: Ratings, kind: str, share: float, seed: int) -> float:
 
 
 def _batches(form: Any, codes: list[np.ndarray], pairs: np.ndarray, labels: np.ndarray) -> Iterator[Any]:
-    from raytrec.data.assemble import Rows
     from raytrec.data.batch import Collator
+    from raytrec.data.canonical import canonical_table
+    from raytrec.data.pieces import Rows
 
     collate = Collator(form)
     for number, first in enumerate(range(0, len(labels), BATCH)):
         some = slice(first, first + BATCH)
         ids, count = [c[pairs[some, i]] for i, c in enumerate(codes)], len(labels[some])
-        rows = Rows.of(form.table([labels[some]], [], ids, [], count).to_batches()[0])
+        rows = Rows.of(canonical_table(form, [labels[some]], [], ids, [], count).to_batches()[0])
         yield collate([rows], BATCH, count, number)
 
 

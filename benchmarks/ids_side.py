@@ -52,8 +52,7 @@ class Side:
         from raytrec.config.run_config import RunConfig
         from raytrec.config.schema import Schema
         from raytrec.data.batch import Collator
-        from raytrec.data.form import Form
-        from raytrec.data.read_plan import ReadPlan
+        from raytrec.data.form import Form, ReadPlan
         from raytrec.worker.build import build_step
 
         sparse = {name: {"table": "item"} for name in [*FEATURES, "bag"]}
@@ -81,7 +80,8 @@ class Side:
         return (self._random.zipf(1.05, BATCH * (SINGLES + BAG)) * 7919) % 90_000
 
     def _batches(self) -> Iterator[Any]:
-        from raytrec.data.assemble import Rows
+        from raytrec.data.canonical import canonical_table
+        from raytrec.data.pieces import Rows
 
         offsets, labels = np.arange(0, BATCH * BAG + 1, BAG, np.int32), np.ones(BATCH, np.float32)
         for number in range(sys.maxsize):
@@ -92,14 +92,14 @@ class Side:
                 self._next += new
             singles = np.split(ids[: BATCH * SINGLES], SINGLES)
             bag = (offsets, ids[BATCH * SINGLES :], None)
-            rows = Rows.of(self._form.table([labels], [], singles, [bag], BATCH).to_batches()[0])
+            rows = Rows.of(canonical_table(self._form, [labels], [], singles, [bag], BATCH).to_batches()[0])
             yield self._collate([rows], BATCH, BATCH * self._world, number)
 
 
 def stream(ids: int, world: int) -> tuple[float, int]:
     """(seconds, bytes that this process has grown by since a tenth of them) of distinct ids through a map."""
     from raytrec.common.collectives import Peers
-    from raytrec.config.managed import ManagedIds
+    from raytrec.config.schema_parts import ManagedIds
     from raytrec.embeddings.managed.batches import IdExchange
 
     peers, cpu = Peers(), torch.device("cpu")
@@ -123,8 +123,7 @@ def resume(rank: int, world: int, root: str, first: int, saves: list[int]) -> tu
     from raytrec.checkpoint.state import LogicalState
     from raytrec.config.run_config import RunConfig
     from raytrec.config.schema import Schema
-    from raytrec.data.form import Form
-    from raytrec.data.read_plan import ReadPlan
+    from raytrec.data.form import Form, ReadPlan
     from raytrec.worker.build import build_step
 
     features = {name: {"table": "item"} for name in ("new", "known")}
@@ -162,8 +161,9 @@ def resume(rank: int, world: int, root: str, first: int, saves: list[int]) -> tu
 
 def _distinct(form: Any, rank: int, world: int, first: int) -> Iterator[Any]:
     """This rank's batches from step `first` on, of ids that are functions of the step alone."""
-    from raytrec.data.assemble import Rows
     from raytrec.data.batch import Collator
+    from raytrec.data.canonical import canonical_table
+    from raytrec.data.pieces import Rows
 
     collate, size = Collator(form), RESUME_ROWS // world
     places = np.arange(rank * size, (rank + 1) * size)
@@ -171,7 +171,7 @@ def _distinct(form: Any, rank: int, world: int, first: int) -> Iterator[Any]:
         new = number * RESUME_ROWS + places
         ids = [new, np.maximum(new - RESUME_ROWS * (1 + places % 4), places)]
         labels = (new * 7919 % 13 < 6).astype(np.float32)
-        rows = Rows.of(form.table([labels], [], ids, [], size).to_batches()[0])
+        rows = Rows.of(canonical_table(form, [labels], [], ids, [], size).to_batches()[0])
         yield collate([rows], size, RESUME_ROWS, number)
 
 

@@ -49,9 +49,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.cluster.session import ray_session
 from raytrec.config.schema import Schema
+from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import Dataset, RowGroup, scan
 from raytrec.data.order import Order
-from raytrec.data.read_plan import ReadPlan
 from raytrec.data.stream import Stream
 
 RESULTS = Path(__file__).parent / "results" / "ingest.json"

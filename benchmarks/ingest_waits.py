@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from raytrec.config.schema import Schema
+from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import Dataset, scan
 from raytrec.data.order import Order
-from raytrec.data.read_plan import ReadPlan
 from raytrec.data.stream import Stream
 
 GROUP_ROWS = (10_000, 100_000, 1_000_000, 5_000_000)

@@ -44,10 +44,18 @@ def evaluate(rank: int, store: str, rows: int, exact_rows: int | None, metrics: 
     from raytrec.metrics.evaluation import TaskRows
     from raytrec.metrics.ranked import Counted
     from raytrec.metrics.selection import Selection
-    from raytrec.tasks.losses.bce import BinaryCrossEntropy
+    from raytrec.tasks.losses.pointwise import BinaryCrossEntropy
     from raytrec.tasks.task import Task
 
-    task = Task("y", "y", 0, BinaryCrossEntropy(), 1.0, tuple(metrics), group="user")
+    task = Task(
+        label="y",
+        name="y",
+        column=0,
+        loss=BinaryCrossEntropy(),
+        weight=1.0,
+        metrics=(*metrics,),
+        group="user",
+    )
     settings = EvalSection(**({} if exact_rows is None else {"max_exact_rows": exact_rows}))
     kept, cpu = TaskRows(Selection([task], settings), "y"), torch.device("cpu")
     warm(cpu)

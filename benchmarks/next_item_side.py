@@ -43,10 +43,10 @@ def raytrec_of(shape: dict[str, Any], rank: int, world: int) -> tuple[Any, Itera
     from raytrec.config.features import resolve_features
     from raytrec.config.run_config import RunConfig
     from raytrec.config.schema import Schema
-    from raytrec.data.assemble import Rows
     from raytrec.data.batch import Collator
-    from raytrec.data.form import Form
-    from raytrec.data.read_plan import ReadPlan
+    from raytrec.data.canonical import canonical_table
+    from raytrec.data.form import Form, ReadPlan
+    from raytrec.data.pieces import Rows
     from raytrec.worker.build import build_step
 
     sequence = {"table": "item", "pooling": "sequence"}
@@ -83,7 +83,7 @@ def raytrec_of(shape: dict[str, Any], rank: int, world: int) -> tuple[Any, Itera
         starts = np.arange(len(own) + 1, dtype=np.int32) * shape["negatives"]
         bags = [(offsets.astype(np.int32), ids, None), (starts, negatives.ravel(), None)]
         labels = np.ones(len(own), np.float32)
-        table = form.table([labels], [], [own], bags, len(own))
+        table = canonical_table(form, [labels], [], [own], bags, len(own))
         pieces.append(Rows.of(table.combine_chunks().to_batches()[0])[mine])
     collate = Collator(form, resolve_features(schema, config.model))
     step, _ = build_step(config, schema, torch.device("cpu"))

@@ -45,10 +45,9 @@ def build(rank: int, world: int, length: int | None, ids: int) -> tuple[Any, Ite
     from raytrec.config.features import resolve_features
     from raytrec.config.run_config import RunConfig
     from raytrec.config.schema import Schema
-    from raytrec.data.assemble import Rows
     from raytrec.data.batch import Collator
-    from raytrec.data.form import Form
-    from raytrec.data.read_plan import ReadPlan
+    from raytrec.data.form import Form, ReadPlan
+    from raytrec.data.pieces import Rows
     from raytrec.worker.build import build_step
 
     history = {"table": "item", "pooling": "sequence"}
@@ -73,12 +72,14 @@ def build(rank: int, world: int, length: int | None, ids: int) -> tuple[Any, Ite
 
 def rows_of(form: Any, ids: int, seed: int) -> Any:
     """A batch of rows whose histories have half as many ids to half as many again, `ids` on average."""
+    from raytrec.data.canonical import canonical_table
+
     rng = np.random.default_rng(seed)
     lengths = rng.integers(max(1, ids // 2), ids + (ids + 1) // 2 + 1, BATCH)
     offsets = np.cumsum([0, *lengths]).astype(np.int32)
     of_bags = [(offsets, rng.integers(0, ROWS, offsets[-1]), None)]
     labels = rng.integers(0, 2, BATCH).astype(np.float32)
-    return form.table([labels], [], [rng.integers(0, ROWS, BATCH)], of_bags, BATCH).to_batches()[0]
+    return canonical_table(form, [labels], [], [rng.integers(0, ROWS, BATCH)], of_bags, BATCH).to_batches()[0]
 
 
 def serve(rank: int, world: int, store: str) -> None:

@@ -21,9 +21,9 @@ from raytrec.checkpoint.managed import ids_of
 from raytrec.checkpoint.rawfile import Sink, Source, chunks_of, make_folder, open_source
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.errors import SchemaError
-from raytrec.config.managed import ManagedIds
 from raytrec.config.schema import Table
-from raytrec.data.hashing import hash_bits
+from raytrec.config.schema_parts import ManagedIds
+from raytrec.data.ids import hash_bits
 from raytrec.embeddings.hashing import initial_values
 
 BAND_BYTES = 4 << 20  # float32 values of whole rows that are in work at a time

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
+from raytrec.common.errors import RaytrecError
+from raytrec.common.reading import NotReadable
 from raytrec.common.redaction import hide_all
+from raytrec.common.registry import PYTHON_PATH
+from raytrec.common.storage import read_yaml
 
 MOST_COUNT = 2**53  # beyond, numbers in JSON are no longer what they were
 MOST_AMOUNT = 1e9  # seconds that a thread can wait; GiB, rates and norms are below it as well
@@ -59,3 +63,49 @@ class Section(BaseModel):
         """What reaches logs, tracebacks and Ray's dashboard: without secrets."""
         for name, value in super().__repr_args__():
             yield name, hide_all({name: value})[name]
+
+
+def one_of(sections: Mapping[str, type[Section]], key: str, own: str, what: str, default: str = "") -> Any:
+    """Return the type of a section that is one of several, by the value of one of its keys.
+
+    Args:
+        sections: Value of the key → section.
+        key: The key, such as name.
+        own: Entry of `sections` for code of the user's, whose value of the key is a path such as
+            module:Class.
+        what: Type of pydantic's error.
+        default: Value of the key in a mapping without it.
+    """
+    built_in = [name for name in sections if name != own]
+
+    def kind_of(value: Any) -> str | None:
+        kind = value.get(key, default) if isinstance(value, dict) else getattr(value, key, None)
+        if isinstance(kind, str) and kind in built_in:
+            return kind
+        return own if PYTHON_PATH.fullmatch(str(kind)) else None
+
+    members = tuple(Annotated[section, Tag(name)] for name, section in sections.items())
+    message = f"{key} is one of {', '.join(built_in)}, or {own}"
+    choice = Discriminator(kind_of, custom_error_type=what, custom_error_message=message)
+    return Annotated[Union[members], choice]  # noqa: UP007
+
+
+def read_settings(uri: str, what: str, missing: RaytrecError) -> Any:
+    """Return the values of a YAML file of settings.
+
+    Args:
+        uri: Path or URI of the file.
+        what: Kind of file, for errors: config.
+        missing: Error if there is no such file; other errors have its type.
+
+    Raises:
+        RaytrecError: The file cannot be read, or is not YAML.
+    """
+    try:
+        return read_yaml(uri)
+    except NotReadable as error:
+        raise type(missing)(f"not YAML that can be used: {error}", where=uri) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise missing from None
+    except OSError as error:
+        raise type(missing)(f"cannot read the {what}: {error.strerror or error}", where=uri) from None

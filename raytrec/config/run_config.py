@@ -20,10 +20,10 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from raytrec.common.errors import LONGEST_WORD, ConfigError, did_you_mean, some, some_of
-from raytrec.common.reading import NotReadable, yaml_values
+from raytrec.common.reading import yaml_values
 from raytrec.common.redaction import hide_all
-from raytrec.common.storage import join_uri, read_yaml
-from raytrec.config.base import Mark, Section
+from raytrec.common.storage import join_uri
+from raytrec.config.base import Mark, Section, read_settings
 from raytrec.config.data import DataSection, RunSection, WarmStartSection
 from raytrec.config.models import SECTIONS, AnyModel
 from raytrec.config.models.ranking import DlrmSection
@@ -153,7 +153,9 @@ def load_config(
     if isinstance(source, RunConfig):
         values, where = source.model_dump(by_alias=True), "RunConfig"
     elif isinstance(source, dict):
-        values, where = _plain(source), "config"
+        where = "config"
+        with plain_values(where):
+            values = yaml_values(yaml.safe_dump(source))  # a copy of nothing but YAML's types
     else:
         values, where = _read(str(source)), str(source)
         elsewhere = elsewhere or origin(where)
@@ -173,26 +175,12 @@ def load_config(
 
 
 def _read(uri: str) -> dict:
-    try:
-        values = read_yaml(uri)
-    except NotReadable as error:
-        raise ConfigError(f"not YAML that can be used: {error}", where=uri) from None
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise ConfigError(
-            "there is no such config file", where=uri, expected="a YAML file, as in jobs/"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"cannot read the config: {error.strerror or error}", where=uri) from None
+    missing = ConfigError("there is no such config file", where=uri, expected="a YAML file, as in jobs/")
+    values = read_settings(uri, "config", missing)
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise ConfigError("the config is not a mapping of sections", where=uri)
     return values
-
-
-def _plain(values: dict) -> dict:
-    """A copy that has nothing but YAML's types in it."""
-    with plain_values("config"):
-        return yaml_values(yaml.safe_dump(values))
 
 
 def _mistakes(error: ValidationError, values: dict) -> str:
@@ -271,7 +259,7 @@ def _fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tu
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of RunConfig, for editors; a key's description is the docstring under it.
+    """Return the JSON Schema of RunConfig, for editors; a key's description is the docstring under it.
 
     Pydantic would read them (use_attribute_docstrings) whenever a process imports the sections: 0.1 s.
     """
@@ -283,6 +271,8 @@ def json_schema() -> dict[str, Any]:
             for name, text in _docstrings(above.__module__).get(above.__name__, {}).items():
                 if key := properties.get(section.model_fields[name].alias or name):
                     key["description"] = text
+        if do := properties.get("do", {}).get("const"):
+            properties["do"].setdefault("description", do)
     return schema
 
 

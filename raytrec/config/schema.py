@@ -35,121 +35,19 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from raytrec.common.errors import SchemaError, hint, some, some_of
 from raytrec.common.reading import NotReadable, yaml_values
-from raytrec.config.base import Number, PositiveFloat, PositiveInt
-from raytrec.config.managed import Ids, ManagedIds
-
-# Tables are entries of a torch.nn.ModuleDict, which cannot have its own attributes' names as keys.
-RESERVED = frozenset(
-    """T_destination add_module apply bfloat16 buffers call_super_init children clear compile cpu cuda double
-    dump_patches eval extra_repr float forward get_buffer get_extra_state get_parameter get_submodule half ipu
-    items keys load_state_dict modules mtia named_buffers named_children named_modules named_parameters
-    parameters pop register_backward_hook register_buffer register_forward_hook register_forward_pre_hook
-    register_full_backward_hook register_full_backward_pre_hook register_load_state_dict_post_hook
-    register_load_state_dict_pre_hook register_module register_parameter register_state_dict_post_hook
-    register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule share_memory state_dict to
-    to_empty train training type update values xpu zero_grad""".split()  # noqa: SIM905
-)
+from raytrec.config.base import read_settings
+from raytrec.config.schema_parts import ManagedIds, Scale, SchemaPart, Sparse, Statistics, Table, table_name
 
 
-def table_name(text: str) -> str:
-    """The name nearest to a text that a table can have."""
-    name = text.replace(".", "_")
-    return f"{name}_table" if name in RESERVED else name
-
-
-class Table(BaseModel):
-    """An embedding table of `rows` × `dim` float32 values."""
-
-    model_config = ConfigDict(extra="forbid")
-    rows: PositiveInt
-    """Number of ids; valid ids are 0 to rows - 1."""
-    dim: PositiveInt = Field(multiple_of=4, le=2**16)
-    """Width of one embedding; a multiple of 4 (FBGEMM)."""
-    out_of_range: Literal["error", "clamp", "hash"] = "error"
-    """What an id < 0 or ≥ rows becomes: an error, the nearest valid id, or a hash of it into [0, rows). Text
-    ids need 'hash'. Valid ids are never changed."""
-    ids: Ids = None
-    """static: an id is the number of its row. managed, or how: ids are any integers or text and get rows as
-    they come."""
-
-    @model_validator(mode="after")
-    def _fits_ids(self) -> Table:
-        if self.ids and self.out_of_range != "error":
-            raise ValueError("out_of_range has no meaning where ids are managed: none is out of range")
-        if self.ids and self.rows <= self.ids.fallback_rows:
-            raise ValueError(f"rows: more than ids.fallback_rows={self.ids.fallback_rows} are needed")
-        return self
-
-    @property
-    def takes_text(self) -> bool:
-        """Whether ids may be text."""
-        return self.ids is not None or self.out_of_range == "hash"
-
-    @property
-    def own_rows(self) -> int:
-        """How many ids can have their own row."""
-        return self.rows - self.ids.fallback_rows if self.ids else self.rows
-
-
-class Sparse(BaseModel):
-    """A sparse feature: a bag (or sequence) of ids per row, looked up in one table."""
-
-    model_config = ConfigDict(extra="forbid")
-    table: str
-    """The table that the ids look up; features may share one."""
-    pooling: Literal["sum", "mean", "sequence"] = "sum"
-    """How a bag becomes one vector: sum, mean (an empty bag is 0), or left as a sequence for models that read
-    sequences, the most recent id last (others take its mean)."""
-    weights: str | None = None
-    """List column with one float per id; default: all 1."""
-    column: str | None = None
-    """The Parquet column; default: the feature's name."""
-    side_features: list[str] = Field(default_factory=list)
-    """List columns with one number or time per id of a sequence, for models that read it id by id. Times
-    become seconds since 1970."""
-
-
-class Scale(BaseModel):
-    """What a number x of a dense column is read as: (x − mean) ÷ std."""
-
-    model_config = ConfigDict(extra="forbid")
-    mean: Number = 0.0
-    """Is subtracted."""
-    std: PositiveFloat = 1.0
-    """The difference is divided by it."""
-    log: bool = False
-    """sign(x) · ln(1 + |x|) takes the place of x; mean and std are of it."""
-    nulls: Literal["error", "mean"] = "error"
-    """mean: nulls and NaN are read as the mean."""
-
-
-class Statistics(BaseModel):
-    """What the ids of a sparse feature are like; a bag without ids counts."""
-
-    model_config = ConfigDict(extra="forbid")
-    mean_length: float = Field(ge=0)
-    """Ids of a row, on average."""
-    p99_length: int = Field(ge=0)
-    """Ids that 99 of 100 rows have at most."""
-    max_length: int = Field(ge=0)
-    """Ids of the longest bag."""
-    distinct: int = Field(ge=0)
-    """Distinct ids."""
-    hottest: list[float] = Field(default_factory=list)
-    """Shares of all lookups of the 1, 10, 100, … ids that are looked up most."""
-
-
-class Schema(BaseModel):
+class Schema(SchemaPart):
     """The columns of a dataset and the embedding tables behind them."""
 
-    model_config = ConfigDict(extra="forbid")
     labels: list[str] = Field(min_length=1)
     """Columns to predict; numbers that their task's loss takes (bce: 0 to 1)."""
     dense: list[str] = Field(default_factory=list)
@@ -312,23 +210,21 @@ class Schema(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Schema:
-        """Reads a schema.yaml (local path or any URI that pyarrow's filesystems read)."""
-        from raytrec.common.storage import read_yaml
+        """Read a schema.yaml.
 
-        try:
-            values = read_yaml(str(path))
-        except (FileNotFoundError, NotADirectoryError):
-            raise SchemaError(
-                "there is no schema file",
-                where=str(path),
-                expected="a schema.yaml next to the data, or data.schema=PATH",
-                do="write one with `raytrec inspect DIR > schema.yaml`",
-            ) from None
-        except NotReadable as error:
-            raise SchemaError(f"not YAML that can be used: {error}", where=str(path)) from None
-        except OSError as error:
-            raise SchemaError(f"cannot read the schema: {error.strerror or error}", where=str(path)) from None
-        return cls.parse(values, str(path))
+        Args:
+            path: Local path, or any URI that pyarrow's filesystems read.
+
+        Raises:
+            SchemaError: There is no such file, it cannot be read, and as in `parse`.
+        """
+        missing = SchemaError(
+            "there is no schema file",
+            where=str(path),
+            expected="a schema.yaml next to the data, or data.schema=PATH",
+            do="write one with `raytrec inspect DIR > schema.yaml`",
+        )
+        return cls.parse(read_settings(str(path), "schema", missing), str(path))
 
     def to_yaml(self, comments: Mapping[tuple[str, str], str] | None = None) -> str:
         """The text of a schema.yaml: one line for each feature and table, without defaults.

@@ -24,12 +24,11 @@ from __future__ import annotations
 
 from datetime import date
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
-from raytrec.common.registry import PYTHON_PATH
-from raytrec.config.base import Few, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from raytrec.config.base import Few, NonNegativeFloat, PositiveFloat, PositiveInt, Section, one_of
 
 OWN = "module:function"
 
@@ -63,7 +62,6 @@ class FillNull(OnColumns):
     """Nulls, and NaN among floats, become a value. A list that is null stays so: it is an empty bag."""
 
     do: Literal["fill_null"]
-    """fill_null"""
     value: float | int | str
     """What they become, in the column's own type."""
 
@@ -72,7 +70,6 @@ class Clip(OnColumns):
     """Numbers below `low` become `low`, those above `high` become `high`."""
 
     do: Literal["clip"]
-    """clip"""
     low: float | int | None = None
     """The least; default: no bound."""
     high: float | int | None = None
@@ -91,14 +88,12 @@ class Log(OnColumns):
     """x becomes sign(x) · ln(1 + |x|), as float32."""
 
     do: Literal["log"]
-    """log"""
 
 
 class Bucketize(OnColumns):
     """A number becomes the id of its bucket: how many boundaries are ≤ it. Nulls and NaN have no bucket."""
 
     do: Literal["bucketize"]
-    """bucketize"""
     boundaries: list[float] = Field(min_length=1)
     """Rising; n of them make n + 1 buckets, 0 to n: a table of n + 1 rows."""
 
@@ -114,7 +109,6 @@ class Hash(OnColumns):
     """Integers or text become ids in [0, rows), all of them (schema: out_of_range: hash keeps valid ids)."""
 
     do: Literal["hash"]
-    """hash"""
     rows: PositiveInt
     """Of the table that the ids look up."""
 
@@ -123,7 +117,6 @@ class LookupVocabulary(OnColumns):
     """A value becomes its place in a vocabulary, counted from 0."""
 
     do: Literal["lookup_vocabulary"]
-    """lookup_vocabulary"""
     vocabulary: str
     """A text file with a value in each line, or Parquet, whose first column it is (local, s3:// or gs://;
     every node must reach it)."""
@@ -135,7 +128,6 @@ class Binarize(OnColumns):
     """A value becomes 1 or 0, as int8: 1 where it is large enough, or one of those named. Nulls stay null."""
 
     do: Literal["binarize"]
-    """binarize"""
     at_least: float | int | None = None
     """Numbers from here on become 1."""
     positive: list[bool | int | float | str] | None = Field(None, min_length=1)
@@ -152,7 +144,6 @@ class DatePart(OnColumns):
     """A time becomes a part of it, as int64, which is a number and an id."""
 
     do: Literal["date_part"]
-    """date_part"""
     part: Literal[
         "second", "minute", "hour", "weekday", "day", "day_of_year", "week", "month", "quarter", "year",
         "hour_of_week",
@@ -168,7 +159,6 @@ class Age(OnColumns):
     """A time becomes the time from it until another one, as float32; below 0 where it is later."""
 
     do: Literal["age"]
-    """age"""
     until: str | None = None
     """The time to count to: 2026-11-01, or 2026-11-01T12:00 (UTC). Durations need none."""
     until_column: str | None = None
@@ -200,7 +190,6 @@ class Decay(OnColumns):
     sample_weight, by which old rows count less. Below 0, x is taken for 0."""
 
     do: Literal["decay"]
-    """decay"""
     half_life: PositiveFloat
     """In what the column counts, such as days."""
     floor: Annotated[NonNegativeFloat, Field(le=1)] = 0.0
@@ -212,7 +201,6 @@ class Cast(OnColumns):
     NaN among them becomes null; a number with a fraction cannot become an integer."""
 
     do: Literal["cast"]
-    """cast"""
     to: Literal["int64", "float32", "string"]
     """int64, float32 or string."""
 
@@ -221,7 +209,6 @@ class DropNull(OnColumns):
     """Nulls inside lists are removed; the lists get shorter. (Their weights do not: see fill_null.)"""
 
     do: Literal["drop_null"]
-    """drop_null"""
 
 
 class Sample(Section):
@@ -233,7 +220,6 @@ class Sample(Section):
     """
 
     do: Literal["sample"]
-    """sample"""
     column: str = Field(min_length=1)
     """The column to write: a list of ids in each row."""
     count: Few | Literal["all"]
@@ -303,22 +289,7 @@ _SECTIONS: list[type[Section]] = [*OnColumns.__subclasses__(), Sample]
 WITH_VOCABULARY = (LookupVocabulary, Sample)
 BUILT_IN = {get_args(cls.model_fields["do"].annotation)[0]: cls for cls in _SECTIONS}
 
-
-def _kind(value: Any) -> str | None:
-    do = value.get("do") if isinstance(value, dict) else getattr(value, "do", None)
-    if isinstance(do, str) and do in BUILT_IN:
-        return do
-    return OWN if PYTHON_PATH.fullmatch(str(do)) else None
-
-
 if TYPE_CHECKING:
     Transform = OnColumns | Sample | Python
 else:
-    Transform = Annotated[
-        Union[*(Annotated[cls, Tag(do)] for do, cls in BUILT_IN.items()), Annotated[Python, Tag(OWN)]],
-        Discriminator(
-            _kind,
-            custom_error_type="transform",
-            custom_error_message=f"do is one of {', '.join(BUILT_IN)}, or {OWN}",
-        ),
-    ]
+    Transform = one_of({**BUILT_IN, OWN: Python}, "do", OWN, "transform")

@@ -10,7 +10,8 @@ import pyarrow as pa
 import torch
 
 from raytrec.config.features import Features, resolve_features
-from raytrec.data.form import RESERVED_PREFIX, Form
+from raytrec.data.form import Form
+from raytrec.data.pieces import Joined, Rows
 
 
 @dataclass(frozen=True)
@@ -45,82 +46,6 @@ class Assembled:
     side_features: Mapping[str, torch.Tensor] | None
     requests: torch.Tensor | None = None
     dense_of_candidates: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """n rows in canonical form (see form.py) as NumPy views of Arrow's buffers, before they are cut.
-
-    Attributes:
-        matrices: labels, dense, ids, task_weights, keys: [n, columns]; lengths: int32 [n, list columns].
-        lists: ids.NAME, weights.NAME, candidates, changed → place among the list columns.
-        values: of each list column.
-        offsets: int32 [n + 1, list columns]; all of a row at once, because pieces of rows are small and many.
-        present: bool [n]; None: all.
-        reserved: the reserved columns under their own names; None: there are none.
-    """
-
-    matrices: dict[str, np.ndarray]
-    lists: dict[str, int]
-    values: list[np.ndarray]
-    offsets: np.ndarray
-    present: np.ndarray | None
-    reserved: pa.RecordBatch | None = None
-
-    @classmethod
-    def of(cls, batch: pa.RecordBatch) -> Chunk:
-        matrices, arrays, present, reserved = {}, {}, None, {}
-        for name, array in zip(batch.schema.names, batch.columns, strict=True):
-            if name == "present":
-                present = array.to_numpy(zero_copy_only=False)
-            elif name.startswith(RESERVED_PREFIX):
-                reserved[name.removeprefix(RESERVED_PREFIX)] = array
-            elif pa.types.is_fixed_size_list(array.type):
-                matrices[name] = array.flatten().to_numpy().reshape(-1, array.type.list_size)
-            else:
-                arrays[name] = array
-        offsets = np.empty((batch.num_rows + 1, len(arrays)), np.int32)
-        for i, array in enumerate(arrays.values()):
-            offsets[:, i] = array.offsets.to_numpy()
-        matrices["lengths"] = offsets[1:] - offsets[:-1]
-        lists = {name: i for i, name in enumerate(arrays)}
-        values = [array.values.to_numpy() for array in arrays.values()]
-        whole = pa.RecordBatch.from_pydict(reserved) if reserved else None
-        return cls(matrices, lists, values, offsets, present, whole)
-
-
-@dataclass(slots=True)
-class Rows:
-    """Rows [first, last) of a chunk; slicing costs next to nothing."""
-
-    chunk: Chunk
-    first: int
-    last: int
-
-    @classmethod
-    def of(cls, batch: pa.RecordBatch) -> Rows:
-        return cls(Chunk.of(batch), 0, batch.num_rows)
-
-    def __len__(self) -> int:
-        return self.last - self.first
-
-    def __getitem__(self, rows: slice) -> Rows:
-        start, stop, _ = rows.indices(self.last - self.first)
-        return Rows(self.chunk, self.first + start, self.first + stop)
-
-    def matrix(self, name: str) -> np.ndarray:
-        """Its rows of a matrix."""
-        return self.chunk.matrices[name][self.first : self.last]
-
-    def reserved(self) -> pa.RecordBatch:
-        """Its rows of the reserved columns."""
-        return self.chunk.reserved.slice(self.first, self.last - self.first)
-
-    def values(self) -> list[np.ndarray]:
-        """The values of its rows, for each list column of the chunk."""
-        chunk = self.chunk
-        bounds = zip(chunk.offsets[self.first].tolist(), chunk.offsets[self.last].tolist(), strict=True)
-        return [values[begin:end] for values, (begin, end) in zip(chunk.values, bounds, strict=True)]
 
 
 class Assembler:
@@ -163,7 +88,7 @@ class Assembler:
 
     def assemble(self, pieces: list[Rows], padded_rows: int) -> Assembled:
         """`padded_rows` rows; those after the pieces' rows, and skipped rows, are padding."""
-        whole = _Joined(pieces)
+        whole = Joined(pieces)
         matrices = {name: self._matrix(name, whole, padded_rows) for name in self._matrices}
         weights, values = self._memory(padded_rows, torch.float32)
         present = whole.present()
@@ -188,7 +113,7 @@ class Assembler:
             matrices.get("dense_of_candidates"),
         )
 
-    def _candidates(self, whole: _Joined) -> dict[str, torch.Tensor | None]:
+    def _candidates(self, whole: Joined) -> dict[str, torch.Tensor | None]:
         """What each candidate of the rows has, and its row."""
         rows, widths = whole.rows, self._form.of_candidates
         counts = whole.lengths(f"ids.{self._counted_by}") if rows else np.zeros(0, np.int32)
@@ -205,7 +130,7 @@ class Assembler:
             found[name] = tensor if width or name != "task_weights" else None
         return found
 
-    def _matrix(self, name: str, whole: _Joined, padded_rows: int) -> torch.Tensor | None:
+    def _matrix(self, name: str, whole: Joined, padded_rows: int) -> torch.Tensor | None:
         """The rows of a matrix one after the other, then 0; all 0 where the rows have none."""
         if self._matrices[name] is None:
             return None
@@ -239,7 +164,7 @@ class Assembler:
         tensor = torch.empty(shape, dtype=dtype, pin_memory=self._pin_memory)
         return tensor, tensor.numpy()
 
-    def _changed(self, whole: _Joined) -> torch.Tensor | None:
+    def _changed(self, whole: Joined) -> torch.Tensor | None:
         """Σ of the counts that rows of the batch carry: int64 [2, sparse features that are read]."""
         if not self._form.counts_changes:
             return None
@@ -249,7 +174,7 @@ class Assembler:
         flat = np.concatenate([np.zeros(2 * read, np.int64), *whole.values("changed")], dtype=np.int64)
         return torch.from_numpy(flat.reshape(-1, 2, read).sum(0))
 
-    def _bags(self, whole: _Joined, padded_rows: int, side_features: dict[str, torch.Tensor]) -> Bags:
+    def _bags(self, whole: Joined, padded_rows: int, side_features: dict[str, torch.Tensor]) -> Bags:
         """The ids of rows.
 
         Args:
@@ -335,42 +260,6 @@ class Assembler:
         if parts:
             np.concatenate(parts, out=values)
         return joined
-
-
-class _Joined:
-    """Pieces of rows, one after the other.
-
-    Attributes:
-        rows: of all.
-    """
-
-    def __init__(self, pieces: list[Rows]):
-        self._pieces, self.rows = pieces, sum(map(len, pieces))
-        self._places = pieces[0].chunk.lists if pieces else {}
-        self._values = [piece.values() for piece in pieces]
-        self._lengths = self.matrix("lengths") if pieces else None
-
-    def has(self, name: str) -> bool:
-        """Return True if there are rows, and they have this matrix."""
-        return self.rows > 0 and name in self._pieces[0].chunk.matrices
-
-    def matrix(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
-        """Return a matrix, [rows, columns]."""
-        return np.concatenate([piece.matrix(name) for piece in self._pieces], out=out)
-
-    def present(self) -> np.ndarray | None:
-        """Return which rows there are, bool [rows]; None: all."""
-        if not self.rows or self._pieces[0].chunk.present is None:
-            return None
-        return np.concatenate([p.chunk.present[p.first : p.last] for p in self._pieces])
-
-    def values(self, name: str) -> list[np.ndarray]:
-        """A column's values, for each piece."""
-        return [values[self._places[name]] for values in self._values]
-
-    def lengths(self, name: str) -> np.ndarray:
-        """How many of them each row has: int32 [rows]."""
-        return self._lengths[:, self._places[name]]
 
 
 def recent_first(lengths: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from raytrec.data.assemble import Assembler, Rows
+from raytrec.data.assemble import Assembler
+from raytrec.data.pieces import Rows
 
 
 class NewRows(NamedTuple):
@@ -46,9 +47,9 @@ class Batch(Pipelineable):
             ids, of row groups that were read on the way; None where no table takes ids out of range.
         task_weights: float32 [B, T], each row's factor in each task, in the order of the configuration: its
             sample weight, and 0 for padding, without a label of the task, and where the task's mask excludes
-            it (raytrec/data/examples.py). None: `weights` is that of every task.
+            it (raytrec/data/columns.py). None: `weights` is that of every task.
         keys: int64 [B, K], of each column in Reserved.keys: integers as they are, other values by a hash
-            (raytrec/data/hashing.py); 0 for padding.
+            (raytrec/data/ids.py); 0 for padding.
         reserved: the columns in Reserved.columns, of the rows whose `weights` are 1, in their order;
             always on the host.
         side_features: sequence that is read id by id and has n side features → float64 [N, n], in the order

@@ -19,8 +19,7 @@ import pyarrow.parquet as pq
 from raytrec.common.errors import DataError
 from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
-from raytrec.data.form import Form
-from raytrec.data.read_plan import TaskRows
+from raytrec.data.form import Form, TaskRows
 
 MOST_ROWS = 2**31 - 1  # of a row group; no writer comes near
 CLOSELY_ROWS = 65_536  # row groups of more are looked at closely
@@ -111,21 +110,21 @@ class Footer:
     """The statistics of a file's row groups, by column."""
 
     def __init__(self, metadata: pq.FileMetaData, form: Form):
-        self._metadata, self._form = metadata, form
+        self._form = form
+        self._groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
         self._made = {name for transform in form.plan.transforms for name in transform.writes}
         self._places = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
 
     def accused(self) -> list[int]:
-        """Row groups that hold what is not allowed, as far as statistics show."""
+        """Return the indexes of row groups whose statistics show values that are not allowed."""
         asked = [
             (i, wrong) for name, wrong in _questions(self._form, self._made) for i in self._columns(name)
         ]
-        found = []
-        for index in range(self._metadata.num_row_groups):
-            group = self._metadata.row_group(index)
-            if any(wrong(column) for i, wrong in asked if (column := group.column(i)).is_stats_set):
-                found.append(index)
-        return found
+        return [
+            index
+            for index, group in enumerate(self._groups)
+            if any(wrong(column) for i, wrong in asked if (column := group.column(i)).is_stats_set)
+        ]
 
     def excluded(self) -> dict[str, list[set[str]]]:
         """Task → why no row of each row group with rows counts in it; an empty set where some may."""
@@ -140,12 +139,8 @@ class Footer:
             if name not in self._made
             for i in self._columns(name)
         ]
-        groups = (self._metadata.row_group(g) for g in range(self._metadata.num_row_groups))
-        return [
-            {why for i, why, excludes in asked if excludes(group.column(i))}
-            for group in groups
-            if group.num_rows
-        ]
+        groups = (group for group in self._groups if group.num_rows)
+        return [{why for i, why, excludes in asked if excludes(group.column(i))} for group in groups]
 
     def constant_labels(self) -> dict[str, float]:
         """Labels of one value in all rows that have one → that value, as far as statistics show it."""
@@ -155,7 +150,7 @@ class Footer:
 
     def _one_value(self, place: int) -> float | None:
         known = None
-        for group in (self._metadata.row_group(g) for g in range(self._metadata.num_row_groups)):
+        for group in self._groups:
             chunk = group.column(place)
             if not group.num_rows or _is_all_null(chunk):
                 continue

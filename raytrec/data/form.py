@@ -1,41 +1,158 @@
-"""The canonical form of rows: a table of few columns.
+"""What a run reads of its rows: a plan, whatever the files hold, and its form for the files of a dataset.
 
-    labels     fixed_size_list<float32>[labels]            (absent where none are read)
-    dense      fixed_size_list<float32>[dense columns]     (absent without dense columns)
-    ids        fixed_size_list<int>[single features]       one id a row, or `no_id` for none (absent without)
-    ids.NAME   list<int>                                   of each other feature
-    weights.NAME  list<float32>                            of each feature that has weights
-    side_features.NAME  list<float64>   of each feature that has n of them: n values for each id
-    task_weights  fixed_size_list<float32>[tasks]   each row's factor in each task (absent: 1 in all)
-    keys       fixed_size_list<int64>[key columns]  (absent without)
-    reserved.NAME  any     of each reserved column, as it is (absent without)
-    present    bool      false: a row that is skipped (only under data.on_error: skip)
-    candidates list<float32>  of each candidate of the row: its labels, dense columns and task_weights (only
-                         where rows are requests; the columns above have what is the request's, then)
-    changed    list<int32>  in one row of many, for all of those: for each sparse feature, how many ids were
-                         brought into range, then how many there are (only where a table takes such ids)
-
-int is int32 where every table has at most 2³¹ rows and none has managed ids, else int64. No torch here.
+No torch here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 
 from raytrec.config.features import columns_before
 from raytrec.config.schema import Schema
-from raytrec.config.transforms import Sample
-from raytrec.data.arrow import one_array
-from raytrec.data.columns import NO_MANAGED_ID, Tally
-from raytrec.data.read_plan import ReadPlan
+from raytrec.config.transforms import Sample, Transform
 
-Columns = Sequence[np.ndarray | int]
-RESERVED_PREFIX = "reserved."  # begins the names of reserved columns
+NO_MANAGED_ID = -(2**63)  # in the place of a managed id where there is none
+
+
+@dataclass(frozen=True)
+class TaskColumn:
+    """A column that a task reads in addition to its label.
+
+    Attributes:
+        role: a mask of 0 and 1, or a factor of the row.
+        named_by: the key of the configuration, in words.
+    """
+
+    column: str
+    role: Literal["mask", "sample weight"]
+    named_by: str
+
+
+@dataclass(frozen=True)
+class TaskRows:
+    """Which rows count in a task, and how much: 0 for a row without a label and one that the mask excludes,
+    else its sample weight.
+
+    Attributes:
+        label: of the task, among the schema's labels.
+        name: of the task, for messages.
+        nulls: a row without a label (null or NaN) is an error, or has no part in this task.
+        mask: a column of 0 and 1: rows where it is 1 count; None: all do.
+        mask_label: a label of the schema: rows where it is 1 count.
+        sample_weight: a column of finite numbers ≥ 0; None: 1.
+    """
+
+    label: str
+    name: str = ""
+    nulls: Literal["error", "skip"] = "error"
+    mask: str | None = None
+    mask_label: str | None = None
+    sample_weight: str | None = None
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether rows may count differently in it."""
+        return bool(self.mask or self.mask_label or self.sample_weight) or self.nulls == "skip"
+
+    @property
+    def columns(self) -> list[TaskColumn]:
+        """What it reads in addition to the label."""
+        mask = TaskColumn(self.mask, "mask", f"mask of task {self.name}")
+        weight = TaskColumn(self.sample_weight, "sample weight", f"sample_weight of task {self.name}")
+        return [read for read in (mask, weight) if read.column]
+
+
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Columns that go along with rows, in addition to what a model reads.
+
+    Args:
+        columns: with their own types: Batch.reserved.
+        keys: that rows are grouped by (groups, items, slices): Batch.keys, in this order.
+        groups: those of them whose rows are compared with each other, or counted: no floats.
+        lists: those whose values are lists, of what groups can be. or_lists: those whose values may be.
+        named_by: column → what names it, for messages; default: data.reserve_columns.
+    """
+
+    columns: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
+    or_lists: tuple[str, ...] = ()
+    named_by: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """All of them, each once."""
+        return list(dict.fromkeys([*self.keys, *self.columns]))
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """What a run reads of its rows, whatever their files hold.
+
+    Args:
+        transforms: what is done to columns first.
+        tasks: which rows count in each task, in the order of the configuration; none: every row in all.
+        reserved: further columns.
+        label_ranges: label → the least and greatest value that is learned from, None: any finite number;
+            default: 0 to 1.
+        whole_labels: labels that are whole numbers.
+        read_labels: whether there are labels; without, they are 0.
+        folder: where the transforms' modules may be, in addition to Python's own path.
+    """
+
+    schema: Schema
+    transforms: tuple[Transform, ...] = ()
+    tasks: tuple[TaskRows, ...] = ()
+    reserved: Reserved = Reserved()
+    label_ranges: Mapping[str, Range | None] = field(default_factory=dict)
+    whole_labels: Collection[str] = ()
+    read_labels: bool = True
+    folder: str | None = None
+
+    def label_range(self, label: str) -> Range | None:
+        """The least and greatest value of a label; None: any finite number."""
+        return self.label_ranges.get(label, (0.0, 1.0))
+
+    @property
+    def labels(self) -> list[str]:
+        """The labels that are read, in the schema's order."""
+        return self.schema.labels if self.read_labels else []
+
+    @cached_property
+    def weighs_tasks(self) -> bool:
+        """Whether rows may count differently in some task: Batch.task_weights."""
+        return self.read_labels and any(task.is_weighted for task in self.tasks)
+
+    @cached_property
+    def columns_of_tasks(self) -> list[TaskColumn]:
+        """What tasks read in addition to labels."""
+        return [column for task in self.tasks for column in task.columns] if self.read_labels else []
+
+    def named_by(self, column: str) -> str | None:
+        """What names a column that the schema does not, in words; None: nothing does."""
+        if column in self.schema.columns:
+            return None
+        found = [c.named_by for c in self.columns_of_tasks if c.column == column]
+        if column in self.reserved.names:
+            found.append(self.reserved.named_by.get(column, "data.reserve_columns"))
+        return found[0] if found else None
+
+    def skips_nulls(self, label: str) -> bool:
+        """Whether a row may be without this label: all tasks that learn it take such rows, or it is only a
+        mask."""
+        rules = {task.nulls for task in self.tasks if task.label == label}
+        return rules == {"skip"} if rules else any(task.mask_label == label for task in self.tasks)
 
 
 @dataclass(frozen=True)
@@ -156,108 +273,3 @@ class Form:
             + 4 * numbers
             + np.dtype(self.id_dtype).itemsize * (len(self.singles) + 8 * len(self.bags) + drawn)
         )
-
-    def table(
-        self,
-        labels: Columns,
-        dense: Columns,
-        singles: Columns,
-        bags: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
-        rows: int,
-        tally: Tally | None = None,
-        task_weights: Columns = (),
-        keys: Columns = (),
-        reserved: Sequence[pa.Array] = (),
-        side_features: Mapping[str, np.ndarray] | None = None,
-        candidates: tuple[np.ndarray, Columns] | None = None,
-    ) -> pa.Table:
-        """A table of this form.
-
-        Args:
-            labels, dense, singles: n values for each column, or one for all rows.
-            bags: (offsets int32 [n + 1] from 0, ids [offsets[n]], weights or None) for each.
-            rows: n.
-            tally: of ids that were brought into range.
-            task_weights, keys, reserved: n values for each task (none where no task weighs rows), key column
-                and reserved column.
-            side_features: of each feature that has some: float64 [offsets[n], its side features].
-            candidates: (offsets int32 [n + 1] from 0, their dense columns), where rows are requests; labels
-                and task_weights then have offsets[n] values.
-        """
-        columns: dict[str, pa.Array] = {}
-        if candidates:
-            starts, beside = candidates
-            if of_each := [*labels, *beside, *task_weights]:
-                flat = _matrix(of_each, int(starts[-1]), np.float32).flatten()
-                columns["candidates"] = pa.ListArray.from_arrays(starts * np.int32(len(of_each)), flat)
-            labels, task_weights = [], ()
-        matrices = {
-            "labels": (labels, np.float32),
-            "dense": (dense, np.float32),
-            "ids": (singles, self.id_dtype),
-            "task_weights": (task_weights, np.float32),
-            "keys": (keys, np.int64),
-        }
-        columns |= {name: _matrix(of, rows, dtype) for name, (of, dtype) in matrices.items() if of}
-        for name, (offsets, ids, weights) in zip(self.bags, bags, strict=True):
-            columns[f"ids.{name}"] = pa.ListArray.from_arrays(offsets, ids.astype(self.id_dtype, copy=False))
-            if weights is not None:
-                columns[f"weights.{name}"] = pa.ListArray.from_arrays(offsets, weights)
-            if side_features and name in side_features:
-                values = side_features[name]
-                ends = offsets * np.int32(values.shape[1])
-                columns[f"side_features.{name}"] = pa.ListArray.from_arrays(ends, values.reshape(-1))
-        for name, array in zip(self.plan.reserved.columns, reserved, strict=True):
-            columns[f"{RESERVED_PREFIX}{name}"] = array
-        if self.counts_changes:
-            columns["changed"] = self._changes(tally, rows)
-        return pa.table(columns)
-
-    def _changes(self, tally: Tally | None, rows: int) -> pa.ListArray:
-        """The first row has the counts; they go wherever that row goes."""
-        counts = np.array([tally[f] for f in self.schema.sparse], np.int32).T if tally and rows else None
-        offsets = np.full(rows + 1, 0 if counts is None else counts.size, np.int32)
-        offsets[0] = 0
-        return pa.ListArray.from_arrays(offsets, np.empty(0, np.int32) if counts is None else counts.ravel())
-
-    def nothing(self, rows: int) -> pa.Table:
-        """Rows in which there is nothing."""
-        schema, plan = self.schema, self.plan
-        offsets, none = np.zeros(rows + 1, np.int32), np.empty(0, np.float32)
-        return self.table(
-            [0] * len(plan.labels),
-            [0] * len(schema.of_requests(schema.dense)),
-            [self.no_id] * len(self.singles),
-            [(offsets, none, none if schema.sparse[name].weights else None) for name in self.bags],
-            rows,
-            task_weights=[0] * (len(plan.tasks) if plan.weighs_tasks else 0),
-            keys=[0] * len(plan.reserved.keys),
-            reserved=[pa.nulls(rows, self.types.get(name, pa.null())) for name in plan.reserved.columns],
-            side_features={
-                name: np.empty((0, len(schema.sparse[name].side_features)))
-                for name in self.with_side_features
-            },
-            candidates=(offsets, [0] * self.of_candidates[1]) if schema.candidates else None,
-        )
-
-
-def shuffled(table: pa.Table, rng: np.random.Generator) -> pa.Table:
-    """The rows of a table of this form in random order."""
-    order, columns = rng.permutation(table.num_rows), {}
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        array = one_array(column)
-        if pa.types.is_fixed_size_list(array.type):  # NumPy takes whole rows, three times as fast as Arrow
-            width = array.type.list_size
-            values = np.take(array.flatten().to_numpy().reshape(-1, width), order, axis=0)
-            columns[name] = pa.FixedSizeListArray.from_arrays(values.reshape(-1), width)
-        else:
-            columns[name] = array.take(pa.array(order))
-    return pa.table(columns)
-
-
-def _matrix(columns: Columns, rows: int, dtype: type) -> pa.FixedSizeListArray:
-    """Columns of n values as n lists."""
-    packed = np.empty((rows, len(columns)), dtype)
-    for i, column in enumerate(columns):
-        packed[:, i] = column
-    return pa.FixedSizeListArray.from_arrays(packed.reshape(-1), len(columns))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -15,11 +15,10 @@ from raytrec.common.errors import DataError
 from raytrec.config.features import with_rows
 from raytrec.data.arrow import empty_table, is_list, plain, select_schema
 from raytrec.data.footers import Footer, read_footer, why_empty
-from raytrec.data.form import Form
+from raytrec.data.form import Form, ReadPlan
 from raytrec.data.kinds import check_present, check_types
 from raytrec.data.listing import Listing, list_files, name_of
-from raytrec.data.partitions import ALL, Between, ReservedInFile, agree, find_in_folders, folder_types
-from raytrec.data.read_plan import ReadPlan
+from raytrec.data.partitions import ALL, Between, find_in_folders, folder_types, in_folders
 from raytrec.data.transform import apply_transforms
 
 
@@ -161,7 +160,7 @@ def scan(
 
     with ThreadPoolExecutor(16) as pool:
         seen = [found for found in pool.map(look, listing.files) if found is not None]
-    types, from_folders, odd = agree(seen, form.plan.reserved.names, looking.types)
+    types, from_folders, odd = _agree(seen, form.plan.reserved.names, looking.types)
     if odd and not skip:
         raise next(iter(odd.values()))
     left_out += odd.values()
@@ -186,15 +185,23 @@ def scan(
 
 
 @dataclass(frozen=True)
-class _Seen(ReservedInFile):
-    """What a file's footer has.
+class _Seen:
+    """Contents of a file's footer.
 
     Attributes:
-        groups: with rows.
-        lists: sparse features that are lists in it, after the transforms.
-        accused: indexes of row groups. excluded, constant (labels): see footers.Footer.
+        uri: Path or URI of the file.
+        types: Types of its key columns and reserved columns.
+        from_folders: Columns that the file does not hold, and the names of its folders do.
+        groups: Row groups with rows.
+        lists: Sparse features that are lists in it, after the transforms.
+        accused: Indexes of row groups that contradict the schema (footers.Footer).
+        excluded: Task → why no row counts in each row group (footers.Footer).
+        constant: Labels of one value → that value (footers.Footer).
     """
 
+    uri: str
+    types: Mapping[str, pa.DataType]
+    from_folders: frozenset[str]
     groups: list[RowGroup]
     lists: set[str]
     accused: list[int]
@@ -221,3 +228,56 @@ def _look(uri: str, form: Form) -> _Seen:
     footer = Footer(metadata, form)
     facts = groups, lists, footer.accused(), footer.excluded(), footer.constant_labels()
     return _Seen(uri, types, form.from_folders, *facts)
+
+
+def _agree(
+    files: Sequence[_Seen], names: Sequence[str], kinds: Mapping[str, pa.DataType]
+) -> tuple[dict[str, pa.DataType], frozenset[str], dict[str, DataError]]:
+    """Return the types of reserved columns in all files together.
+
+    A column that is in folders' names anywhere is read from there everywhere.
+
+    Args:
+        files: Contents of the footers.
+        names: Reserved columns.
+        kinds: Types of the folders' keys (folder_types).
+
+    Returns:
+        Column → type; columns that folders' names hold; file → error, of files that do not fit the files
+        before.
+    """
+    from_folders = frozenset().union(*(file.from_folders for file in files))
+    types: dict[str, pa.DataType] = {}
+    odd: dict[str, DataError] = {}
+    for file in files:
+        in_path = in_folders(file.uri)
+        merged = {n: _common_type(types.get(n), file.types[n]) for n in names if n not in from_folders}
+        if name := next((n for n in from_folders if n not in in_path), None):
+            odd[file.uri] = DataError(
+                f"column '{name}' is missing: other files are in folders {name}=…",
+                where=file.uri,
+                expected="all files in such folders",
+                do=f"move the file into a folder {name}=VALUE, or name another column",
+            )
+        elif name := next((n for n, kind in merged.items() if kind is None), None):
+            odd[file.uri] = DataError(
+                f"reserved column '{name}' is {file.types[name]} here, and {types[name]} in the files before",
+                where=f"{file.uri}, column {name}",
+                expected="one type in all files, or integers, or texts, of several widths",
+                do="write the files with one type, or use data.transforms: {do: cast, …}",
+            )
+        else:
+            types = merged
+    types |= {name: kinds[name] for name in from_folders}
+    return types, from_folders, odd
+
+
+def _common_type(known: pa.DataType | None, other: pa.DataType) -> pa.DataType | None:
+    """Return the type that holds the values of both, such as int64 of int32 and int64, or None."""
+    if known is None or known == other:
+        return other
+    both = [pa.schema([("x", kind)]) for kind in (known, other)]
+    try:
+        return pa.unify_schemas(both, promote_options="permissive").field(0).type
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        return None

@@ -21,8 +21,7 @@ from raytrec.data.arrow import (
 )
 
 if TYPE_CHECKING:
-    from raytrec.data.form import Form
-    from raytrec.data.read_plan import ReadPlan
+    from raytrec.data.form import Form, ReadPlan
 
 SHOWN = 30  # column names in a message
 RIGHT_ITEMS = ("eval.retrieval.item", "eval.retrieval.right_items")

@@ -15,8 +15,7 @@ from pyarrow import fs
 from raytrec.common.errors import DataError, first_line
 from raytrec.common.storage import open_filesystem
 from raytrec.config.data import folders
-from raytrec.data.partitions import ALL, Between, in_folders, in_order, within
-from raytrec.data.table_formats import check_no_table
+from raytrec.data.partitions import ALL, Between, check_no_table, in_folders, in_order, within
 
 PARQUET = (b"PAR1", b"PARE")  # first and last bytes of a file; PARE: its footer is encrypted
 PARTIAL = (".tmp", ".temp", ".part", ".crdownload", ".inprogress", "._copying_", ".swp", ".bak", ".old", "~")

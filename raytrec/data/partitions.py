@@ -1,20 +1,22 @@
-"""Reserved columns, and folders key=value as partitions and columns.
+"""Folders key=value as partitions and columns, and folders that a table format owns.
 
-No torch here.
+The records of a table format name the files with current rows. No torch here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import PurePosixPath
 from urllib.parse import unquote
 
 import pyarrow as pa
+from pyarrow import fs
 
 from raytrec.common.errors import DataError
-from raytrec.data.arrow import Ambiguous, find_column, one_array
-from raytrec.data.columns import Place
+from raytrec.data.arrow import Ambiguous, find_column
 from raytrec.data.form import Form
 
 Between = tuple[str | None, str | None]  # first and last partition, both included; None: no bound
@@ -22,6 +24,32 @@ ALL: Between = (None, None)
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # the folder of rows without a value
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # one spelling of each number: 04 and 4 are different texts
 DIGITS = re.compile(r"-?[0-9]+")  # compared as numbers, however they are spelled
+
+
+PARENTS = 7  # a partition's keys, a folder such as data/, and the table
+# Table format → (path of its records below the table, how the current rows are written as plain Parquet).
+SPARK = 'spark.read.format("{}").load("{{table}}").write.parquet("plain")'
+FORMATS = {
+    "a Delta Lake table": (
+        r"_delta_log",
+        'pyarrow.dataset.write_dataset(deltalake.DeltaTable("{table}").to_pyarrow_dataset(), "plain", '
+        'format="parquet"), or ' + SPARK.format("delta"),
+    ),
+    "an Iceberg table": (
+        r"metadata/(?:[^/]*\.metadata\.json(?:\.gz)?|version-hint\.text)",
+        "pyarrow.parquet.write_table(pyiceberg.table.StaticTable.from_metadata(NEWEST_METADATA_JSON).scan()"
+        '.to_arrow(), "plain.parquet"), or ' + SPARK.format("iceberg"),
+    ),
+    "a Hudi table": (r"\.hoodie", SPARK.format("hudi")),
+    "a Paimon table": (r"snapshot/(?:snapshot-\d+|EARLIEST|LATEST)", SPARK.format("paimon")),
+    "a transactional Hive table": (
+        r"(?:base_\d{7,}(?:_v\d+)?|(?:delete_)?delta_\d{7,}_\d{7,}(?:_\d+)?(?:_v\d+)?)",
+        'spark.table(NAME).write.parquet("plain"), or CREATE TABLE … STORED AS PARQUET AS SELECT in Hive',
+    ),
+    "the output of a Spark stream": (r"_spark_metadata", SPARK.format("parquet")),
+}
+RECORDS = ("_delta_log", "metadata", ".hoodie", "snapshot", "_spark_metadata")  # where those records are
+_PATTERNS = {name: re.compile(rf"/{pattern}(?=/|$)") for name, (pattern, _) in FORMATS.items()}
 
 
 def in_order(path: str) -> list[tuple]:
@@ -90,28 +118,6 @@ def _checked(bound: str) -> str:
     return "/".join(parts)
 
 
-def reserved_array(table: pa.Table, name: str, form: Form, place: Place) -> pa.Array:
-    """A reserved column's values in the type that it has in all files.
-
-    Raises:
-        DataError: a value that this type does not hold.
-    """
-    kind = form.types.get(name)
-    array = one_array(table[name])
-    if kind is None or array.type == kind:
-        return array
-    try:
-        return array.cast(kind)
-    except pa.ArrowInvalid as error:
-        raise DataError(
-            f"reserved column '{name}' is {array.type} here and {kind} in all files together: "
-            f"{str(error).splitlines()[0]}",
-            where=place.of(name),
-            expected=f"values that {kind} holds",
-            do="write the files with one type, or use data.transforms: {do: cast, …}",
-        ) from None
-
-
 def in_folders(path: str) -> dict[str, str | None]:
     """The values of the key=value folders on a file's path; the innermost of each key."""
     found = {}
@@ -168,68 +174,38 @@ def folder_values(paths: Iterable[str]) -> dict[str, set[str | None]]:
     return values
 
 
-def common_type(known: pa.DataType | None, other: pa.DataType) -> pa.DataType | None:
-    """The type that holds the values of both, such as int64 of int32 and int64; None: there is none."""
-    if known is None or known == other:
-        return other
-    both = [pa.schema([("x", kind)]) for kind in (known, other)]
-    try:
-        return pa.unify_schemas(both, promote_options="permissive").field(0).type
-    except (pa.ArrowTypeError, pa.ArrowInvalid):
-        return None
-
-
-@dataclass(frozen=True)
-class ReservedInFile:
-    """The key columns and reserved ones of a file.
-
-    Attributes:
-        types: of these columns.
-        from_folders: columns of any kind that it does not hold, but the folders that it is in.
-    """
-
-    uri: str
-    types: Mapping[str, pa.DataType]
-    from_folders: frozenset[str]
-
-
-def agree(
-    files: Sequence[ReservedInFile], names: Sequence[str], kinds: Mapping[str, pa.DataType]
-) -> tuple[dict[str, pa.DataType], frozenset[str], dict[str, DataError]]:
-    """What columns are in all files together.
-
-    A column that is in folders' names anywhere is read from there everywhere.
+def check_no_table(filesystem: fs.FileSystem, path: str, inside: Iterable[str], where: str) -> None:
+    """Check that no table format owns a folder, a folder above it or one inside of it.
 
     Args:
-        files: Reserved columns of each file.
-        names: Reserved columns.
-        kinds: Types of the folders' keys (folder_types).
+        filesystem: Filesystem of the folder.
+        path: Path of the folder or file in that filesystem.
+        inside: Paths in the folder that are not hidden, and hidden ones that are directly in those.
+        where: Config key and name of the folder, for messages.
 
-    Returns:
-        (type of each; those that folders' names hold; file → what is wrong with it, of files that do not go
-        with those before).
+    Raises:
+        DataError: The folder belongs to a table.
     """
-    from_folders = frozenset().union(*(file.from_folders for file in files))
-    types: dict[str, pa.DataType] = {}
-    odd: dict[str, DataError] = {}
-    for file in files:
-        in_path = in_folders(file.uri)
-        merged = {n: common_type(types.get(n), file.types[n]) for n in names if n not in from_folders}
-        if name := next((n for n in from_folders if n not in in_path), None):
-            odd[file.uri] = DataError(
-                f"column '{name}' is missing: other files are in folders {name}=…",
-                where=file.uri,
-                expected="all files in such folders",
-                do=f"move the file into a folder {name}=VALUE, or name another column",
-            )
-        elif name := next((n for n, kind in merged.items() if kind is None), None):
-            odd[file.uri] = DataError(
-                f"reserved column '{name}' is {file.types[name]} here, and {types[name]} in the files before",
-                where=f"{file.uri}, column {name}",
-                expected="one type in all files, or integers, or texts, of several widths",
-                do="write the files with one type, or use data.transforms: {do: cast, …}",
-            )
-        else:
-            types = merged
-    types |= {name: kinds[name] for name in from_folders}
-    return types, from_folders, odd
+    places = [str(folder) for folder in (PurePosixPath(path), *PurePosixPath(path).parents)][:PARENTS]
+    asked = [f"{folder.rstrip('/')}/{name}" for folder in places for name in RECORDS]
+    with ThreadPoolExecutor(16) as pool:
+        above = [found for each in pool.map(partial(_entries, filesystem), asked) for found in each]
+    for entry in [path, *above, *inside]:
+        for name, pattern in _PATTERNS.items():
+            if found := pattern.search(entry):
+                table = entry[: found.start()]
+                raise DataError(
+                    f"the folder is {name} or part of one: its files also hold rows that were removed, "
+                    "replaced or never committed",
+                    where=f"{where}, {table}{found.group()}",
+                    expected="a folder of Parquet files whose rows are all current",
+                    do="write the current rows as plain Parquet: " + FORMATS[name][1].format(table=table),
+                )
+
+
+def _entries(filesystem: fs.FileSystem, folder: str) -> list[str]:
+    """Return the paths in a folder, none where it does not exist or may not be listed."""
+    try:
+        return [info.path for info in filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True))]
+    except OSError:
+        return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
@@ -17,14 +17,12 @@ import pyarrow as pa
 
 from raytrec.common.errors import DataError
 from raytrec.common.memory import give_back, keep_memory
-from raytrec.data.columns import Feature, Place, Tally, bags, scaled, side_features, single
-from raytrec.data.decode import Faults, decode
-from raytrec.data.examples import CandidatePlace, candidates_of, label_of, task_weights
-from raytrec.data.form import Form, shuffled
+from raytrec.data.canonical import canonical, nothing, shuffled
+from raytrec.data.columns import Place
+from raytrec.data.form import Form
 from raytrec.data.fragments import Dataset
-from raytrec.data.hashing import group_keys
 from raytrec.data.order import Item, Part
-from raytrec.data.partitions import folder_column, reserved_array
+from raytrec.data.pages.decode import Faults, decode_columns
 from raytrec.data.transform import Draw, apply_transforms
 
 AHEAD = 2  # items that are decoded before they are asked for, each in a thread
@@ -92,30 +90,6 @@ def decode_item(item: Item, form: Form) -> list[pa.Table | DataError]:
         except DataError as error:
             decoded.append(error)
     return decoded
-
-
-def decode_columns(
-    path: str, group: int, first: int, rows: int, names: list[str], folders: Mapping[str, pa.DataType | None]
-) -> pa.Table:
-    """Return columns of rows of a row group: those of the file, and those of its folders' names.
-
-    Args:
-        path: Path or URI of the file.
-        group: Number of the row group.
-        first: First row.
-        rows: Number of rows.
-        names: Columns.
-        folders: Columns that are read from the folders' names, and their types (Form.folders).
-
-    Raises:
-        DataError: As `decode`.
-    """
-    held = [name for name in names if name not in folders]
-    table = decode(path, group, first, rows, held) if held else pa.table([pa.nulls(rows)], [""])
-    for name in names:
-        if name in folders:
-            table = table.append_column(name, folder_column(path, name, folders[name], rows))
-    return table.select(names)
 
 
 def finish_item(
@@ -194,53 +168,7 @@ def _present(table: pa.Table, form: Form, place: Place, faults: Faults, left: li
 
 def _absent(rows: int, form: Form) -> pa.Table:
     """Rows that are skipped."""
-    return form.nothing(rows).append_column("present", pa.array(np.zeros(rows, bool)))
-
-
-def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
-    """A decoded table in canonical form.
-
-    Args:
-        table: any table with the columns of the schema, masks, weights and reserved ones.
-        place: where its first row is, for errors.
-    """
-    schema, tally = form.schema, Tally()
-
-    features = {
-        name: Feature(name, spec, schema.tables[spec.table], place, tally)
-        for name, spec in schema.sparse.items()
-    }
-
-    def weights(name: str) -> pa.ChunkedArray | None:
-        column = schema.sparse[name].weights
-        return table[column] if column else None
-
-    def dense(names: list[str], of: pa.Table, at: Place) -> list[np.ndarray]:
-        return [scaled(of[name], name, at, schema.scale.get(name)) for name in names]
-
-    examples, at = candidates_of(table, form, place) if schema.candidates else (table, place)
-    lists = [bags(table[schema.column_of(name)], weights(name), features[name]) for name in form.bags]
-    ends = {name: offsets for name, (offsets, _, _) in zip(form.bags, lists, strict=True)}
-    labels = {name: label_of(examples[name], name, form, at) for name in form.plan.labels}
-    reserved = {name: reserved_array(table, name, form, place) for name in form.plan.reserved.names}
-    return form.table(
-        [values for values, _ in labels.values()],
-        dense(schema.of_requests(schema.dense), table, place),
-        [single(table[schema.column_of(name)], features[name], form.no_id) for name in form.singles],
-        lists,
-        table.num_rows,
-        tally,
-        task_weights(examples, labels, form, at) if form.plan.weighs_tasks else (),
-        [group_keys(reserved[name]) for name in form.plan.reserved.keys],
-        [reserved[name] for name in form.plan.reserved.columns],
-        {
-            name: side_features(table, name, schema.sparse[name], ends[name], place)
-            for name in form.with_side_features
-        },
-        (at.offsets, dense(schema.of_candidates(schema.dense), examples, at))
-        if isinstance(at, CandidatePlace)
-        else None,
-    )
+    return nothing(form, rows).append_column("present", pa.array(np.zeros(rows, bool)))
 
 
 def check_accused(dataset: Dataset) -> None:

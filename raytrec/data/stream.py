@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache, partial
@@ -21,11 +20,11 @@ from raytrec.common.memory import give_back, keep_memory
 from raytrec.compat.ray_core import nodes_without_gpus
 from raytrec.compat.ray_data import ask_for_no_nodes, keep_no_statistics, pace_executors, prefer_node
 from raytrec.config.features import Features
-from raytrec.data.assemble import Rows
 from raytrec.data.batch import Batch, Collator
-from raytrec.data.decode import Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Item
+from raytrec.data.pages.decode import Faults
+from raytrec.data.pieces import Supply
 from raytrec.data.rows import read_items
 
 NODES_EVERY_S = 10.0  # nodes come and go
@@ -230,45 +229,6 @@ class Reading:
             except Full:
                 continue
         return False
-
-
-class Supply:
-    """What has been read of each lane and not yet been taken.
-
-    Attributes:
-        due: rows that have not been read yet.
-    """
-
-    def __init__(self, items: list[Item], tables: Iterator[pa.Table]):
-        self.due = sum(item.rows for item in items)
-        self._items, self._tables = iter(items), tables
-        self._lanes: dict[int, deque[Rows]] = {}
-        self._lane, self._left = 0, 0  # the item that is arriving: its lane, and its rows still to come
-
-    def take(self, lane: int, count: int) -> Iterator[Rows]:
-        """The lane's next `count` rows."""
-        queue = self._lanes.setdefault(lane, deque())
-        while count:
-            while not queue:
-                self._receive()
-            rows = queue.popleft()
-            if len(rows) > count:
-                queue.appendleft(rows[count:])
-                rows = rows[:count]
-            count -= len(rows)
-            yield rows
-
-    def _receive(self) -> None:
-        for chunk in next(self._tables).to_batches():
-            rows = Rows.of(chunk)
-            while rows:
-                if self._left == 0:
-                    item = next(self._items)
-                    self._lane, self._left = item.lane, item.rows
-                mine, rows = rows[: self._left], rows[self._left :]
-                self._lanes.setdefault(self._lane, deque()).append(mine)
-                self._left -= len(mine)
-                self.due -= len(mine)
 
 
 def place(readers: int, read_on: str = "auto") -> dict[str, Any]:

@@ -20,7 +20,7 @@ from raytrec.common.registry import load_code
 from raytrec.config import transforms as t
 from raytrec.config.transforms import Sample
 from raytrec.data.arrow import is_list, is_text, one_array, unnest, value_type
-from raytrec.data.hashing import hash_bits
+from raytrec.data.ids import hash_bits
 from raytrec.data.transform_functions import ON_VALUES, read_shares, read_vocabulary
 
 IDS_AT_ONCE = 1 << 20  # ids that are drawn together: 8 MiB for each number about them

@@ -15,7 +15,7 @@ from raytrec.common.storage import open_filesystem, read_text
 from raytrec.config import transforms as t
 from raytrec.data.arrow import is_number, is_text, one_array
 from raytrec.data.columns import PER_SECOND
-from raytrec.data.hashing import hash_integers, hash_text
+from raytrec.data.ids import hash_integers, hash_text
 
 # Kind of transform → its function of (the transform, values): values, as many.
 ON_VALUES: dict[type, Callable[..., pa.Array]] = {}

@@ -16,11 +16,11 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TowerName
 from raytrec.data.arrow import find_column, is_list, plain, type_at
-from raytrec.data.decode import SKIPPED, Faults
 from raytrec.data.footers import read_footer
+from raytrec.data.form import ReadPlan, Reserved
 from raytrec.data.fragments import Dataset, scan
 from raytrec.data.listing import list_files, name_of
-from raytrec.data.read_plan import ReadPlan, Reserved
+from raytrec.data.pages.decode import SKIPPED, Faults
 from raytrec.data.rows import check_accused
 from raytrec.driver.console import RunConsole
 from raytrec.driver.item_ids import check_item_ids, check_item_types, check_items

@@ -16,8 +16,8 @@ from raytrec.data.arrow import is_text, one_array, plain, value_type
 from raytrec.data.columns import Place
 from raytrec.data.footers import read_footer
 from raytrec.data.fragments import Dataset, RowGroup
-from raytrec.data.hashing import NULL_KEY, group_keys, keys_of_rows
-from raytrec.data.rows import decode_columns
+from raytrec.data.ids import NULL_KEY, group_keys, keys_of_rows
+from raytrec.data.pages.decode import decode_columns
 from raytrec.data.transform import apply_transforms
 
 SAMPLE_ROWS = 1000

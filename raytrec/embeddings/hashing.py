@@ -1,7 +1,7 @@
 """Hashes of integers, initial values that follow from them, and ids as keys of tables, on any device.
 
 Arithmetic of int64 wraps around on CPU and GPU, and nothing is rounded, so both give the same bits.
-data/hashing.py does the same in NumPy.
+data/ids.py does the same in NumPy.
 
 The key of an id is its hash by splitmix64, which maps the integers of 64 bits one to one, so that keys are
 spread evenly whatever the ids are, and an id is found again from its key (`unhash_bits`). Ranks own equal

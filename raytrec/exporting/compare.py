@@ -17,10 +17,10 @@ from raytrec.common.formatting import percent
 from raytrec.data.arrow import select_schema
 from raytrec.data.assemble import Assembled, Bags
 from raytrec.data.batch import Batch
-from raytrec.data.decode import Faults
 from raytrec.data.fragments import Dataset, read_footer
 from raytrec.data.order import Item, Order, Part
-from raytrec.data.rows import decode_columns, read_item
+from raytrec.data.pages.decode import Faults, decode_columns
+from raytrec.data.rows import read_item
 from raytrec.data.stream import Stream
 from raytrec.driver.console import RunConsole
 from raytrec.driver.datasets import check_rows_count, open_dataset

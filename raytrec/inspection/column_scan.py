@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pyarrow import types as t
 from rich.progress import Progress
 
 from raytrec.common.errors import DataError, first_line
 from raytrec.common.storage import open_filesystem
 from raytrec.common.terminal import open_console
 from raytrec.data.arrow import (
-    Ambiguous,
-    find_column,
-    is_list,
-    is_text,
-    leaf_names,
     pick_columns,
-    plain,
     to_read,
-    type_at,
-    value_type,
 )
 from raytrec.data.footers import read_footer
 from raytrec.data.listing import Listing, list_files
-from raytrec.data.partitions import folder_column, folder_types, folder_values, in_folders
-from raytrec.inspection.column_stats import NUMBERS, ColumnStats, pair_with_labels
+from raytrec.data.partitions import folder_column, in_folders
+from raytrec.inspection.column_stats import ColumnStats, pair_with_labels
+from raytrec.inspection.column_types import agreed_columns, common_names, folder_kinds
 
-# Keys and values of folders that are times: rows of later days have other values.
-TIMES = {"date", "day", "ds", "dt", "hour", "hr", "minute", "month", "quarter", "time", "ts", "week", "year"}
-DATE = re.compile(r"(19|20)\d\d-?[01]\d(-?[0-3]\d|$)|__|$")
 COLUMNS_AT_ONCE = 100  # of a row group: progress shows on wide files, too, whose row groups take memory
 
 
@@ -78,18 +66,18 @@ def scan_columns(
     listing = list_files(uri, "inspect")
     footers: dict[str | None, dict] = {None: _footers(listing)}
     not_seen: dict[str, str] = {}
-    labels = {name for name in _names(footers[None]) if is_label(name)}
+    labels = {name for name in common_names(footers[None]) if is_label(name)}
     for part, place in (also or {}).items():
         try:
             footers[part] = _footers(list_files(place, "inspect"))
         except DataError as error:
             not_seen[part] = error.what
             continue
-        if missing := labels - _names(footers[part]):
+        if missing := labels - common_names(footers[part]):
             not_seen[part] = f"it has no column {', '.join(sorted(missing))}"
             del footers[part]
-    kinds = _folder_kinds({path: footer for files in footers.values() for path, footer in files.items()})
-    columns = _columns(footers, kinds)
+    kinds = folder_kinds({path: footer for files in footers.values() for path, footer in files.items()})
+    columns = agreed_columns(footers, kinds)
     groups = {part: _groups(files) for part, files in footers.items()}
     if not sum(rows for *_, rows in groups[None]):
         raise DataError(
@@ -108,33 +96,6 @@ def _footers(listing: Listing) -> dict:
     return {path: read_footer(path) for path in listing.files}
 
 
-def _names(footers: dict) -> set[str]:
-    """Return the columns that all files, or the names of their folders, have."""
-    names = ({*leaf_names(f.schema.to_arrow_schema()), *in_folders(path)} for path, f in footers.items())
-    return set.intersection(*names)
-
-
-def _folder_kinds(footers: dict) -> dict[str, pa.DataType]:
-    """Return the types of keys of folders that are columns.
-
-    They have several values, which are not times, and some file does not hold them.
-    """
-    values = {key: {value or "" for value in each} for key, each in folder_values(footers).items()}
-    if not values:
-        return {}
-    held = set.intersection(*(set(leaf_names(f.schema.to_arrow_schema())) for f in footers.values()))
-    not_columns = held | {key for key, each in values.items() if key in TIMES or all(map(DATE.match, each))}
-    kinds = folder_types(footers)
-    return {key: kind for key, kind in kinds.items() if len(values[key]) > 1 and key not in not_columns}
-
-
-def _arrow(path: str, footer: pq.FileMetaData, kinds: dict[str, pa.DataType]) -> pa.Schema:
-    """Return a file's columns, and those in its folders' names."""
-    arrow = footer.schema.to_arrow_schema()
-    added = [pa.field(key, kinds[key]) for key in in_folders(path) if key in kinds]
-    return pa.schema([*(field for field in arrow if field.name not in kinds), *added])
-
-
 def _groups(footers: dict) -> list[tuple[str, int, int]]:
     """(file, row group, rows)."""
     return [(p, i, f.row_group(i).num_rows) for p, f in footers.items() for i in range(f.num_row_groups)]
@@ -147,85 +108,6 @@ def _spread(groups: list, max_rows: int | None) -> list:
         return groups
     count = max(1, round(len(groups) * max_rows / total))
     return [groups[i * len(groups) // count] for i in range(count)]
-
-
-def _columns(footers: dict[str | None, dict], kinds: dict[str, pa.DataType]) -> list[ColumnStats]:
-    """Every column (of structs: their fields) with the type that all files agree on."""
-    schemas = {
-        part: {path: _arrow(path, footer, kinds) for path, footer in files.items()}
-        for part, files in footers.items()
-    }
-    names = dict.fromkeys(
-        name for files in schemas.values() for schema in files.values() for name in leaf_names(schema)
-    )
-    return [_column(name, schemas) for name in names]
-
-
-def _column(name: str, schemas: dict[str | None, dict]) -> ColumnStats:
-    types, missing, twice = {}, {part: [] for part in schemas}, []
-    for part, path, schema in ((part, *entry) for part, files in schemas.items() for entry in files.items()):
-        try:
-            place = find_column(schema, name)
-        except Ambiguous:
-            twice.append(path)
-            first = next(iter(schema.get_all_field_indices(name)), None)
-            types.setdefault("unknown" if first is None else schema.field(first).type, path)
-            continue
-        if place is None:
-            missing[part].append(path)
-        else:
-            types.setdefault(type_at(schema, place), path)
-    base, is_list, mixed = _agreed([] if twice else list(types))
-    known = next((t for t in types if twice or _base(t)[0] != "null"), next(iter(types)))
-    column = ColumnStats(name, str(known), base, is_list, {str(t): p for t, p in types.items()}, mixed)
-    column.elsewhere = {
-        part: replace(column, few=None, elsewhere={}) for part in schemas if part and not missing[part]
-    }
-    lacking = [path for paths in missing.values() for path in paths]
-    if twice:
-        column.trouble = f"there is more than one column of this name in {_and_more(twice)}"
-    elif missing[None]:
-        column.trouble = f"there is no such column in {_and_more(lacking)}"
-    elif base == "other" and len(types) > 1:
-        column.trouble = f"its type differs: {'; '.join(f'{t} in {p}' for t, p in column.types.items())}"
-    elif base == "other":
-        column.trouble = f"type {known} is not supported"
-    elif lacking:
-        column.lacking = f"there is no such column in {_and_more(lacking)}"
-    return column
-
-
-def _and_more(paths: list[str]) -> str:
-    return paths[0] + (f" and {len(paths) - 1:,} other files" if len(paths) > 1 else "")
-
-
-def _agreed(types: list) -> tuple[str, bool, bool]:
-    """(base, whether a list, whether values have to be cast) of a column with these types in its files."""
-    kinds = [_base(kind) for kind in types]
-    bases = {base for base, _ in kinds} - {"null"}
-    is_list = any(listed for _, listed in kinds)
-    if len(bases) <= 1:
-        return (next(iter(bases), "null"), is_list, False)
-    if bases <= NUMBERS:
-        return ("integer" if bases <= {"integer", "bool"} else "float"), is_list, True
-    if bases <= NUMBERS | {"text"}:
-        return "text", is_list, True
-    return "other", is_list, False
-
-
-def _base(kind) -> tuple[str, bool]:
-    """(base, whether a list) of an Arrow type."""
-    value, listed = value_type(kind), is_list(plain(kind))
-    tests = {
-        "integer": t.is_integer,
-        "float": t.is_floating,
-        "bool": t.is_boolean,
-        "decimal": t.is_decimal,
-        "text": is_text,
-        "null": t.is_null,
-        "time": lambda k: t.is_temporal(k) and not t.is_interval(k),
-    }
-    return next((base for base, fits in tests.items() if fits(value)), "other"), listed
 
 
 def _read_columns(
@@ -253,7 +135,7 @@ def _read_columns(
         for (part, path), of_file in groupby(steps, key=lambda step: step[:2]):
             with _opened(path, footers[part][path]) as reader:
                 for *_, index, some in of_file:
-                    wanted = [column for column in some if column.is_read_in(part)]
+                    wanted = [c for c in some if not c.trouble and (part is None or part in c.elsewhere)]
                     beside = [c for c in labels if part is None and wanted and not c.trouble]
                     names = list(dict.fromkeys(column.name for column in [*wanted, *beside]))
                     held = [name for name in names if name not in kinds]

@@ -1,7 +1,4 @@
-"""Statistics of Parquet columns in bounded memory.
-
-A column copies a label if each of its values goes with one value of the label, and with no other.
-"""
+"""Statistics of Parquet columns in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,17 +13,15 @@ import pyarrow.compute as pc
 from pandas.util import hash_array
 
 from raytrec.config.base import MOST_AMOUNT
-from raytrec.config.schema import Scale, Statistics
+from raytrec.config.schema_parts import Scale, Statistics
 from raytrec.data.arrow import is_list, one_array, unnest
 from raytrec.data.columns import signed_log
-from raytrec.inspection.hot_ids import HotIds
+from raytrec.inspection.sketches import SMALLEST, HotIds, SmallestHashes, count_distinct
 
-SMALLEST = 65_536  # hashes kept to count distinct values: exact below, ± 0.4 % beyond
 LONGEST_COUNTED = 10_000  # bag lengths from here on are counted as this
 FEW = 64  # distinct values that are counted one by one
 NUMBERS = frozenset({"integer", "float", "bool", "decimal"})
 FAR = 10  # standard deviations from the mean
-FEWEST_ROWS = 100  # of fewer, columns agree by chance
 
 
 @dataclass
@@ -48,6 +43,7 @@ class ColumnStats:
             (`pair_with_labels`).
         elsewhere: the same of validation and test data, by folder.
         hot: The most frequent whole numbers, or hashes (SipHash) of text.
+        smallest: Smallest hashes of the values.
         moments: of numbers, how many, Σ and Σ² of their distance from `first`, and of their logarithms
             (Scale.log).
     """
@@ -76,24 +72,12 @@ class ColumnStats:
     hot: HotIds = field(init=False, default_factory=HotIds)
     moments: np.ndarray = field(init=False, default_factory=lambda: np.zeros(5))
     first: float | None = field(init=False, default=None)
-    _hashes: np.ndarray = field(init=False, default_factory=lambda: np.empty(0, np.uint64))
-    _new: list[np.ndarray] = field(init=False, default_factory=list)  # not yet among them
-    _new_count: int = field(init=False, default=0)
+    smallest: SmallestHashes = field(init=False, default_factory=SmallestHashes)
 
     @property
     def hashes(self) -> np.ndarray:
-        """The smallest hashes of values (uint64, rising)."""
-        if self._new:
-            self._merge()
-        return self._hashes
-
-    def _merge(self) -> None:
-        self._hashes = np.unique(np.concatenate([self._hashes, *self._new]))[:SMALLEST]
-        self._new, self._new_count = [], 0
-
-    def is_read_in(self, part: str | None) -> bool:
-        """Whether its values in the training data (None), or in validation or test data, are looked at."""
-        return not self.trouble and (part is None or part in self.elsewhere)
+        """Return the smallest hashes of values, uint64, ascending."""
+        return self.smallest.values()
 
     @property
     def parts(self) -> list[ColumnStats]:
@@ -118,7 +102,7 @@ class ColumnStats:
 
     @property
     def distinct(self) -> int:
-        """Distinct values: exact below 65,536, then from the smallest hashes (Bar-Yossef et al. 2002)."""
+        """Return the number of distinct values: exact below 65,536, then from the smallest hashes."""
         return count_distinct(self.hashes)
 
     def statistics(self) -> Statistics:
@@ -163,24 +147,8 @@ class ColumnStats:
         return not self.is_list and self.values > 100 and self.distinct >= least
 
     @property
-    def nulls_text(self) -> str:
-        share = 100 * (self.nulls + (0 if self.is_list else self.nan)) / max(self.rows, 1)
-        return f"{share:.0f} %" if share >= 10 else f"{share:.2g} %"
-
-    @property
     def range_text(self) -> str:
         return f"{self.low:.10g} to {self.high:.10g}" if self.low <= self.high and self.base != "time" else ""
-
-    @property
-    def bag_text(self) -> str:
-        """Of a list: shortest, mean, 95th percentile, longest, and the share of empty bags."""
-        if not self.is_list or not self.lengths.sum():
-            return ""
-        counts, seen = self.lengths, np.flatnonzero(self.lengths)
-        total = counts.sum()
-        p95 = int(np.searchsorted(np.cumsum(counts), 0.95 * total))
-        mean = self.values / total
-        return f"{seen[0]} to {seen[-1]}, mean {mean:.3g}, p95 {p95}, empty {100 * counts[0] / total:.3g} %"
 
     def add(self, column) -> None:
         """Adds a row group's column (pyarrow.ChunkedArray)."""
@@ -235,12 +203,7 @@ class ColumnStats:
         hashes = hash_array(values)
         if self.whole:
             self.hot.add(hashes if self.base == "text" else values.view(np.uint64), counts.to_numpy())
-        if len(self._hashes) == SMALLEST:
-            hashes = hashes[hashes < self._hashes[-1]]
-        self._new.append(hashes)
-        self._new_count += len(hashes)
-        if self._new_count >= SMALLEST:  # not for each row group: to sort takes longer than to read one
-            self._merge()
+        self.smallest.add(hashes)
 
     @np.errstate(over="ignore", invalid="ignore")  # an infinite deviation means logarithms, see scale()
     def _add_moments(self, values: np.ndarray, counts: np.ndarray) -> None:
@@ -298,13 +261,6 @@ def comparable(array, base: str, mixed: bool):
     return array.cast(pa.string()) if mixed else array
 
 
-def count_distinct(hashes: np.ndarray) -> int:
-    """Distinct values of which these are the smallest hashes (uint64, rising)."""
-    if len(hashes) < SMALLEST:
-        return len(hashes)
-    return round((SMALLEST - 1) / (float(hashes[SMALLEST - 1]) / 2**64))
-
-
 def pair_with_labels(
     column: ColumnStats, data: Mapping[str, pa.ChunkedArray], labels: Sequence[ColumnStats]
 ) -> None:
@@ -327,15 +283,6 @@ def pair_with_labels(
             if known.setdefault(value, of_label) != of_label:
                 column.pairs[label.name] = None
                 break
-
-
-def copied_label(column: ColumnStats, labels: Sequence[str]) -> str | None:
-    """The label that a column copies, if there is one; nulls are a value, too."""
-    for label in labels:
-        pairs = column.pairs.get(label) or {}
-        if column.rows > FEWEST_ROWS and len(pairs) >= 2 and len(set(pairs.values())) == len(pairs):
-            return label
-    return None
 
 
 def _coded(s: ColumnStats, data: pa.ChunkedArray) -> tuple[list, np.ndarray]:

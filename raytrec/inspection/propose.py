@@ -27,6 +27,7 @@ numbers have the roles of integers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ from raytrec.inspection.column_roles import (
     is_called_label,
 )
 from raytrec.inspection.column_scan import scan_columns
-from raytrec.inspection.column_stats import ColumnStats, copied_label
+from raytrec.inspection.column_stats import ColumnStats
 from raytrec.inspection.result import Inspection, as_flow
 from raytrec.inspection.shared_tables import (
     SharedTable,
@@ -53,6 +54,7 @@ from raytrec.inspection.shared_tables import (
     is_sequence,
 )
 
+FEWEST_ROWS = 100  # of fewer, columns agree by chance
 # Of transforms: in lists, all but fill_null remove nulls, whose weights would stay.
 ORDER = ("fill_null", "cast", "drop_null", "binarize", "clip", "bucketize")
 
@@ -152,8 +154,21 @@ def _skip_copies(findings: list[Finding]) -> None:
     """Skips features that copy a label."""
     labels = [f.stats.name for f in findings if f.kind == "label"]
     for f in findings:
-        if f.kind in ("dense", "sparse") and (label := copied_label(f.stats, labels)):
+        if f.kind in ("dense", "sparse") and (label := _copied_label(f.stats, labels)):
             f.kind, f.why, f.notes = "skipped", f"copies the label {label}", []
+
+
+def _copied_label(column: ColumnStats, labels: Sequence[str]) -> str | None:
+    """Return the label that a column copies, or None.
+
+    A column copies a label if each of its values goes with one value of the label, and with no other. Nulls
+    are a value.
+    """
+    for label in labels:
+        pairs = column.pairs.get(label) or {}
+        if column.rows > FEWEST_ROWS and len(pairs) >= 2 and len(set(pairs.values())) == len(pairs):
+            return label
+    return None
 
 
 def _could_be_rating(s: ColumnStats) -> bool:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from rich.table import Table
 
 from raytrec.common.errors import ConfigError, os_errors
@@ -14,6 +15,7 @@ from raytrec.common.terminal import open_console, plain
 from raytrec.config.schema import Schema, scalar
 from raytrec.inspection.column_roles import ONE_VALUE, Finding
 from raytrec.inspection.column_scan import Scan
+from raytrec.inspection.column_stats import ColumnStats
 from raytrec.inspection.shared_tables import SharedTable, is_sequence
 
 LONGEST_COMMAND = 2000  # with transforms in it
@@ -53,14 +55,9 @@ class Inspection:
         found = [{"label": s.name} | ({"nulls": "skip"} if s.count_missing() else {}) for s in of_labels]
         return found if len(found) > 1 or "nulls" in found[0] else []
 
-    @property
-    def whole(self) -> bool:
-        """Whether all rows were looked at."""
-        return self.scan.whole
-
     def schema_yaml(self) -> str:
         """schema.yaml, with the transforms and a comment for every column."""
-        sampled = "" if self.whole else ", a sample: cardinalities and ranges are lower bounds"
+        sampled = "" if self.scan.whole else ", a sample: cardinalities and ranges are lower bounds"
         others = f", ids also from {' and '.join(self.scan.also)}" if self.scan.also else ""
         lines = [
             f"Inferred from {self.uri} ({self.rows:,} rows{sampled}{others}). Look it over before you train."
@@ -140,7 +137,9 @@ class Inspection:
             table.add_column(heading)
         for f in self.findings:
             why = "; ".join([f.why, *f.notes])
-            table.add_row(plain(f.stats.name), f.kind, plain(why), f.stats.nulls_text, f.stats.distinct_text)
+            table.add_row(
+                plain(f.stats.name), f.kind, plain(why), _nulls_text(f.stats), f.stats.distinct_text
+            )
         console = open_console(stderr=True)
         console.print(table)
         for f in self.findings:
@@ -192,10 +191,26 @@ def _printable(text: str) -> str:
 
 def _describe(finding: Finding) -> str:
     s = finding.stats
-    parts = [s.type, f"{s.distinct_text} distinct", s.range_text, f"{s.nulls_text} null"]
+    parts = [s.type, f"{s.distinct_text} distinct", s.range_text, f"{_nulls_text(s)} null"]
     if s.is_list:
-        parts.append(f"bags {s.bag_text}")
+        parts.append(f"bags {bag_text(s)}")
     beyond = [part for part, other in s.elsewhere.items() if other.high > s.high or other.low < s.low]
     if finding.kind == "sparse" and beyond and s.base != "text":
         parts.append(f"{s.lowest:.10g} to {s.highest:.10g} with {' and '.join(beyond)}")
     return ", ".join(p for p in [*parts, *finding.notes] if p)
+
+
+def _nulls_text(s: ColumnStats) -> str:
+    share = 100 * (s.nulls + (0 if s.is_list else s.nan)) / max(s.rows, 1)
+    return f"{share:.0f} %" if share >= 10 else f"{share:.2g} %"
+
+
+def bag_text(s: ColumnStats) -> str:
+    """Return the shortest, mean, 95th percentile and longest bag of a list, and the share of empty bags."""
+    if not s.is_list or not s.lengths.sum():
+        return ""
+    counts, seen = s.lengths, np.flatnonzero(s.lengths)
+    total = counts.sum()
+    p95 = int(np.searchsorted(np.cumsum(counts), 0.95 * total))
+    mean = s.values / total
+    return f"{seen[0]} to {seen[-1]}, mean {mean:.3g}, p95 {p95}, empty {100 * counts[0] / total:.3g} %"

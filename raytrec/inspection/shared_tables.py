@@ -9,11 +9,11 @@ from statistics import NormalDist
 
 import numpy as np
 
-from raytrec.config.schema import Scale, table_name
-from raytrec.data.hashing import hash_integers
+from raytrec.config.schema_parts import Scale, table_name
+from raytrec.data.ids import hash_integers
 from raytrec.inspection.column_roles import SPARSE_FILL, Finding, is_ordinal, words
-from raytrec.inspection.column_stats import FEW, SMALLEST, ColumnStats, count_distinct
-from raytrec.inspection.hot_ids import HotIds
+from raytrec.inspection.column_stats import FEW, ColumnStats
+from raytrec.inspection.sketches import SMALLEST, HotIds, count_distinct
 
 FEW_VALUES = 1000  # the table of fewer values grows until each of them has its own row
 SMALL_TABLE = 65_536  # rows up to which tables have ten rows for each value

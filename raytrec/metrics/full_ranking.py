@@ -18,7 +18,7 @@ import torch
 from raytrec.common.collectives import Peers
 from raytrec.data.arrow import one_array
 from raytrec.data.batch import Batch
-from raytrec.data.hashing import group_keys, keys_of_rows
+from raytrec.data.ids import group_keys, keys_of_rows
 from raytrec.metrics.evaluation import place_for
 from raytrec.metrics.groups import RELEVANT
 from raytrec.metrics.item_scores import Items, cells_for

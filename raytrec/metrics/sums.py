@@ -110,7 +110,7 @@ class Sums:
         for task, metrics in self.selection.of.items():
             if len(losses) > 1:
                 figures[f"{task}.{LOSS}"] = nan if task in empty else float(losses[task] / sums[ROWS])
-            if self.selection.tasks[task].leaves_rows_out and task in counted:
+            if self.selection.tasks[task].is_weighted and task in counted:
                 figures[self.selection.key(task, COUNTED_ROWS)] = round(float(counted[task]))
             for metric in metrics:
                 if issubclass(metric, SumMetric):

@@ -13,7 +13,7 @@ from raytrec.config.transforms import Transform
 from raytrec.data.arrow import empty_table, find_column, leaf_names, select_schema, type_at
 from raytrec.data.fragments import read_footer
 from raytrec.data.order import Part
-from raytrec.data.rows import decode_columns
+from raytrec.data.pages.decode import decode_columns
 from raytrec.data.transform import Draw, apply_transforms
 
 SCHEMAS_KEPT = 8  # schemas of files

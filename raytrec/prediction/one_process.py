@@ -15,10 +15,10 @@ from raytrec.checkpoint.rows import StoredTable
 from raytrec.compat.torch_ import quiet_tracing
 from raytrec.config.features import resolve_features
 from raytrec.config.tasks import TowerName
-from raytrec.data.assemble import Rows
 from raytrec.data.batch import Batch, Collator
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Item, Part
+from raytrec.data.pieces import Rows
 from raytrec.data.rows import read_item
 from raytrec.driver.evaluation import Checkpoint
 from raytrec.models.recommender import Recommender, build_recommender

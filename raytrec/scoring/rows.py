@@ -17,12 +17,11 @@ from raytrec.config.features import needed_transforms
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform
 from raytrec.data.arrow import list_element, pick_columns, plain
-from raytrec.data.assemble import Rows
+from raytrec.data.canonical import canonical
 from raytrec.data.columns import Place
-from raytrec.data.form import Form
+from raytrec.data.form import Form, ReadPlan
 from raytrec.data.kinds import check_present, check_types
-from raytrec.data.read_plan import ReadPlan
-from raytrec.data.rows import canonical
+from raytrec.data.pieces import Rows
 from raytrec.data.transform import apply_transforms
 
 THE_ROWS = "the rows"

@@ -14,7 +14,8 @@ import torch
 from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.config.features import columns_before
 from raytrec.config.tasks import TowerName
-from raytrec.data.assemble import Assembler, Rows
+from raytrec.data.assemble import Assembler
+from raytrec.data.pieces import Rows
 from raytrec.scoring.late import Program, compute_once
 from raytrec.scoring.lookups import Lookups, Tensors
 from raytrec.scoring.manifest import Manifest, ProgramName
@@ -22,7 +23,6 @@ from raytrec.scoring.rows import THE_ROWS, RowReader, to_table, with_user
 
 TOLERANCE = 1e-6  # of the scores of golden rows, relative to those above 1
 MOST_SPLITS = 16  # ways to divide columns between user and candidates that are kept
-
 Programs = Mapping[ProgramName, torch.fx.GraphModule]
 
 

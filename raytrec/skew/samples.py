@@ -15,12 +15,13 @@ import torch
 from raytrec.common.errors import DataError
 from raytrec.config.features import columns_before
 from raytrec.data.arrow import is_list
-from raytrec.data.assemble import Assembled, Assembler, Rows
+from raytrec.data.assemble import Assembled, Assembler
 from raytrec.data.footers import read_footer
 from raytrec.data.fragments import RowGroup
 from raytrec.data.listing import list_files
+from raytrec.data.pages.decode import decode_columns
 from raytrec.data.partitions import find_in_folders, in_folders
-from raytrec.data.rows import decode_columns
+from raytrec.data.pieces import Rows
 from raytrec.scoring.rows import RowReader
 from raytrec.scoring.scorer import Scorer
 

@@ -6,7 +6,7 @@ No torch here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import log
 
 import numpy as np
@@ -18,10 +18,10 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import RetrievalSection
 from raytrec.config.transforms import Transform
-from raytrec.data.decode import Faults
+from raytrec.data.form import ReadPlan, Reserved, TaskRows
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Item, Part
-from raytrec.data.read_plan import ReadPlan, Reserved, TaskRows
+from raytrec.data.pages.decode import Faults
 from raytrec.data.rows import CHECKED_ROWS, read_item
 from raytrec.tasks.task import Task, key_columns, resolve_tasks
 
@@ -66,18 +66,9 @@ def read_plan(
 
 
 def task_rows(tasks: Sequence[Task]) -> tuple[TaskRows, ...]:
-    """Which rows count in each task, for those who read rows."""
-    return tuple(
-        TaskRows(
-            label=task.label,
-            name=task.name,
-            nulls=task.nulls,
-            mask=None if task.mask_label else task.mask,
-            mask_label=task.mask_label,
-            sample_weight=task.sample_weight,
-        )
-        for task in tasks
-    )
+    """Return which rows count in each task, without the losses, whose modules readers need not import."""
+    names = [each.name for each in fields(TaskRows)]
+    return tuple(TaskRows(**{name: getattr(task, name) for name in names}) for task in tasks)
 
 
 def whole_labels(tasks: Sequence[Task]) -> frozenset[str]:

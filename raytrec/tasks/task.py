@@ -11,12 +11,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import log
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from raytrec.common.errors import ConfigError, unknown
 from raytrec.config.models.base import ModelSection
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
+from raytrec.data.form import TaskRows
 from raytrec.tasks.losses import BatchLoss, Loss, loss
 
 if TYPE_CHECKING:
@@ -25,46 +26,33 @@ if TYPE_CHECKING:
 BINARY = (0.0, 1.0)
 
 
-@dataclass(frozen=True)
-class Task:
-    """One label that is learned.
+@dataclass(frozen=True, kw_only=True)
+class Task(TaskRows):
+    """One label that is learned, and how.
 
     Attributes:
-        column: the label's place among the schema's labels.
-        weight: of its loss in the sum of all.
-        metrics: names of its metrics.
-        mask: a task, or a column: only rows where it is 1 count. None: all rows.
-        mask_label: the label of the task that `mask` names; None where it names a column.
-        nulls: error: a null label is an error; skip: its row has no label of this task.
-        sample_weight: the column with each row's factor in loss and metrics; None: 1.
-        positive_weight: factor of a row's loss where its label is 1.
-        negatives_kept: the share of negatives that down-sampling has kept, in (0, 1].
-        group, item: reserved columns with a row's group and its item.
-        item_frequency: the reserved column with how often a row's item occurs.
-        outputs: logits of a row: the number of classes, or 1.
+        column: Place of the label among the schema's labels.
+        loss: Loss of a row, or of a batch.
+        weight: Factor of the loss in the sum over tasks.
+        metrics: Names of the metrics.
+        positive_weight: Factor of the loss of rows whose label is 1.
+        negatives_kept: Share of negatives that down-sampling has kept, in (0, 1].
+        group: Reserved column with the group of each row; None: no groups.
+        item: Reserved column with the item of each row; None: no items.
+        item_frequency: Reserved column with the number of occurrences of each row's item.
+        outputs: Logits of a row: the number of classes, or 1.
     """
 
-    name: str
-    label: str
     column: int
     loss: Loss
     weight: float
     metrics: tuple[str, ...]
-    mask: str | None = None
-    mask_label: str | None = None
-    nulls: Literal["error", "skip"] = "error"
-    sample_weight: str | None = None
     positive_weight: float = 1.0
     negatives_kept: float = 1.0
     group: str | None = None
     item: str | None = None
     item_frequency: str | None = None
     outputs: int = 1
-
-    @property
-    def leaves_rows_out(self) -> bool:
-        """Return True if a row may have no part in the task's loss and metrics."""
-        return bool(self.mask or self.sample_weight) or self.nulls == "skip"
 
     def factors(self, labels_B: torch.Tensor, weights_B: torch.Tensor) -> torch.Tensor:
         """By which the losses of rows count, float32 [B]: their weights, times positive_weight."""
@@ -100,7 +88,7 @@ def needs_vectors(tasks: Sequence[Task]) -> bool:
 
 
 def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task, ...]:
-    """The tasks, in the order of the configuration; modules of the user's are imported.
+    """Return the tasks in the order of the configuration; the user's modules are imported.
 
     Raises:
         ConfigError: no such label or loss, two tasks of one name, masks that go round in a circle, or what a
@@ -119,7 +107,10 @@ def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task
     for place, task in enumerate(tasks):
         _check_mask(task, of_name, f"tasks[{place}].mask")
     label_of = {label: label for label in schema.labels} | {task.name: task.label for task in tasks}
-    return tuple(replace(task, mask_label=label_of.get(task.mask)) for task in tasks)
+    return tuple(
+        replace(task, mask=None, mask_label=label_of[task.mask]) if task.mask in label_of else task
+        for task in tasks
+    )
 
 
 def _resolve(section: TaskSection, schema: Schema, place: int, several: bool) -> Task:

@@ -14,8 +14,8 @@ from raytrec.compat.versions import require_versions
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.data.decode import SKIPPED, Faults
 from raytrec.data.fragments import Dataset
+from raytrec.data.pages.decode import SKIPPED, Faults
 from raytrec.worker.heartbeat import Heartbeat
 
 

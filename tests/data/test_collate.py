@@ -17,13 +17,13 @@ from standin import cuda
 
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
-from raytrec.data.assemble import Rows
 from raytrec.data.batch import Collator
-from raytrec.data.form import Form
+from raytrec.data.canonical import canonical_table
+from raytrec.data.form import Form, ReadPlan, Reserved, TaskRows
 from raytrec.data.fragments import scan
-from raytrec.data.hashing import group_keys
+from raytrec.data.ids import group_keys
 from raytrec.data.order import Order
-from raytrec.data.read_plan import ReadPlan, Reserved, TaskRows
+from raytrec.data.pieces import Rows
 from raytrec.embeddings.pooling import own_copy
 
 PADDED = 40
@@ -54,7 +54,7 @@ def rows(form, count, seed, longest=5, absent=False):
     if form.plan.reserved.columns:
         texts = pa.array([f"row {seed}-{i}" for i in range(count)])
         reserved = ([numbers, numbers + 1], [group_keys(texts)], [texts])
-    table = form.table([numbers], [numbers], singles, bags, count, None, *reserved)
+    table = canonical_table(form, [numbers], [numbers], singles, bags, count, None, *reserved)
     if absent:
         table = table.append_column("present", [rng.random(count) < 0.8])
     return Rows.of(table.combine_chunks().to_batches()[0])
@@ -72,7 +72,7 @@ def test_features_of_one_id_are_assembled_at_once(least):
     parts = {"labels": ["y"], "sparse": features, "tables": {"t": {"rows": 9, "dim": 4}}}
     form = Form(ReadPlan(Schema.parse(parts, "test")))
     ids = np.random.default_rng(0).integers(least, 9, (3, 30)).astype(np.int32)
-    table = form.table([np.zeros(30, np.float32)], [], list(ids), [], 30)
+    table = canonical_table(form, [np.zeros(30, np.float32)], [], list(ids), [], 30)
     whole = Rows.of(table.to_batches()[0])
     bags = Collator(form).assemble([whole[:7], whole[9:30]], PADDED).bags
     wanted = np.delete(ids, [7, 8], axis=1)

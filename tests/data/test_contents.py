@@ -17,8 +17,8 @@ from raytrec.config.schema import Schema
 from raytrec.config.transforms import LookupVocabulary
 from raytrec.data import contents
 from raytrec.data.contents import Content, fingerprint, look
+from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
-from raytrec.data.read_plan import ReadPlan
 from raytrec.driver.resume import check_same_data, note_data
 from raytrec.report.report import build
 from raytrec.tracking.run_folder import DATA, LISTED_FILES, RunFolder

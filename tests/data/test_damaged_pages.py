@@ -11,13 +11,13 @@ from test_pages import table
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
-from raytrec.data import decode as decoding
 from raytrec.data import pages
-from raytrec.data.decode import Faults, decode
+from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
+from raytrec.data.pages import decode as decoding
 from raytrec.data.pages.chunks import read_struct
-from raytrec.data.read_plan import ReadPlan
+from raytrec.data.pages.decode import Faults, decode_columns
 from raytrec.data.rows import read_item
 
 ROWS, PAGE = 1500, 100  # rows of the file, and of a page
@@ -36,7 +36,7 @@ def written(path, **how):
     """Writes a column of each kind, as pages of PAGE rows. Returns what is read of it."""
     whole = table(ROWS)
     pq.write_table(whole, path, max_rows_per_page=PAGE, **how)
-    return decode(str(path), 0, 0, ROWS, [*whole.column_names[:-1], "who.city", "who.age", "who.bag"])
+    return decode_columns(str(path), 0, 0, ROWS, [*whole.column_names[:-1], "who.city", "who.age", "who.bag"])
 
 
 def places(path):
@@ -82,7 +82,7 @@ def test_damaged_copies_give_an_error_or_the_rows_that_were_written(tmp_path, ve
         names = sorted({"few"} | {name for name, _ in changed})
         for begin, rows in SPANS:
             try:
-                found = decode(str(path), 0, begin, rows, names)
+                found = decode_columns(str(path), 0, begin, rows, names)
             except DataError as error:
                 outcomes.add("error")
                 assert f"{n}.parquet, row group 0" in str(error)
@@ -113,7 +113,7 @@ def test_a_page_of_no_known_type_does_not_shift_the_rows_after_it(tmp_path, monk
     if whole:
         monkeypatch.setattr(decoding, "WHOLE_ROWS", ROWS)
     with pytest.raises(DataError, match=r"hold 1,400 rows, (its|the) footer has 1,500"):
-        decode(str(path), 0, 800, 30, ["many"])
+        decode_columns(str(path), 0, 800, 30, ["many"])
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrec.common.errors import DataError
-from raytrec.data import decode as decoding
+from raytrec.data.pages import decode as decoding
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def write(path, first, rows=200):
 
 
 def read(path, group, rows=50):
-    return decoding.decode(path, group, 0, rows, ["row"])["row"].to_pylist()
+    return decoding.decode_columns(path, group, 0, rows, ["row"])["row"].to_pylist()
 
 
 def test_a_file_stays_open_for_its_next_row_groups(tmp_path, opened):

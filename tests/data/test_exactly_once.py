@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from reading import DirectStream
 
 from raytrec.config.schema import Schema
-from raytrec.data import decode as decode_module
 from raytrec.data import order as order_module
+from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
-from raytrec.data.read_plan import ReadPlan
+from raytrec.data.pages import decode as decode_module
 
 SCHEMA = Schema.parse(
     {

@@ -10,11 +10,11 @@ from pyarrow import fs
 
 from raytrec.common import reading
 from raytrec.common.errors import DataError
-from raytrec.data import decode, footers, fragments, rows
-from raytrec.data.decode import Faults
-from raytrec.data.form import Form
+from raytrec.data import footers, fragments, rows
+from raytrec.data.form import Form, ReadPlan
 from raytrec.data.order import Item, Part
-from raytrec.data.read_plan import ReadPlan
+from raytrec.data.pages import decode
+from raytrec.data.pages.decode import Faults
 from raytrec.driver import run as driver
 
 SCHEMA = parquet.schema()

@@ -12,10 +12,10 @@ import pytest
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Clip, FillNull
+from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
 from raytrec.data.listing import list_files
 from raytrec.data.order import Order
-from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import check_accused, read_item
 
 SCHEMA = Schema.parse(

@@ -19,8 +19,8 @@ from reading import read
 
 from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.schema import Schema
-from raytrec.data.decode import Faults
-from raytrec.data.read_plan import ReadPlan
+from raytrec.data.form import ReadPlan
+from raytrec.data.pages.decode import Faults
 from raytrec.inspection.propose import inspect
 
 ROWS, GROUP = 600, 150

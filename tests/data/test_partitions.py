@@ -8,11 +8,11 @@ import pytest
 from raytrec.common.errors import DataError
 from raytrec.config.transforms import Cast
 from raytrec.data.contents import fingerprint, look
+from raytrec.data.form import ReadPlan, Reserved
 from raytrec.data.fragments import scan
 from raytrec.data.listing import list_files
 from raytrec.data.order import Order
 from raytrec.data.partitions import NO_VALUE
-from raytrec.data.read_plan import ReadPlan, Reserved
 from raytrec.data.rows import read_item
 
 SCHEMA = parquet.schema()

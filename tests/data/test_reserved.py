@@ -16,12 +16,12 @@ from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Cast
 from raytrec.data.arrow import plain, plain_array
-from raytrec.data.assemble import Rows
-from raytrec.data.decode import Faults
+from raytrec.data.form import ReadPlan, Reserved
 from raytrec.data.fragments import scan
-from raytrec.data.hashing import NULL_KEY, group_keys
+from raytrec.data.ids import NULL_KEY, group_keys
 from raytrec.data.order import Order
-from raytrec.data.read_plan import ReadPlan, Reserved
+from raytrec.data.pages.decode import Faults
+from raytrec.data.pieces import Rows
 from raytrec.data.rows import read_item
 
 SCHEMA = Schema.parse(

@@ -16,10 +16,10 @@ from test_reserved import batches
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import FillNull
-from raytrec.data.decode import Faults
+from raytrec.data.form import ReadPlan, TaskRows
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
-from raytrec.data.read_plan import ReadPlan, TaskRows
+from raytrec.data.pages.decode import Faults
 from raytrec.data.rows import check_accused
 from raytrec.worker.nonfinite import dump
 

@@ -8,11 +8,10 @@ import pytest
 
 from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.schema import Schema
-from raytrec.data.columns import _all_below
-from raytrec.data.form import Form
+from raytrec.data.form import Form, ReadPlan
 from raytrec.data.fragments import scan
+from raytrec.data.ids import _all_below
 from raytrec.data.order import Item, Part
-from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import read_item
 
 

@@ -15,9 +15,9 @@ from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.features import Features, columns_before, needed_transforms, with_rows
 from raytrec.config.run_config import RunConfig
 from raytrec.data import transform
+from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order, Part
-from raytrec.data.read_plan import ReadPlan
 from raytrec.data.stream import Stream
 from raytrec.data.transform import Draw, apply_transforms
 from raytrec.driver.datasets import check_every_id

@@ -14,7 +14,7 @@ from raytrec.config.models import PythonSection
 from raytrec.config.models.ranking import DlrmSection
 from raytrec.config.models.sequences import SequenceSection
 from raytrec.config.schema import Schema
-from raytrec.data.read_plan import ReadPlan
+from raytrec.data.form import ReadPlan
 from raytrec.embeddings.pooling import PooledEmbeddings, tables_in
 from raytrec.models.inputs import Sequences
 from raytrec.worker.nonfinite import dump

@@ -13,10 +13,10 @@ from reading import read as read_file
 from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
-from raytrec.data.assemble import Rows
 from raytrec.data.batch import Collator
 from raytrec.data.columns import as_float64
-from raytrec.data.read_plan import ReadPlan
+from raytrec.data.form import ReadPlan
+from raytrec.data.pieces import Rows
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models.inputs import Sequences
 

@@ -14,7 +14,7 @@ from reading import parse_transforms, read
 from raytrec.common.errors import DataError
 from raytrec.config.features import columns_before
 from raytrec.config.schema import Schema
-from raytrec.data.read_plan import ReadPlan
+from raytrec.data.form import ReadPlan
 from raytrec.data.transform import apply_transforms
 
 

@@ -9,7 +9,7 @@ import torch
 from ranks import on_ranks
 from small import a_schema, config, initial_rows
 
-from raytrec.data.hashing import hash_bits as hash_bits_in_numpy
+from raytrec.data.ids import hash_bits as hash_bits_in_numpy
 from raytrec.embeddings.hashing import BLOCK_VALUES, GOLDEN, hash_bits, initial_values
 from raytrec.embeddings.pooling import table_of
 from raytrec.embeddings.tables import fill_tables

@@ -7,7 +7,7 @@ from plain_ids import PlainIds, key
 from small import a_schema
 
 from raytrec.common.collectives import Peers
-from raytrec.config.managed import ManagedIds
+from raytrec.config.schema_parts import ManagedIds
 from raytrec.embeddings.hashing import NO_KEY, hash_bits, keys_of, shares, unhash_bits
 from raytrec.embeddings.managed.batches import IdExchange
 from raytrec.embeddings.managed.key_map import Entries, KeyMap

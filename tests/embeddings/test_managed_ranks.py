@@ -7,7 +7,7 @@ from ranks import on_ranks
 from test_managed import CPU, POLICIES, Rows, plain_state, random_batches
 
 from raytrec.common.collectives import Peers
-from raytrec.config.managed import ManagedIds
+from raytrec.config.schema_parts import ManagedIds
 from raytrec.embeddings.managed.batches import IdExchange
 
 ROWS = {"one": 90, "other": 41}

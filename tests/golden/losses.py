@@ -62,8 +62,8 @@ def train(rank: int, world: int, name: str, folder: str, batch_rows: int) -> tup
     from raytrec.config.features import resolve_features
     from raytrec.config.run_config import load_config
     from raytrec.config.schema import Schema
+    from raytrec.data.form import ReadPlan
     from raytrec.data.fragments import scan
-    from raytrec.data.read_plan import ReadPlan
     from raytrec.data.rows import read_item
     from raytrec.data.stream import Stream
     from raytrec.worker.build import build_step

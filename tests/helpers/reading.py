@@ -4,10 +4,10 @@ import pyarrow as pa
 from pydantic import TypeAdapter
 
 from raytrec.config.transforms import Transform
-from raytrec.data.assemble import Rows
 from raytrec.data.batch import Collator
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
+from raytrec.data.pieces import Rows
 from raytrec.data.rows import read_item
 from raytrec.data.stream import Stream
 

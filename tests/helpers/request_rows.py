@@ -68,12 +68,11 @@ def repeated(requests):
 
 def batch_of(requests, schema, features=None, padding=0, plan=None, global_rows=None):
     """A Batch of a table, as a run reads it."""
-    from raytrec.data.assemble import Rows
     from raytrec.data.batch import Collator
+    from raytrec.data.canonical import canonical
     from raytrec.data.columns import Place
-    from raytrec.data.form import Form
-    from raytrec.data.read_plan import ReadPlan
-    from raytrec.data.rows import canonical
+    from raytrec.data.form import Form, ReadPlan
+    from raytrec.data.pieces import Rows
 
     form = Form(plan or ReadPlan(schema), lists=LISTS)
     made = canonical(requests, form, Place("test", 0, 0)).combine_chunks().to_batches()

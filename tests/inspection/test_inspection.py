@@ -19,10 +19,11 @@ from raytrec.cli import app
 from raytrec.common.errors import ConfigError, DataError, SchemaError
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
+from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
-from raytrec.data.read_plan import ReadPlan
 from raytrec.inspection import column_scan
 from raytrec.inspection.propose import inspect
+from raytrec.inspection.result import bag_text
 
 ROWS = 2000
 
@@ -84,12 +85,12 @@ def test_figures(folder):
     found = inspect(str(folder))
     column = pq.read_table(folder)
     stats = {f.stats.name: f.stats for f in found.findings}
-    assert found.rows == ROWS and found.whole
+    assert found.rows == ROWS and found.scan.whole
     for name in ("user_id", "item_id", "city", "amount"):
         assert stats[name].distinct == len(set(column[name].to_pylist()))
     assert stats["price"].nulls == column["price"].null_count
     lengths = [len(bag) for bag in column["tags"].to_pylist()]
-    assert stats["tags"].bag_text.startswith(f"0 to 4, mean {np.mean(lengths):.3g}, p95 4, empty")
+    assert bag_text(stats["tags"]).startswith(f"0 to 4, mean {np.mean(lengths):.3g}, p95 4, empty")
 
 
 def test_text_loads_fits_the_data_and_shows_its_reasons(folder, tmp_path):
@@ -178,7 +179,7 @@ def test_many_distinct_values_are_estimated(tmp_path):
     assert stats.distinct == pytest.approx(400_000, rel=0.02)
     assert stats.distinct_text.startswith("~")
     sample = inspect(str(tmp_path), max_rows=100_000)
-    assert sample.rows == 100_000 and not sample.whole and "a sample" in sample.schema_yaml()
+    assert sample.rows == 100_000 and not sample.scan.whole and "a sample" in sample.schema_yaml()
 
 
 def test_columns_whose_names_tables_cannot_have(tmp_path):

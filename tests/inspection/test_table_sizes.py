@@ -10,7 +10,7 @@ from any_parquet import accepted, write
 from reading import batch_of, read
 
 from raytrec.data.batch import Collator
-from raytrec.data.read_plan import ReadPlan
+from raytrec.data.form import ReadPlan
 from raytrec.inspection.propose import inspect
 from raytrec.scoring.rows import RowReader, to_table
 

@@ -14,8 +14,8 @@ from raytrec.common.errors import ConfigError
 from raytrec.compat.fbgemm import in_memory_of
 from raytrec.compat.ray_core import system_memory
 from raytrec.compat.torchrec_ import sharded_kernels
-from raytrec.config.managed import ManagedIds
 from raytrec.config.run_config import load_config
+from raytrec.config.schema_parts import ManagedIds
 from raytrec.embeddings.constraints import resolve_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.embeddings.sharding import describe, sharders

@@ -53,8 +53,8 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
 
     from raytrec.common.messages import Command
     from raytrec.config.schema import Schema
+    from raytrec.data.form import ReadPlan
     from raytrec.data.fragments import scan
-    from raytrec.data.read_plan import ReadPlan
     from raytrec.data.stream import Stream
     from raytrec.prediction import worker
     from raytrec.worker import build
@@ -133,11 +133,11 @@ def expected_scores(rank, world, folder):
     import torch
 
     from raytrec.config.schema import Schema
-    from raytrec.data.assemble import Rows
     from raytrec.data.batch import Collator
+    from raytrec.data.form import ReadPlan
     from raytrec.data.fragments import scan
     from raytrec.data.order import Order
-    from raytrec.data.read_plan import ReadPlan
+    from raytrec.data.pieces import Rows
     from raytrec.data.rows import read_item
     from raytrec.tasks.objective import Scoring
     from raytrec.worker.build import build_step

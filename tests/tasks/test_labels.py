@@ -7,9 +7,9 @@ from small import a_schema
 
 from raytrec.common.errors import DataError
 from raytrec.config.tasks import TaskSection
+from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
-from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import check_accused, read_item
 from raytrec.tasks.columns import label_ranges
 from raytrec.tasks.task import resolve_tasks

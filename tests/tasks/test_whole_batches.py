@@ -12,7 +12,7 @@ from standin import cuda
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.tasks import global_batch
 from raytrec.tasks.losses import Rows, loss
-from raytrec.tasks.objective import Objective, rank_loss, total
+from raytrec.tasks.objective import Objective, total
 
 INF = float("inf")
 X, Y = torch.tensor([0.5, -2.0, 3.0]), torch.tensor([1.0, 0.0, 1.0])
@@ -168,15 +168,6 @@ def test_keys_reach_the_metrics_by_their_columns():
     sliced = Objective(made.tasks, keys=["user", "film", "country"])  # training reads no slices
     outputs = sliced.outputs(torch.zeros(()), X, labelled(Y, keys=keys))
     assert list(outputs["y"].keys) == ["user", "film"]
-
-
-def test_ranks_losses_average_to_the_loss_of_the_global_batch():
-    losses, padding = torch.arange(1.0, 11), torch.full((2,), 99.0)
-    mine = []
-    for part in (losses[:3], losses[3:3], losses[3:]):
-        weights = torch.tensor([1.0] * len(part) + [0, 0])
-        mine.append(rank_loss(torch.cat([part, padding]), weights, 10, 3))
-    assert float(sum(mine)) / 3 == pytest.approx(55 / 10)
 
 
 def switches(rank, world):

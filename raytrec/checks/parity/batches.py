@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
-from raytrec.tasks.columns import label_ranges, task_rows, whole_labels
+from raytrec.tasks.columns import label_ranges, whole_labels
 from raytrec.tasks.task import Task, key_columns
 
 YEAR_2026 = 1_767_225_600.0  # its beginning in UTC, in seconds since 1970
@@ -86,7 +86,7 @@ def random_batches(
     ranges, classes = label_ranges(tasks, schema), whole_labels(tasks)
     bounds_L = [ranges[label] or (0.0, 1.0) for label in schema.labels]
     low_L, high_L = torch.tensor(bounds_L).T.nan_to_num(posinf=HIGHEST, neginf=-HIGHEST)
-    weighs, columns = any(task.is_weighted for task in task_rows(tasks)), len(key_columns(tasks))
+    weighs, columns = any(task.is_weighted for task in tasks), len(key_columns(tasks))
     widths = {name: len(spec.side_features) for name, spec in schema.sparse.items() if spec.side_features}
     g = torch.Generator().manual_seed(seed)
     out = []

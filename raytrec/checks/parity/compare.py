@@ -16,9 +16,9 @@ from raytrec.checks.parity.batches import GlobalBatch, cuts, random_batches
 from raytrec.checks.parity.reference import Reference, TableReference
 from raytrec.checks.parity.sharded import Sharded
 from raytrec.common.formatting import null_nonfinite
-from raytrec.config.managed import ManagedIds
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
+from raytrec.config.schema_parts import ManagedIds
 from raytrec.config.tables import QCommsSection, Schedule, TablePlan
 from raytrec.embeddings.constraints import resolve_constraints, table_optimizers
 from raytrec.embeddings.sharding import describe

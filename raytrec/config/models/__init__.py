@@ -8,12 +8,13 @@ One of yours is a class alone: model.name: module:Class. No torch here: the driv
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union
+from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Discriminator, Field, JsonValue, Tag, field_validator
+from pydantic import Field, JsonValue, field_validator
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.registry import PYTHON_PATH
+from raytrec.config.base import one_of
 from raytrec.config.models.base import MODELS, Lengths, ModelSection, check_lengths
 from raytrec.config.models.retrieval import Towers
 from raytrec.config.schema import Schema
@@ -101,21 +102,7 @@ def check_model(
         config.check_tasks(schema, tasks)
 
 
-def _kind(value: Any) -> str | None:
-    name = value.get("name", "dlrm") if isinstance(value, dict) else getattr(value, "name", None)
-    if isinstance(name, str) and name in SECTIONS and name != OWN:
-        return name
-    return OWN if PYTHON_PATH.fullmatch(str(name)) else None
-
-
 if TYPE_CHECKING:
     AnyModel = ModelSection
 else:
-    AnyModel = Annotated[
-        Union[tuple(Annotated[section, Tag(name)] for name, section in SECTIONS.items())],  # noqa: UP007
-        Discriminator(
-            _kind,
-            custom_error_type="model",
-            custom_error_message=f"name is one of {', '.join(MODELS.parts)}, or {OWN}",
-        ),
-    ]
+    AnyModel = one_of(SECTIONS, "name", OWN, "model", default="dlrm")

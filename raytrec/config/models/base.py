@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -186,60 +186,6 @@ def matching(patterns: Sequence[str], names: Sequence[str], where: str) -> set[s
             raise unknown(what, pattern, names, where, f"names or patterns of {', '.join(names)}")
         found |= of_pattern
     return found
-
-
-def check_task_name(name: str, tasks: Collection[str], where: str) -> None:
-    """Whether a key of the section names a task.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    if name not in tasks:
-        do = "name an entry of tasks: its name, which by default is its label"
-        raise unknown(f"no task is called '{name}'", name, tasks, where, do=do)
-
-
-def check_heads(heads: int, width: int, what: str) -> None:
-    """Whether a width can be shared out among heads of attention.
-
-    Args:
-        what: has the width, for errors: "the dim of table item is 8".
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if width % heads:
-        raise ConfigError(
-            f"{what}, and model.heads is {heads}",
-            where="model.heads",
-            expected="a divisor of it: each head has an equal part",
-            do="set model.heads=1, or another divisor",
-        )
-
-
-def check_first_order(
-    schema: Schema, model: str, tasks: Mapping[str, int], features: Collection[str] | None = None
-) -> None:
-    """Whether rows of tables have room for first-order weights, one for each output, and a vector.
-
-    Args:
-        model: its name, for errors. tasks: task → its columns of logits.
-        features: that have such weights; default: all.
-
-    Raises:
-        ConfigError: a table's dim is not larger than the outputs.
-    """
-    outputs = sum(tasks.values())
-    for feature in schema.sparse if features is None else features:
-        table = schema.sparse[feature].table
-        if (dim := schema.tables[table].dim) <= outputs:
-            raise ConfigError(
-                f"table {table} has dim {dim}, and the tasks have {outputs} columns of logits",
-                where="schema.yaml, tables",
-                expected=f"a larger dim: {model} reads the first numbers of a row as the id's first-order "
-                "weights, one for each column, and the rest as its vector",
-                do=f"give {table} a dim of {(outputs // 4 + 1) * 4} or more",
-            )
 
 
 def check_lengths(schema: Schema, config: ModelSection) -> None:

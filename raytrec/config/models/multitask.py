@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from raytrec.common.errors import ConfigError
+from raytrec.common.errors import ConfigError, unknown
 from raytrec.config.base import Few
-from raytrec.config.models.base import Dropout, ModelSection, Sizes, check_task_name, model
+from raytrec.config.models.base import Dropout, ModelSection, Sizes, model
 from raytrec.config.schema import Schema
 
 
@@ -60,6 +60,17 @@ class PLESection(ModelSection):
     """Dropout in experts and towers while training."""
 
 
+def _check_task_name(name: str, tasks: Collection[str], where: str) -> None:
+    """Check that a key of the section names a task.
+
+    Raises:
+        ConfigError: There is no such task.
+    """
+    if name not in tasks:
+        do = "name an entry of tasks: its name, which by default is its label"
+        raise unknown(f"no task is called '{name}'", name, tasks, where, do=do)
+
+
 @model("esmm", "raytrec.models.multitask:ESMM")
 class ESMMSection(ModelSection):
     """P(click), and P(click and conversion) = P(click) · P(conversion | click)."""
@@ -76,7 +87,7 @@ class ESMMSection(ModelSection):
 
     def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
         for key in ("click", "conversion"):
-            check_task_name(getattr(self, key), tasks, f"model.{key}")
+            _check_task_name(getattr(self, key), tasks, f"model.{key}")
         if self.click == self.conversion:
             raise ConfigError(
                 f"{self.click} is both click and conversion",
@@ -127,9 +138,9 @@ class DBMTLSection(ModelSection):
         if self.relations is None:
             return {name: names[:place] for place, name in enumerate(names)}
         for name, parents in self.relations.items():
-            check_task_name(name, names, "model.relations")
+            _check_task_name(name, names, "model.relations")
             for parent in parents:
-                check_task_name(parent, names, f"model.relations.{name}")
+                _check_task_name(parent, names, f"model.relations.{name}")
         left = {name: list(dict.fromkeys(self.relations.get(name, []))) for name in names}
         ordered: dict[str, list[str]] = {}
         while left:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -15,7 +15,6 @@ from raytrec.config.models.base import (
     OneDimSection,
     Size,
     Sizes,
-    check_first_order,
     matching,
     model,
 )
@@ -63,6 +62,33 @@ class DcnSection(ModelSection):
             )
 
 
+def _check_first_order(
+    schema: Schema, model: str, tasks: Mapping[str, int], features: Collection[str] | None = None
+) -> None:
+    """Check that rows of tables have room for first-order weights, one for each output, and a vector.
+
+    Args:
+        schema: Schema of the run.
+        model: Name of the model, for errors.
+        tasks: Task → number of its columns of logits.
+        features: Features with such weights; None: all.
+
+    Raises:
+        ConfigError: The dim of a table is not larger than the number of outputs.
+    """
+    outputs = sum(tasks.values())
+    for feature in schema.sparse if features is None else features:
+        table = schema.sparse[feature].table
+        if (dim := schema.tables[table].dim) <= outputs:
+            raise ConfigError(
+                f"table {table} has dim {dim}, and the tasks have {outputs} columns of logits",
+                where="schema.yaml, tables",
+                expected=f"a larger dim: {model} reads the first numbers of a row as the id's first-order "
+                "weights, one for each column, and the rest as its vector",
+                do=f"give {table} a dim of {(outputs // 4 + 1) * 4} or more",
+            )
+
+
 Names = Annotated[list[str], Field(min_length=1)]
 
 
@@ -92,7 +118,7 @@ class WideDeepSection(ModelSection):
 
     def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
         wide = self.parts(schema)["wide"]
-        check_first_order(schema, self.name, tasks, [f for f in schema.sparse if f in wide])
+        _check_first_order(schema, self.name, tasks, [f for f in schema.sparse if f in wide])
 
     def parts(self, schema: Schema) -> dict[str, set[str]]:
         """wide and deep → their features and columns.
@@ -121,7 +147,7 @@ class FirstOrderSection(OneDimSection):
     """Dropout in the MLP while training."""
 
     def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
-        check_first_order(schema, self.name, tasks)
+        _check_first_order(schema, self.name, tasks)
 
 
 @model("deepfm", "raytrec.models.first_order:DeepFM")

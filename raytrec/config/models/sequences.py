@@ -13,7 +13,6 @@ from raytrec.config.models.base import (
     ModelSection,
     Size,
     Sizes,
-    check_heads,
     check_same_dim,
     feature_of,
     model,
@@ -156,6 +155,26 @@ class DienSection(TargetedSection):
             )
 
 
+def _check_heads(heads: int, width: int, what: str) -> None:
+    """Check that a width is a multiple of the heads of attention.
+
+    Args:
+        heads: Number of heads.
+        width: Width that the heads share.
+        what: Clause about the width, for errors: "the dim of table item is 8".
+
+    Raises:
+        ConfigError: The width is not a multiple.
+    """
+    if width % heads:
+        raise ConfigError(
+            f"{what}, and model.heads is {heads}",
+            where="model.heads",
+            expected="a divisor of it: each head has an equal part",
+            do="set model.heads=1, or another divisor",
+        )
+
+
 @model("bst", "raytrec.models.bst:BST")
 class BstSection(TargetedSection):
     """Behavior Sequence Transformer: attention between a sequence's ids and its target (models/bst.py)."""
@@ -176,7 +195,7 @@ class BstSection(TargetedSection):
         self.check_dims(schema)
         for sequence in self.targets(schema):
             dim = schema.dim_of(sequence)
-            check_heads(self.heads, dim, f"the vectors of {sequence} have dim {dim}")
+            _check_heads(self.heads, dim, f"the vectors of {sequence} have dim {dim}")
 
 
 class NextItemSection(SampledSection):
@@ -227,7 +246,7 @@ class NextItemSection(SampledSection):
         """
         what = f"the dim of table {schema.sparse[self.item].table}" if width is None else "model.width"
         width = width or schema.dim_of(self.item)
-        check_heads(self.heads, width, f"{what} is {width}")
+        _check_heads(self.heads, width, f"{what} is {width}")
 
 
 @model("sasrec", "raytrec.models.next_item:SASRec")

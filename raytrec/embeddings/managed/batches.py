@@ -14,8 +14,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.common.collectives import Peers, RoundTrip, on_device
 from raytrec.common.errors import RunError
-from raytrec.config.managed import ManagedIds
 from raytrec.config.schema import Schema
+from raytrec.config.schema_parts import ManagedIds
 from raytrec.data.batch import Batch, NewRows
 from raytrec.embeddings.hashing import (
     BLOCK_VALUES,

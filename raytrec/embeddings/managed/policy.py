@@ -7,7 +7,7 @@ from math import gcd, sqrt
 import torch
 
 from raytrec.common.collectives import Peers, on_device
-from raytrec.config.managed import Eviction
+from raytrec.config.schema_parts import Eviction
 from raytrec.embeddings.hashing import count_tables, hash_bits, in_order, of_table
 
 SWEEPS = 8  # searches for expired ids in the steps after which an id expires

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from raytrec.common.collectives import Peers, on_device
-from raytrec.config.managed import ManagedIds
+from raytrec.config.schema_parts import ManagedIds
 from raytrec.embeddings.hashing import Distinct, count_tables, fallback_of, in_order, of_table
 from raytrec.embeddings.managed.key_map import Entries, Free, KeyMap
 from raytrec.embeddings.managed.policy import (

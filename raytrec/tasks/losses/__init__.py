@@ -1,4 +1,4 @@
-"""The registry of losses; a loss is one file.
+"""The registry of losses; a loss is one class.
 
 One of yours is a class in a module of yours.
 

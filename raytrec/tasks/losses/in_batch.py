@@ -1,4 +1,4 @@
-"""Sampled softmax over the items of the global batch."""
+"""Losses that compare rows of the global batch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,32 @@ from raytrec.tasks.losses import BatchLoss, Rows, in_range, loss
 
 if TYPE_CHECKING:
     import torch
+
+
+@loss("bpr")
+class BayesianPersonalizedRanking(BatchLoss):
+    """The mean of −ln sigmoid(s − s') over the rows of the same group whose label is lower, weighted by their
+    weights; 0 for a row without any.
+
+    Groups are the values of the task's `group`, wherever in the global batch its rows are; without one, the
+    global batch is one group. A group that is spread over several batches is compared within each of them.
+    Source: Rendle et al. 2009, arXiv:1205.2618. Predictions are scores: only their order has a meaning.
+    """
+
+    metrics = ("auc",)
+    predicts = "score"
+    by = "group"
+
+    def of_batch(self, batch: Rows, rows: slice) -> torch.Tensor:
+        from torch.nn.functional import softplus
+
+        lower_BN = batch.labels[rows].unsqueeze(1) > batch.labels.unsqueeze(0)
+        if batch.keys is not None:
+            lower_BN = lower_BN & (batch.keys[rows].unsqueeze(1) == batch.keys.unsqueeze(0))
+        weights_BN = lower_BN * batch.weights
+        pairs_BN = softplus(batch.logits.unsqueeze(0) - batch.logits[rows].unsqueeze(1))
+        total_B = weights_BN.sum(1)
+        return (pairs_BN * weights_BN).sum(1) / total_B.masked_fill(total_B == 0, 1)
 
 
 @loss("in_batch_softmax")
@@ -23,10 +49,10 @@ class InBatchSoftmax(BatchLoss):
     vectors (two_tower does); a row's score is the product of these two.
 
     Args:
-        temperature: > 0.
+        temperature: Divisor of scores, > 0.
 
     Raises:
-        ValueError: temperature is out of range.
+        ValueError: `temperature` is out of range.
     """
 
     label_range = (0.0, 1.0)
@@ -40,7 +66,7 @@ class InBatchSoftmax(BatchLoss):
         self.temperature = in_range("temperature", temperature, 0.0, 1e6, exclusive=True)
 
     def scores(self, vectors_BV: torch.Tensor) -> torch.Tensor:
-        """⟨query, item⟩ of each row: [B, 2·D] → [B]."""
+        """Return ⟨query, item⟩ of each row: float32 [B, 2·D] → [B]."""
         query_BD, item_BD = vectors_BV.chunk(2, dim=1)
         return (query_BD * item_BD).sum(1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,7 @@ from raytrec.common.storage import open_filesystem
 from raytrec.data.arrow import pick_columns, to_read
 from raytrec.data.pages import Version, read_rows
 from raytrec.data.pages.chunks import Damaged
+from raytrec.data.partitions import folder_column
 
 SKIPPED = "skipped.jsonl"  # in the run folder: what has been skipped
 _footers: dict[Version, pq.FileMetaData] = {}  # of this process, whose threads share it
@@ -41,10 +42,10 @@ class Faults:
     log: str | None = None
 
     def leave_out(self, error: DataError, rows: int | None) -> None:
-        """Records rows that are skipped.
+        """Record rows that are skipped.
 
         Raises:
-            DataError: the error itself, where the run is to stop.
+            DataError: The error itself, unless rows are skipped.
         """
         if not self.skip:
             raise error
@@ -53,12 +54,37 @@ class Faults:
                 file.write(json.dumps({"what": error.what, "where": error.where, "rows": rows}) + "\n")
 
 
-def decode(path: str, group: int, first: int, rows: int, columns: list[str]) -> pa.Table:
-    """Columns of rows [first, first + rows) of a row group.
+def decode_columns(
+    path: str,
+    group: int,
+    first: int,
+    rows: int,
+    names: list[str],
+    folders: Mapping[str, pa.DataType | None] | None = None,
+) -> pa.Table:
+    """Return columns of rows of a row group: those of the file, and those of its folders' names.
+
+    Args:
+        path: Path or URI of the file.
+        group: Number of the row group.
+        first: First row.
+        rows: Number of rows.
+        names: Columns.
+        folders: Columns that are read from the folders' names, and their types (Form.folders); None: none.
 
     Raises:
-        DataError: what is wrong with the file; names it and the row group.
+        DataError: The file is damaged, has changed, or the storage fails; names the file and the row group.
     """
+    folders = folders or {}
+    held = [name for name in names if name not in folders]
+    table = _decode(path, group, first, rows, held) if held else pa.table([pa.nulls(rows)], [""])
+    for name in names:
+        if name in folders:
+            table = table.append_column(name, folder_column(path, name, folders[name], rows))
+    return table.select(names)
+
+
+def _decode(path: str, group: int, first: int, rows: int, columns: list[str]) -> pa.Table:
     try:
         table = retry_read(path, partial(_read, path, group, first, rows, columns))
         if table.num_rows < rows:
@@ -109,8 +135,10 @@ _open = _OpenFiles()
 
 
 def _opened(version: Version, open_file: Callable[[], pa.NativeFile]) -> tuple[pa.NativeFile, pq.ParquetFile]:
-    """A file, and its reader, which stay open for its next row groups: each opening takes as long as decoding
-    a thousand rows."""
+    """Return a file and its reader, which stay open for the next row groups.
+
+    Opening a file takes as long as decoding a thousand rows.
+    """
     path, remote = version[0], "://" in version[0]
     known = _open.files.pop(path, None)
     if known is None or known[0] != version:
@@ -127,8 +155,10 @@ def _opened(version: Version, open_file: Callable[[], pa.NativeFile]) -> tuple[p
 
 
 def _remember(version: Version, footer: pq.FileMetaData) -> None:
-    """Keeps a footer for the file's other row groups; the oldest go when they take too much memory. (Parsed
-    for each row group, a footer costs a good part of what decoding does.)"""
+    """Keep a footer for the file's other row groups; drop the oldest footers beyond FOOTER_BYTES.
+
+    Parsing a footer for each row group costs a good part of the time of decoding.
+    """
     with _lock:
         _footers[version] = footer
         while sum(known.serialized_size for known in _footers.values()) > FOOTER_BYTES and len(_footers) > 1:

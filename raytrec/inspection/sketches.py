@@ -1,4 +1,4 @@
-"""How much of all lookups the ids that are met most take, counted in bounded memory."""
+"""Frequent ids and distinct values of a column, counted in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,46 @@ import numpy as np
 
 MOST = 65_536  # ids that are counted at a time
 POWERS = (1, 10, 100, 1_000, 10_000)
+SMALLEST = 65_536  # hashes kept to count distinct values: exact below, ± 0.4 % beyond
+
+
+class SmallestHashes:
+    """The smallest hashes of a column's values, by which its distinct values are counted."""
+
+    def __init__(self) -> None:
+        self._hashes = np.empty(0, np.uint64)
+        self._new: list[np.ndarray] = []  # not yet among them
+        self._new_count = 0
+
+    def add(self, hashes: np.ndarray) -> None:
+        """Add hashes of values, uint64 [n]."""
+        if len(self._hashes) == SMALLEST:
+            hashes = hashes[hashes < self._hashes[-1]]
+        self._new.append(hashes)
+        self._new_count += len(hashes)
+        if self._new_count >= SMALLEST:  # not for each row group: to sort takes longer than to read one
+            self._merge()
+
+    def _merge(self) -> None:
+        self._hashes = np.unique(np.concatenate([self._hashes, *self._new]))[:SMALLEST]
+        self._new, self._new_count = [], 0
+
+    def values(self) -> np.ndarray:
+        """Return the hashes, uint64, ascending."""
+        if self._new:
+            self._merge()
+        return self._hashes
+
+
+def count_distinct(hashes: np.ndarray) -> int:
+    """Return the number of distinct values from their smallest hashes (Bar-Yossef et al. 2002).
+
+    Args:
+        hashes: Hashes, uint64, ascending; fewer than SMALLEST are those of all values.
+    """
+    if len(hashes) < SMALLEST:
+        return len(hashes)
+    return round((SMALLEST - 1) / (float(hashes[SMALLEST - 1]) / 2**64))
 
 
 class HotIds:

@@ -6,15 +6,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrec.config.schema import Schema
-from raytrec.inspection import hot_ids
-from raytrec.inspection.hot_ids import HotIds
+from raytrec.inspection import sketches
 from raytrec.inspection.propose import inspect
+from raytrec.inspection.sketches import HotIds
 
 
 @pytest.mark.parametrize("most", [65_536, 300])
 def test_shares_are_those_of_a_plain_count(most, monkeypatch):
-    monkeypatch.setattr(hot_ids, "MOST", most)
-    monkeypatch.setattr(hot_ids, "POWERS", (1, 10, 100))
+    monkeypatch.setattr(sketches, "MOST", most)
+    monkeypatch.setattr(sketches, "POWERS", (1, 10, 100))
     made = np.random.default_rng(0)
     drawn = np.minimum(made.zipf(1.4, 60_000), 5_000).astype(np.uint64)
     found = HotIds()

@@ -1,0 +1,265 @@
+"""Rows in canonical form: a table of few columns.
+
+    labels     fixed_size_list<float32>[labels]            (absent where none are read)
+    dense      fixed_size_list<float32>[dense columns]     (absent without dense columns)
+    ids        fixed_size_list<int>[single features]       one id a row, or `no_id` for none (absent without)
+    ids.NAME   list<int>                                   of each other feature
+    weights.NAME  list<float32>                            of each feature that has weights
+    side_features.NAME  list<float64>   of each feature that has n of them: n values for each id
+    task_weights  fixed_size_list<float32>[tasks]   each row's factor in each task (absent: 1 in all)
+    keys       fixed_size_list<int64>[key columns]  (absent without)
+    reserved.NAME  any     of each reserved column, as it is (absent without)
+    present    bool      false: a row that is skipped (only under data.on_error: skip)
+    candidates list<float32>  of each candidate of the row: its labels, dense columns and task_weights (only
+                         where rows are requests; the columns above have what is the request's, then)
+    changed    list<int32>  in one row of many, for all of those: for each sparse feature, how many ids were
+                         brought into range, then how many there are (only where a table takes such ids)
+
+int is int32 where every table has at most 2³¹ rows and none has managed ids, else int64. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from raytrec.common.errors import DataError
+from raytrec.config.schema import scalar
+from raytrec.data.arrow import is_list, one_array, unnest
+from raytrec.data.columns import Place, first_null, first_unlike, label_of, rows_of, scaled, task_weights
+from raytrec.data.form import Form
+from raytrec.data.ids import Feature, Tally, bags, group_keys, side_features, single
+
+Columns = Sequence[np.ndarray | int]
+RESERVED_PREFIX = "reserved."  # begins the names of reserved columns
+
+
+def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
+    """Return a decoded table in canonical form.
+
+    Args:
+        table: Table with the columns of the schema, masks, weights and reserved columns.
+        form: Form of the rows.
+        place: Place of the first row, for errors.
+
+    Raises:
+        DataError: A value that the schema or a task does not allow.
+    """
+    schema, sparse, tally = form.schema, form.schema.sparse, Tally()
+
+    def dense(names: list[str], of: pa.Table, at: Place) -> list[np.ndarray]:
+        return [scaled(of[name], name, at, schema.scale.get(name)) for name in names]
+
+    features = {
+        name: Feature(name, spec, schema.tables[spec.table], place, tally) for name, spec in sparse.items()
+    }
+    examples, at = candidates_of(table, form, place) if schema.candidates else (table, place)
+    lists = [bags(table, features[name]) for name in form.bags]
+    ends = {name: offsets for name, (offsets, _, _) in zip(form.bags, lists, strict=True)}
+    labels = {name: label_of(examples[name], name, form, at) for name in form.plan.labels}
+    reserved = {name: reserved_array(table, name, form, place) for name in form.plan.reserved.names}
+    return canonical_table(
+        form,
+        [values for values, _ in labels.values()],
+        dense(schema.of_requests(schema.dense), table, place),
+        [single(table, features[name], form.no_id) for name in form.singles],
+        lists,
+        table.num_rows,
+        tally,
+        task_weights(examples, labels, form, at) if form.plan.weighs_tasks else (),
+        [group_keys(reserved[name]) for name in form.plan.reserved.keys],
+        [reserved[name] for name in form.plan.reserved.columns],
+        {name: side_features(table, features[name], ends[name]) for name in form.with_side_features},
+        (at.offsets, dense(schema.of_candidates(schema.dense), examples, at))
+        if isinstance(at, CandidatePlace)
+        else None,
+    )
+
+
+@dataclass(frozen=True)
+class CandidatePlace(Place):
+    """Place of the first candidate of a decoded table.
+
+    Attributes:
+        offsets: First candidate of each row, and the number of candidates; int32 [rows + 1].
+    """
+
+    offsets: np.ndarray
+
+    def of(self, column: str, row: int | None = None) -> str:
+        """Return the place of a candidate's value, by its row."""
+        return super().of(column, None if row is None else rows_of(self.offsets)(row))
+
+
+def candidates_of(table: pa.Table, form: Form, place: Place) -> tuple[pa.Table, CandidatePlace]:
+    """Return the columns of tasks and dense candidates with one row for each candidate, and their place.
+
+    Columns of the request are repeated for each candidate.
+
+    Raises:
+        DataError: The lists of a row have different lengths, or a list is null; names file, column and row.
+    """
+    schema, offsets, found, first = form.schema, None, {}, ""
+    extra = [read.column for read in form.plan.columns_of_tasks]
+    of_tasks = dict.fromkeys([*form.plan.labels, *schema.of_candidates(schema.dense), *extra])
+    lists = dict.fromkeys(
+        schema.column_of(name) if name in schema.sparse else name
+        for name in schema.candidates
+        if form.plan.read_labels or name not in schema.labels
+    )
+    lists |= {name: None for name in of_tasks if is_list(table[name].type)}
+    for name in lists:
+        array = one_array(table[name])
+        if (row := first_null(array)) is not None:
+            raise DataError(
+                f"column '{name}' has a null in place of a list",
+                where=place.of(name, row),
+                expected="a value for each candidate; an empty list where a request has none",
+                do="correct the data; or skip such rows: data.on_error=skip",
+            )
+        ends, values = unnest(array)
+        offsets, first = (ends, name) if offsets is None else (offsets, first)
+        if unlike := first_unlike(ends, offsets):
+            row, length, other = unlike
+            raise DataError(
+                f"'{name}' has {length} values, and '{first}' has {other}",
+                where=place.of(name, row),
+                expected="one value for each candidate of the row",
+                do=f"correct the data, or schema.yaml, candidates: [{scalar(first)}, {scalar(name)}, …]",
+            )
+        found[name] = values
+    rows = pa.array(np.repeat(np.arange(table.num_rows), np.diff(offsets)))
+    columns = {name: found[name] if name in found else table[name].take(rows) for name in of_tasks}
+    return pa.table(columns), CandidatePlace(place.path, place.group, place.first, offsets)
+
+
+def reserved_array(table: pa.Table, name: str, form: Form, place: Place) -> pa.Array:
+    """Return a reserved column in the type that it has in all files.
+
+    Raises:
+        DataError: A value does not fit the type.
+    """
+    kind = form.types.get(name)
+    array = one_array(table[name])
+    if kind is None or array.type == kind:
+        return array
+    try:
+        return array.cast(kind)
+    except pa.ArrowInvalid as error:
+        raise DataError(
+            f"reserved column '{name}' is {array.type} here and {kind} in all files together: "
+            f"{str(error).splitlines()[0]}",
+            where=place.of(name),
+            expected=f"values that {kind} holds",
+            do="write the files with one type, or use data.transforms: {do: cast, …}",
+        ) from None
+
+
+def canonical_table(
+    form: Form,
+    labels: Columns,
+    dense: Columns,
+    singles: Columns,
+    lists: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
+    rows: int,
+    tally: Tally | None = None,
+    weights_of_tasks: Columns = (),
+    keys: Columns = (),
+    reserved: Sequence[pa.Array] = (),
+    side_features_of: Mapping[str, np.ndarray] | None = None,
+    candidates: tuple[np.ndarray, Columns] | None = None,
+) -> pa.Table:
+    """Return a table in canonical form.
+
+    Args:
+        form: Form of the rows.
+        labels: n values for each label, or one value for all rows.
+        dense: The same for each dense column of requests.
+        singles: The same for each single feature.
+        lists: (offsets int32 [n + 1] from 0, ids [offsets[n]], weights or None) of each other feature.
+        rows: Number of rows, n.
+        tally: Counts of ids that were brought into range; None: there are none.
+        weights_of_tasks: n values for each task; empty if no task weighs rows.
+        keys: n values for each key column.
+        reserved: The reserved columns.
+        side_features_of: Feature → float64 [offsets[n], its side features].
+        candidates: (offsets int32 [n + 1] from 0, their dense columns) if rows are requests; `labels` and
+            `weights_of_tasks` then have offsets[n] values.
+    """
+    columns: dict[str, pa.Array] = {}
+    if candidates:
+        starts, beside = candidates
+        if of_each := [*labels, *beside, *weights_of_tasks]:
+            flat = _matrix(of_each, int(starts[-1]), np.float32).flatten()
+            columns["candidates"] = pa.ListArray.from_arrays(starts * np.int32(len(of_each)), flat)
+        labels, weights_of_tasks = [], ()
+    matrices = {
+        "labels": (labels, np.float32),
+        "dense": (dense, np.float32),
+        "ids": (singles, form.id_dtype),
+        "task_weights": (weights_of_tasks, np.float32),
+        "keys": (keys, np.int64),
+    }
+    columns |= {name: _matrix(of, rows, dtype) for name, (of, dtype) in matrices.items() if of}
+    for name, (offsets, ids, weights) in zip(form.bags, lists, strict=True):
+        columns[f"ids.{name}"] = pa.ListArray.from_arrays(offsets, ids.astype(form.id_dtype, copy=False))
+        if weights is not None:
+            columns[f"weights.{name}"] = pa.ListArray.from_arrays(offsets, weights)
+        if side_features_of and name in side_features_of:
+            values = side_features_of[name]
+            ends = offsets * np.int32(values.shape[1])
+            columns[f"side_features.{name}"] = pa.ListArray.from_arrays(ends, values.reshape(-1))
+    for name, array in zip(form.plan.reserved.columns, reserved, strict=True):
+        columns[f"{RESERVED_PREFIX}{name}"] = array
+    if form.counts_changes:  # the first row has the counts, which go wherever that row goes
+        counts = [tally[feature] for feature in form.schema.sparse] if tally and rows else []
+        flat = np.array(counts, np.int32).T.ravel()
+        offsets = np.full(rows + 1, flat.size, np.int32)
+        offsets[0] = 0
+        columns["changed"] = pa.ListArray.from_arrays(offsets, flat)
+    return pa.table(columns)
+
+
+def nothing(form: Form, rows: int) -> pa.Table:
+    """Return rows without values in canonical form."""
+    schema, plan = form.schema, form.plan
+    offsets, none = np.zeros(rows + 1, np.int32), np.empty(0, np.float32)
+    return canonical_table(
+        form,
+        [0] * len(plan.labels),
+        [0] * len(schema.of_requests(schema.dense)),
+        [form.no_id] * len(form.singles),
+        [(offsets, none, none if schema.sparse[name].weights else None) for name in form.bags],
+        rows,
+        None,
+        [0] * (len(plan.tasks) if plan.weighs_tasks else 0),
+        [0] * len(plan.reserved.keys),
+        [pa.nulls(rows, form.types.get(name, pa.null())) for name in plan.reserved.columns],
+        {name: np.empty((0, len(schema.sparse[name].side_features))) for name in form.with_side_features},
+        (offsets, [0] * form.of_candidates[1]) if schema.candidates else None,
+    )
+
+
+def shuffled(table: pa.Table, rng: np.random.Generator) -> pa.Table:
+    """Return the rows of a canonical table in random order."""
+    order, columns = rng.permutation(table.num_rows), {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        array = one_array(column)
+        if pa.types.is_fixed_size_list(array.type):  # NumPy takes whole rows, three times as fast as Arrow
+            width = array.type.list_size
+            values = np.take(array.flatten().to_numpy().reshape(-1, width), order, axis=0)
+            columns[name] = pa.FixedSizeListArray.from_arrays(values.reshape(-1), width)
+        else:
+            columns[name] = array.take(pa.array(order))
+    return pa.table(columns)
+
+
+def _matrix(columns: Columns, rows: int, dtype: type) -> pa.FixedSizeListArray:
+    """Return columns of n values as n lists."""
+    packed = np.empty((rows, len(columns)), dtype)
+    for i, column in enumerate(columns):
+        packed[:, i] = column
+    return pa.FixedSizeListArray.from_arrays(packed.reshape(-1), len(columns))

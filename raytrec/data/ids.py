@@ -1,0 +1,296 @@
+"""Checked ids of sparse features, stable hashes of ids, and keys for grouping rows. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+
+from raytrec.common.errors import DataError
+from raytrec.config.schema import scalar
+from raytrec.config.schema_parts import Sparse, Table
+from raytrec.data.arrow import is_list, is_text, one_array, plain_array, unnest
+from raytrec.data.columns import (
+    Place,
+    as_float64,
+    check_finite,
+    first_null,
+    first_unlike,
+    rows_of,
+    whole_floats,
+)
+from raytrec.data.form import NO_MANAGED_ID
+
+NULL_KEY = -(2**63)  # of all nulls, which are one group
+
+
+# Feature → (ids that were brought into range, all ids).
+Tally = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A sparse feature whose ids are read.
+
+    Attributes:
+        place: Place of the first row.
+        tally: Receives the feature's counts.
+    """
+
+    name: str
+    spec: Sparse
+    table: Table
+    place: Place
+    tally: Tally
+
+    @property
+    def column(self) -> str:
+        """Return the Parquet column of the ids."""
+        return self.spec.column or self.name
+
+
+def single(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray:
+    """Return a feature with one id a row: valid ids [n] of any integer type; `no_id` for nulls.
+
+    Whole floats (integers with nulls, as pandas writes them) are ids, and NaN is a null.
+    """
+    array = one_array(table[feature.column])
+    if is_list(array.type):
+        raise DataError(
+            f"feature '{feature.name}' is a list here",
+            where=feature.place.of(feature.name),
+            expected="one id a row, as when the files' columns were looked at",
+            do="do not change the files while they are read",
+        )
+    array = whole_floats(array, feature.name, feature.column, feature.place)
+    if array.null_count == 0 and pa.types.is_integer(array.type):
+        return _in_range(array.to_numpy(), feature, int)
+    offsets, flat = unnest(array)
+    ids = np.full(len(array), no_id, np.int64)
+    ids[np.diff(offsets) > 0] = _ids(flat, feature, rows_of(offsets))
+    return ids
+
+
+def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return a feature as bags of valid ids.
+
+    Returns:
+        Offsets int32 [n + 1] from 0; ids [offsets[n]] of any integer type; weights float32 or None. A null
+        row is an empty bag.
+    """
+    name, spec, column = feature.name, feature.spec, one_array(table[feature.column])
+    offsets, flat = unnest(whole_floats(column, name, feature.column, feature.place))
+    rows = rows_of(offsets)
+    if (at := first_null(flat)) is not None:
+        raise DataError(
+            f"feature '{name}' has a null inside a list",
+            where=feature.place.of(name, rows(at)),
+            expected="ids; an empty list, or null for the whole list, when there are none",
+            do=f"data.transforms: {{do: drop_null, columns: [{scalar(feature.column)}]}}",
+        )
+    ids = _ids(flat, feature, rows)
+    if spec.weights is None:
+        return offsets, ids, None
+    per_id = _one_for_each(table, spec.weights, feature, offsets)
+    per_id = per_id.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
+    check_finite(per_id, spec.weights, feature.place, rows)
+    return offsets, ids, per_id
+
+
+def _one_for_each(table: pa.Table, name: str, feature: Feature, offsets: np.ndarray) -> pa.Array:
+    """Return the flat values of a column of lists.
+
+    Raises:
+        DataError: A list has another length than the list of the feature's ids, or a value is null.
+    """
+    ends, flat = unnest(one_array(table[name]))
+    if unlike := first_unlike(ends, offsets):
+        row, length, ids = unlike
+        raise DataError(
+            f"'{name}' has {length} values for {ids} ids of '{feature.name}'",
+            where=feature.place.of(name, row),
+            expected="one value for each id",
+        )
+    if (at := first_null(flat)) is not None:
+        raise DataError(
+            f"column '{name}' has a null inside a list",
+            where=feature.place.of(name, rows_of(offsets)(at)),
+            expected=f"a value for each id of '{feature.name}'",
+            do="correct the data; or skip such rows: data.on_error=skip",
+        )
+    return flat
+
+
+def _ids(flat: pa.Array, feature: Feature, rows: Callable[[int], int]) -> np.ndarray:
+    """Return valid ids as integers; text is hashed to rows, or to 64 bits if ids are managed.
+
+    Args:
+        flat: Ids of all rows.
+        feature: The feature.
+        rows: Position in `flat` → row, for errors.
+    """
+    table = feature.table
+    if pa.types.is_null(flat.type):  # all rows, or lists, are empty
+        flat = flat.cast(pa.int64())
+    if not is_text(flat.type):
+        return _in_range(flat.to_numpy(zero_copy_only=False), feature, rows)
+    ids = _in_range(hash_text_bits(flat) if table.ids else hash_text(flat, table.rows), feature, rows)
+    if not table.ids:  # text that has been hashed into a table's rows counts as brought into range
+        feature.tally[feature.name] = len(flat), len(flat)
+    return ids
+
+
+def _in_range(ids: np.ndarray, feature: Feature, rows: Callable[[int], int]) -> np.ndarray:
+    """Return ids in [0, table.rows), by the table's policy; managed ids keep their bits as int64.
+
+    Args:
+        ids: Ids of any integer type.
+        feature: The feature.
+        rows: Position in `ids` → row, for errors.
+    """
+    name, table, tally = feature.name, feature.table, feature.tally
+    tally[name] = 0, len(ids)
+    if table.ids:
+        return np.maximum(ids.astype(np.int64), NO_MANAGED_ID + 1)
+    if not len(ids) or _all_below(ids, table.rows):
+        return ids
+    outside = (ids < 0) | (ids >= table.rows)
+    tally[name] = int(outside.sum()), len(ids)
+    if table.out_of_range == "error":
+        at, key = int(outside.argmax()), f"tables.{feature.spec.table}"
+        raise DataError(
+            f"id {ids[at]} of feature '{name}' is not in table '{feature.spec.table}'",
+            where=feature.place.of(name, rows(at)),
+            expected=f"0 ≤ id < {table.rows} ({key}.rows)",
+            do=f"correct the data or {key}.rows, or set {key}.out_of_range to clamp or hash, or {key}.ids to "
+            "managed",
+        )
+    if table.out_of_range == "clamp":
+        return np.clip(ids, 0, table.rows - 1).astype(np.int64)
+    return np.where(outside, hash_integers(ids, table.rows), ids.astype(np.int64))
+
+
+def _all_below(ids: np.ndarray, rows: int) -> bool:
+    """Return True if all integers [n], n ≥ 1, are in [0, rows)."""
+    bits = 8 * ids.itemsize
+    if ids.dtype.kind == "i" and rows <= 1 << (bits - 1):
+        # One look instead of two: without a sign, a negative one is larger than all others.
+        ids = ids.view(f"uint{bits}")
+        return int(np.maximum.reduce(ids)) < rows
+    return int(ids.min()) >= 0 and int(ids.max()) < rows
+
+
+def side_features(table: pa.Table, feature: Feature, offsets: np.ndarray) -> np.ndarray:
+    """Return the side features of each id of a sequence: float64 [N, side features]; times in seconds.
+
+    Args:
+        table: Decoded table.
+        feature: The sequence.
+        offsets: Offsets of its ids, int32 [n + 1] from 0.
+
+    Raises:
+        DataError: Another number of values than of ids; a null, NaN or infinity.
+    """
+    names = feature.spec.side_features
+    out = np.empty((int(offsets[-1]), len(names)))
+    for number, column in enumerate(names):
+        out[:, number] = as_float64(_one_for_each(table, column, feature, offsets))
+        check_finite(out[:, number], column, feature.place, rows_of(offsets))
+    return out
+
+
+def hash_integers(ids: np.ndarray, rows: int) -> np.ndarray:
+    """Hash integers [n] of any type to int64 [n] in [0, rows)."""
+    return (hash_bits(ids.astype(np.uint64)) % np.uint64(rows)).astype(np.int64)
+
+
+def hash_bits(values: np.ndarray) -> np.ndarray:
+    """Mix the bits of uint64 [n] by splitmix64 (Steele, Lea, Flood 2014)."""
+    with np.errstate(over="ignore"):
+        values = values + np.uint64(0x9E3779B97F4A7C15)
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def hash_text(flat: pa.Array, rows: int) -> np.ndarray:
+    """Hash text or bytes [n] without nulls to int64 [n] in [0, rows)."""
+    return (hash_text_bits(flat) % np.uint64(rows)).astype(np.int64)
+
+
+def hash_text_bits(flat: pa.Array) -> np.ndarray:
+    """Hash text or bytes [n] without nulls to uint64 [n] by SipHash; each distinct value is hashed once."""
+    from pandas.util import hash_array
+
+    encoded = flat.dictionary_encode()
+    distinct = np.array(encoded.dictionary.to_pylist(), dtype=object)
+    hashes = hash_array(distinct) if len(distinct) else np.empty(0, np.uint64)
+    return hashes[encoded.indices.to_numpy(zero_copy_only=False)]
+
+
+def group_keys(array: pa.Array) -> np.ndarray:
+    """Return the key of each value, int64 [n]; equal values have equal keys.
+
+    Integers are their own key (of uint64, the same bits), as are true and false (1 and 0), and dates and
+    times in their own unit. Text and bytes are hashed (SipHash of their UTF-8), decimals as the text that
+    they are written as, and floats by their bits (splitmix64; NaN is one value, and -0.0 is 0.0). Some two
+    of n hashed values share a key with a probability of about n² / 2⁶⁵: 3e-8 for a million of them.
+
+    Raises:
+        TypeError: The array has another type.
+    """
+    array = plain_array(array)
+    if not array.null_count:
+        return _keys(array)
+    there = array.is_valid().to_numpy(zero_copy_only=False)
+    keys = np.full(len(array), NULL_KEY, np.int64)
+    if there.any():
+        keys[there] = _keys(array.drop_null())
+    return keys
+
+
+def keys_of_rows(columns: Sequence[pa.ChunkedArray], rows: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return the group keys that each row has in columns of values or of lists of values; nulls have none.
+
+    Args:
+        columns: Columns of equal length.
+        rows: Number of rows, for no columns.
+
+    Returns:
+        Number of keys of each row, int64 [rows]; and the keys, row after row, int64.
+    """
+    of, keys = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for column in columns:
+        offsets, values = unnest(one_array(column))
+        rows = len(column)
+        of.append(np.repeat(np.arange(rows), np.diff(offsets)))
+        keys.append(group_keys(values))
+    whole = np.concatenate(of)
+    order = np.argsort(whole, kind="stable")
+    return np.bincount(whole, minlength=rows), np.concatenate(keys)[order]
+
+
+def _keys(array: pa.Array) -> np.ndarray:
+    kind = array.type
+    if types.is_boolean(kind):
+        array = array.cast(pa.int8())
+    elif types.is_date32(kind) or types.is_time32(kind):
+        array = array.cast(pa.int32())
+    elif types.is_temporal(kind) and not types.is_interval(kind):
+        array = array.cast(pa.int64())
+    elif types.is_decimal(kind):
+        array = pc.cast(array, pa.string())
+    if types.is_integer(array.type):
+        values = array.to_numpy()
+        return values.view(np.int64) if values.dtype == np.uint64 else values.astype(np.int64, copy=False)
+    if types.is_floating(array.type):
+        values = array.cast(pa.float64()).to_numpy() + 0.0  # of -0.0, too, 0.0
+        values[np.isnan(values)] = np.nan
+        return hash_bits(values.view(np.uint64)).view(np.int64)
+    if is_text(array.type):
+        return hash_text_bits(array).view(np.int64)
+    raise TypeError(f"a column of {kind} has no keys")

@@ -1,0 +1,166 @@
+"""Pieces of canonical tables: slices of rows, and several of them one after the other. No torch here."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from raytrec.data.canonical import RESERVED_PREFIX
+from raytrec.data.order import Item
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows in canonical form (canonical.py) as NumPy views of Arrow's buffers.
+
+    Attributes:
+        matrices: Name → [n, columns] for labels, dense, ids, task_weights and keys; lengths: int32
+            [n, list columns].
+        lists: ids.NAME, weights.NAME, candidates, changed → place among the list columns.
+        values: Values of each list column.
+        offsets: Offsets of the list columns, int32 [n + 1, list columns]; all offsets of a row are adjacent
+            because slices are small and many.
+        present: True for rows that are not skipped, bool [n]; None: all rows.
+        reserved: Reserved columns under their own names; None: there are none.
+    """
+
+    matrices: dict[str, np.ndarray]
+    lists: dict[str, int]
+    values: list[np.ndarray]
+    offsets: np.ndarray
+    present: np.ndarray | None
+    reserved: pa.RecordBatch | None = None
+
+    @classmethod
+    def of(cls, batch: pa.RecordBatch) -> Chunk:
+        matrices, arrays, present, reserved = {}, {}, None, {}
+        for name, array in zip(batch.schema.names, batch.columns, strict=True):
+            if name == "present":
+                present = array.to_numpy(zero_copy_only=False)
+            elif name.startswith(RESERVED_PREFIX):
+                reserved[name.removeprefix(RESERVED_PREFIX)] = array
+            elif pa.types.is_fixed_size_list(array.type):
+                matrices[name] = array.flatten().to_numpy().reshape(-1, array.type.list_size)
+            else:
+                arrays[name] = array
+        offsets = np.empty((batch.num_rows + 1, len(arrays)), np.int32)
+        for i, array in enumerate(arrays.values()):
+            offsets[:, i] = array.offsets.to_numpy()
+        matrices["lengths"] = offsets[1:] - offsets[:-1]
+        lists = {name: i for i, name in enumerate(arrays)}
+        values = [array.values.to_numpy() for array in arrays.values()]
+        whole = pa.RecordBatch.from_pydict(reserved) if reserved else None
+        return cls(matrices, lists, values, offsets, present, whole)
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows [first, last) of a chunk; slicing costs next to nothing."""
+
+    chunk: Chunk
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, batch: pa.RecordBatch) -> Rows:
+        return cls(Chunk.of(batch), 0, batch.num_rows)
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def __getitem__(self, rows: slice) -> Rows:
+        start, stop, _ = rows.indices(self.last - self.first)
+        return Rows(self.chunk, self.first + start, self.first + stop)
+
+    def matrix(self, name: str) -> np.ndarray:
+        """Return the rows of a matrix."""
+        return self.chunk.matrices[name][self.first : self.last]
+
+    def reserved(self) -> pa.RecordBatch:
+        """Return the rows of the reserved columns."""
+        return self.chunk.reserved.slice(self.first, self.last - self.first)
+
+    def values(self) -> list[np.ndarray]:
+        """Return the values of the rows, for each list column of the chunk."""
+        chunk = self.chunk
+        bounds = zip(chunk.offsets[self.first].tolist(), chunk.offsets[self.last].tolist(), strict=True)
+        return [values[begin:end] for values, (begin, end) in zip(chunk.values, bounds, strict=True)]
+
+
+class Joined:
+    """Several slices of chunks, one after the other.
+
+    Attributes:
+        rows: Total number of rows.
+    """
+
+    def __init__(self, pieces: list[Rows]):
+        self._pieces, self.rows = pieces, sum(map(len, pieces))
+        self._places = pieces[0].chunk.lists if pieces else {}
+        self._values = [piece.values() for piece in pieces]
+        self._lengths = self.matrix("lengths") if pieces else None
+
+    def has(self, name: str) -> bool:
+        """Return True if there are rows, and they have this matrix."""
+        return self.rows > 0 and name in self._pieces[0].chunk.matrices
+
+    def matrix(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
+        """Return a matrix, [rows, columns]."""
+        return np.concatenate([piece.matrix(name) for piece in self._pieces], out=out)
+
+    def present(self) -> np.ndarray | None:
+        """Return which rows there are, bool [rows]; None: all."""
+        if not self.rows or self._pieces[0].chunk.present is None:
+            return None
+        return np.concatenate([p.chunk.present[p.first : p.last] for p in self._pieces])
+
+    def values(self, name: str) -> list[np.ndarray]:
+        """Return the values of a list column, for each slice."""
+        return [values[self._places[name]] for values in self._values]
+
+    def lengths(self, name: str) -> np.ndarray:
+        """Return the number of values of a list column in each row, int32 [rows]."""
+        return self._lengths[:, self._places[name]]
+
+
+class Supply:
+    """Rows of each lane that have been read and not yet taken.
+
+    Attributes:
+        due: Number of rows that have not been read yet.
+    """
+
+    def __init__(self, items: list[Item], tables: Iterator[pa.Table]):
+        self.due = sum(item.rows for item in items)
+        self._items, self._tables = iter(items), tables
+        self._lanes: dict[int, deque[Rows]] = {}
+        self._lane, self._left = 0, 0  # the item that is arriving: its lane, and its rows still to come
+
+    def take(self, lane: int, count: int) -> Iterator[Rows]:
+        """Yield slices with the next `count` rows of a lane."""
+        queue = self._lanes.setdefault(lane, deque())
+        while count:
+            while not queue:
+                self._receive()
+            rows = queue.popleft()
+            if len(rows) > count:
+                queue.appendleft(rows[count:])
+                rows = rows[:count]
+            count -= len(rows)
+            yield rows
+
+    def _receive(self) -> None:
+        for chunk in next(self._tables).to_batches():
+            rows = Rows.of(chunk)
+            while rows:
+                if self._left == 0:
+                    item = next(self._items)
+                    self._lane, self._left = item.lane, item.rows
+                mine, rows = rows[: self._left], rows[self._left :]
+                self._lanes.setdefault(self._lane, deque()).append(mine)
+                self._left -= len(mine)
+                self.due -= len(mine)

@@ -1,0 +1,133 @@
+"""The columns of a folder's files, and the type that all files agree on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import types as t
+
+from raytrec.data.arrow import (
+    Ambiguous,
+    find_column,
+    is_list,
+    is_text,
+    leaf_names,
+    plain,
+    type_at,
+    value_type,
+)
+from raytrec.data.partitions import folder_types, folder_values, in_folders
+from raytrec.inspection.column_stats import NUMBERS, ColumnStats
+
+# Keys and values of folders that are times: rows of later days have other values.
+TIMES = {"date", "day", "ds", "dt", "hour", "hr", "minute", "month", "quarter", "time", "ts", "week", "year"}
+DATE = re.compile(r"(19|20)\d\d-?[01]\d(-?[0-3]\d|$)|__|$")
+
+
+def common_names(footers: dict) -> set[str]:
+    """Return the columns that all files, or the names of their folders, have."""
+    names = ({*leaf_names(f.schema.to_arrow_schema()), *in_folders(path)} for path, f in footers.items())
+    return set.intersection(*names)
+
+
+def folder_kinds(footers: dict) -> dict[str, pa.DataType]:
+    """Return the types of keys of folders that are columns.
+
+    They have several values, which are not times, and some file does not hold them.
+    """
+    values = {key: {value or "" for value in each} for key, each in folder_values(footers).items()}
+    if not values:
+        return {}
+    held = set.intersection(*(set(leaf_names(f.schema.to_arrow_schema())) for f in footers.values()))
+    not_columns = held | {key for key, each in values.items() if key in TIMES or all(map(DATE.match, each))}
+    kinds = folder_types(footers)
+    return {key: kind for key, kind in kinds.items() if len(values[key]) > 1 and key not in not_columns}
+
+
+def _arrow(path: str, footer: pq.FileMetaData, kinds: dict[str, pa.DataType]) -> pa.Schema:
+    """Return a file's columns, and those in its folders' names."""
+    arrow = footer.schema.to_arrow_schema()
+    added = [pa.field(key, kinds[key]) for key in in_folders(path) if key in kinds]
+    return pa.schema([*(field for field in arrow if field.name not in kinds), *added])
+
+
+def agreed_columns(footers: dict[str | None, dict], kinds: dict[str, pa.DataType]) -> list[ColumnStats]:
+    """Every column (of structs: their fields) with the type that all files agree on."""
+    schemas = {
+        part: {path: _arrow(path, footer, kinds) for path, footer in files.items()}
+        for part, files in footers.items()
+    }
+    names = dict.fromkeys(
+        name for files in schemas.values() for schema in files.values() for name in leaf_names(schema)
+    )
+    return [_column(name, schemas) for name in names]
+
+
+def _column(name: str, schemas: dict[str | None, dict]) -> ColumnStats:
+    types, missing, twice = {}, {part: [] for part in schemas}, []
+    for part, path, schema in ((part, *entry) for part, files in schemas.items() for entry in files.items()):
+        try:
+            place = find_column(schema, name)
+        except Ambiguous:
+            twice.append(path)
+            first = next(iter(schema.get_all_field_indices(name)), None)
+            types.setdefault("unknown" if first is None else schema.field(first).type, path)
+            continue
+        if place is None:
+            missing[part].append(path)
+        else:
+            types.setdefault(type_at(schema, place), path)
+    base, is_list, mixed = _agreed([] if twice else list(types))
+    known = next((t for t in types if twice or _base(t)[0] != "null"), next(iter(types)))
+    column = ColumnStats(name, str(known), base, is_list, {str(t): p for t, p in types.items()}, mixed)
+    column.elsewhere = {
+        part: replace(column, few=None, elsewhere={}) for part in schemas if part and not missing[part]
+    }
+    lacking = [path for paths in missing.values() for path in paths]
+    if twice:
+        column.trouble = f"there is more than one column of this name in {_and_more(twice)}"
+    elif missing[None]:
+        column.trouble = f"there is no such column in {_and_more(lacking)}"
+    elif base == "other" and len(types) > 1:
+        column.trouble = f"its type differs: {'; '.join(f'{t} in {p}' for t, p in column.types.items())}"
+    elif base == "other":
+        column.trouble = f"type {known} is not supported"
+    elif lacking:
+        column.lacking = f"there is no such column in {_and_more(lacking)}"
+    return column
+
+
+def _and_more(paths: list[str]) -> str:
+    return paths[0] + (f" and {len(paths) - 1:,} other files" if len(paths) > 1 else "")
+
+
+def _agreed(types: list) -> tuple[str, bool, bool]:
+    """(base, whether a list, whether values have to be cast) of a column with these types in its files."""
+    kinds = [_base(kind) for kind in types]
+    bases = {base for base, _ in kinds} - {"null"}
+    is_list = any(listed for _, listed in kinds)
+    if len(bases) <= 1:
+        return (next(iter(bases), "null"), is_list, False)
+    if bases <= NUMBERS:
+        return ("integer" if bases <= {"integer", "bool"} else "float"), is_list, True
+    if bases <= NUMBERS | {"text"}:
+        return "text", is_list, True
+    return "other", is_list, False
+
+
+def _base(kind) -> tuple[str, bool]:
+    """(base, whether a list) of an Arrow type."""
+    value, listed = value_type(kind), is_list(plain(kind))
+    tests = {
+        "integer": t.is_integer,
+        "float": t.is_floating,
+        "bool": t.is_boolean,
+        "decimal": t.is_decimal,
+        "text": is_text,
+        "null": t.is_null,
+        "time": lambda k: t.is_temporal(k) and not t.is_interval(k),
+    }
+    return next((base for base, fits in tests.items() if fits(value)), "other"), listed
