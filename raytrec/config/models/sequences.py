@@ -83,7 +83,7 @@ class TargetedSection(ModelSection):
         return same[0]
 
 
-@model("sequence", "raytrec.models.din:SequenceModel")
+@model("sequence", "raytrec.models.targeted:SequenceModel")
 class SequenceSection(TargetedSection):
     """Attention over sequences, for the item in question, before DLRM's dot products (models/dlrm.py)."""
 
@@ -100,9 +100,9 @@ class SequenceSection(TargetedSection):
         self.targets(schema)
 
 
-@model("din", "raytrec.models.din:DIN")
+@model("din", "raytrec.models.targeted:DIN")
 class DinSection(TargetedSection):
-    """Deep Interest Network: sequences summed by weights that depend on the target (models/din.py)."""
+    """Deep Interest Network: sequences summed by weights that depend on the target (models/targeted.py)."""
 
     name: Literal["din"]
     attention_mlp: Sizes = Field([36])
@@ -156,9 +156,9 @@ class DienSection(TargetedSection):
             )
 
 
-@model("bst", "raytrec.models.bst:BST")
+@model("bst", "raytrec.models.targeted:BST")
 class BstSection(TargetedSection):
-    """Behavior Sequence Transformer: attention between a sequence's ids and its target (models/bst.py)."""
+    """Behavior Sequence Transformer: attention between a sequence and its target (models/targeted.py)."""
 
     name: Literal["bst"]
     blocks: Annotated[Few, Field(le=1000)] = 1
