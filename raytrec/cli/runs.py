@@ -82,7 +82,7 @@ def tune(
     """
     options = {**locals()}
     del options["json"]
-    from raytrec.tuning.outcome import print_outcome
+    from raytrec.tuning.tune import print_outcome
     from raytrec.tuning.tune import tune as run
 
     search = run(options.pop("config"), **options)

@@ -204,11 +204,10 @@ def print_summary(summary: Result) -> None:
         table.add_row(plain(name), plain(text))
     console.print(bold(summary.metrics["name"]), soft_wrap=True)
     console.print(table)
-    for each in slice_tables(summary.metrics):
-        names = (plain(name) for name in each.columns)
-        of_slices = Table(*names, title=plain(each.title), title_justify="left")
-        for cells in each.rows:
-            of_slices.add_row(*(plain(text) for text, _ in cells))
+    for title, slices in slice_tables(summary.metrics):
+        of_slices = Table(*map(plain, slices.columns), title=plain(title), title_justify="left")
+        for cells in slices.rows:
+            of_slices.add_row(*(plain(cell.text) for cell in cells))
         console.print(of_slices)
     sentence = summary.metrics.get("bound.sentence")
     for line in [*([sentence] if sentence else []), *summary.next_steps]:

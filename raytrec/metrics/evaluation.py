@@ -74,13 +74,13 @@ class TaskRows:
     def slices(
         self, peers: Peers, place: torch.device, names: Mapping[str, dict[int, str]]
     ) -> dict[str, Any]:
-        """Column → the figures of its slices (summarize); a collective.
+        """Return the figures of slices by column (Slices.figures); a collective.
 
         Args:
             names: column → the texts of its values that this rank has seen, by their keys.
         """
         return {
-            column: summarize(slices.figures(peers, place), peers, names.get(column, {}))
+            column: slices.figures(peers, place, names.get(column, {}))
             for column, slices in self._slices.items()
         }
 
@@ -153,18 +153,35 @@ class Slices(BoundedRows):
 
     _bins: list[torch.Tensor] | None = None  # ties of slices (`_put_together`)
 
-    def figures(self, peers: Peers, place: torch.device) -> SliceFigures:
-        """The figures of the slices that belong to this rank; a collective, after which nothing is kept.
+    def figures(self, peers: Peers, place: torch.device, names: Mapping[int, str]) -> dict[str, Any]:
+        """Return the largest and the worst slices of all ranks, the same on each rank.
+
+        A collective, after which nothing is kept.
 
         Args:
-            place: the device that rows are sorted on.
+            place: Device that rows are sorted on.
+            names: Texts of slices' values that this rank has seen, by their keys.
+
+        Returns:
+            slices: the number of all; largest and worst: lists of slice (its value as text), rows, auc,
+            calibration (None where not defined), and auc_bound where rows have been put into bins.
         """
         if binned := peers.largest(self._bins is not None) > 0:
             self._put_into_bins()
         ties = [x.to(place) for x in self._bins or self._ties()]
         self._bins = None
         ties = _put_together(*peers.send(ties, rank_of(ties[0], peers.world)))
-        return SliceFigures.of(ties, peers.largest(not self._binary) == 0, binned)
+        found = SliceFigures.of(ties, peers.largest(not self._binary) == 0, binned)
+        lists = {"largest": found.first(-found.rows, peers), "worst": found.first(found.goodness, peers)}
+        records = [record for listed in lists.values() for record in listed]
+        texts: dict[int, str] = {}
+        wanted = {record["key"] for record in records}
+        for known in peers.objects({key: names[key] for key in wanted & names.keys()}):
+            texts = known | texts
+        for record in records:
+            key = record.pop("key")
+            record["slice"] = texts.get(key, f"key {key}")
+        return {"slices": int(peers.sum(torch.tensor(len(found.keys)))), **lists}
 
     def _put_into_bins(self) -> None:
         keys, predictions, *sums = self._ties()
@@ -238,28 +255,6 @@ class SliceFigures:
             for (value, rows, *figures), key in sorted(found, key=lambda row: (row[0][0], row[1]))
             if isfinite(value)
         ][:SHOWN_SLICES]
-
-
-def summarize(found: SliceFigures, peers: Peers, names: Mapping[int, str]) -> dict[str, Any]:
-    """The largest and the worst slices of all ranks, the same on each; a collective.
-
-    Args:
-        found: of this rank.
-        names: the texts of slices' values that this rank has seen, by their keys.
-
-    Returns:
-        slices: the number of all; largest and worst: lists of slice (its value as text), rows, auc,
-        calibration (None where not defined), and auc_bound where rows have been put into bins.
-    """
-    lists = {"largest": found.first(-found.rows, peers), "worst": found.first(found.goodness, peers)}
-    wanted = {record["key"] for records in lists.values() for record in records}
-    texts: dict[int, str] = {}
-    for known in peers.objects({key: names[key] for key in wanted & names.keys()}):
-        texts = known | texts
-    for record in (each for records in lists.values() for each in records):
-        key = record.pop("key")
-        record["slice"] = texts.get(key, f"key {key}")
-    return {"slices": int(peers.sum(torch.tensor(len(found.keys)))), **lists}
 
 
 class Names:

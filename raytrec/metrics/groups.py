@@ -131,51 +131,21 @@ def auc_of_groups(
 class GroupRows:
     """Rows of one task on this rank, until all ranks exchange them for whole groups.
 
-    A row is 20 bytes, or 28 with its item; beyond `exact_rows` rows they are on disk (KeptRows), and come
-    back part by part.
+    A row is 20 bytes, or 28 with its item. Beyond `exact_rows` rows, all are appended to files, one for each
+    column, in the folder for temporary files; the files have no names and are gone with the process.
 
     Args:
-        predict: logits → predictions, of the task.
-        exact_rows: eval.max_exact_rows.
-        columns: the task's column `group` and, if metrics need it, `item`.
+        predict: Function from logits to predictions, of the task.
+        exact_rows: Rows that are kept in memory, eval.max_exact_rows.
+        columns: The task's column `group` and, if metrics need it, `item`.
     """
 
     def __init__(
         self, predict: Callable[[torch.Tensor], torch.Tensor], exact_rows: int, columns: Sequence[str]
     ):
-        self._predict, self._columns = predict, columns
-        key, value = torch.int64, torch.float32
-        self._kept = KeptRows([key, value, value, value, *[key] * (len(columns) - 1)], exact_rows)
-
-    def add(self, rows: Counted) -> None:
-        """Add rows."""
-        group, *item = (rows.keys[name] for name in self._columns)
-        self._kept.add([group, rows.logits, rows.labels, rows.weights, *item])
-
-    def groups(self, peers: Peers, place: torch.device) -> Iterator[Groups]:
-        """All groups, each whole on one rank, in as many parts as all ranks have; a collective for each.
-
-        Args:
-            place: the device that rows are sorted on.
-        """
-        for rows in self._kept.parts(peers):
-            keys, logits, labels, weights, *item = peers.send(rows, rank_of(rows[0], peers.world))
-            predictions = self._predict(logits.to(place).double())
-            yield Groups.make(keys.to(place), predictions, *(x.to(place) for x in (labels, weights, *item)))
-
-
-class KeptRows:
-    """Rows of one rank: columns, the first of which is an int64 key that decides a row's part.
-
-    Args:
-        dtypes: of the columns.
-        most: rows in memory. Beyond, all are appended to files, one a column, in the folder for temporary
-            files; they have no names, and are gone with the process.
-    """
-
-    def __init__(self, dtypes: Sequence[torch.dtype], most: int):
-        self._most = most
-        self._none = [torch.empty(0, dtype=dtype) for dtype in dtypes]
+        self._predict, self._columns, self._most = predict, columns, exact_rows
+        key, value = torch.empty(0, dtype=torch.int64), torch.empty(0)
+        self._none = [key, value, value, value, *[key] * (len(columns) - 1)]
         self._begin()
 
     def _begin(self) -> None:
@@ -186,16 +156,30 @@ class KeptRows:
         self._ranges: list[list[tuple[int, int]]] = [[] for _ in range(DISK_PARTS)]
         self._rows = self._written = 0
 
-    def add(self, columns: Sequence[torch.Tensor]) -> None:
-        """Adds rows, [n] each, in host memory."""
-        self._pieces.append(columns)
-        self._rows += len(columns[0])
+    def add(self, rows: Counted) -> None:
+        """Add rows, in host memory."""
+        group, *item = (rows.keys[name] for name in self._columns)
+        self._pieces.append([group, rows.logits, rows.labels, rows.weights, *item])
+        self._rows += len(group)
         if self._rows > self._most:
             self._write()
 
-    def parts(self, peers: Peers) -> Iterator[list[torch.Tensor]]:
-        """The rows of this rank, in one part if those of every rank are in memory, else in DISK_PARTS: rows
-        of a key are in the same part on all ranks. A collective; nothing is kept then."""
+    def groups(self, peers: Peers, place: torch.device) -> Iterator[Groups]:
+        """All groups, each whole on one rank, in as many parts as all ranks have; a collective for each.
+
+        Args:
+            place: the device that rows are sorted on.
+        """
+        for rows in self._parts(peers):
+            keys, logits, labels, weights, *item = peers.send(rows, rank_of(rows[0], peers.world))
+            predictions = self._predict(logits.to(place).double())
+            yield Groups.make(keys.to(place), predictions, *(x.to(place) for x in (labels, weights, *item)))
+
+    def _parts(self, peers: Peers) -> Iterator[list[torch.Tensor]]:
+        """Yield this rank's rows in one part, or in DISK_PARTS if a rank has rows on disk.
+
+        Rows of a group are in the same part on all ranks. A collective, after which nothing is kept.
+        """
         if peers.largest(bool(self._files)) > 0:
             self._write()
             for part in range(DISK_PARTS):

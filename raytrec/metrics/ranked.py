@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -58,8 +59,7 @@ def put_together(
     return [*(column[first] for column in values), *added]
 
 
-@dataclass(frozen=True)
-class Ties:
+class Ties(NamedTuple):
     """Rows with equal predictions put together: D distinct predictions, which rise.
 
     Attributes:
@@ -91,11 +91,6 @@ class Ties:
         """Of ties in any order, several of which may have one prediction."""
         return cls(*put_together(predictions.argsort(), [predictions], sums))
 
-    @property
-    def columns(self) -> tuple[torch.Tensor, ...]:
-        """Its attributes."""
-        return self.predictions, self.positive, self.negative, self.rows
-
 
 @dataclass(frozen=True)
 class Ranked:
@@ -125,8 +120,8 @@ class Ranked:
         """
         if peers.world > 1:
             ranks = torch.bucketize(ties.predictions, _borders(ties.predictions, peers))
-            ties = Ties.merge(*peers.send(ties.columns, ranks))
-        sums = torch.stack([x.sum() for x in (ties.positive, ties.negative, ties.rows)])
+            ties = Ties.merge(*peers.send(ties, ranks))
+        sums = torch.stack([x.sum() for x in ties[1:]])
         parts = peers.stack(torch.cat([sums, sums.new_tensor([not binary])]))
         below, total = parts[: peers.rank].sum(0), parts.sum(0)
         both = bool(total[0] > 0 and total[1] > 0 and total[3] == 0)
@@ -134,7 +129,7 @@ class Ranked:
 
     def before(self, which: int) -> torch.Tensor:
         """What is below each of this rank's ties, float64 [D]: of positive (0), negative (1) or rows (2)."""
-        values = self.ties.columns[1 + which]
+        values = self.ties[1 + which]
         return self.below[which] + values.cumsum(0) - values
 
 
@@ -229,7 +224,7 @@ class Scores(BoundedRows):
         predictions = self._predict(logits.double())
         middles = midpoints(bins_of(predictions)).masked_fill(predictions.isnan(), float("nan"))
         ties = Ties.of(middles, labels, weights)
-        self._bins.index_add_(1, bins_of(ties.predictions), torch.stack(ties.columns[1:]))
+        self._bins.index_add_(1, bins_of(ties.predictions), torch.stack(ties[1:]))
 
 
 def bins_of(predictions_N: torch.Tensor) -> torch.Tensor:

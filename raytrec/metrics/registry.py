@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from raytrec.metrics.groups import Groups
     from raytrec.metrics.ranked import Ranked
-    from raytrec.tasks.outputs import TaskOutputs
 
 Direction = Literal["higher", "lower", "closer to 1"]
 DIRECTIONS = ("higher", "lower", "closer to 1", None)
@@ -80,6 +79,25 @@ class Metric:
     k: ClassVar[int] = 0
 
     @staticmethod
+    def sums(rows: Any, /) -> dict[str, torch.Tensor]:
+        """Return what rows of this rank add, as scalars on their device. Every kind has its own `rows`."""
+        raise NotImplementedError
+
+    @classmethod
+    def figure(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
+        """Return the metric; NaN where it is not defined.
+
+        Args:
+            sums: Sums over all ranks, float64 scalars in host memory.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def counts(cls, sums: Mapping[str, torch.Tensor]) -> dict[str, float | torch.Tensor]:
+        """Return further figures by name, which show how much the metric is worth; none by default."""
+        return {}
+
+    @staticmethod
     def ranked_curve(ranked: Ranked) -> dict[str, list] | None:
         """A curve of an evaluation's rows in the order of their predictions (builtin/areas.py), for the
         report; a collective, which returns the same on all ranks. None: the metric has no curve."""
@@ -87,51 +105,19 @@ class Metric:
 
 
 class SumMetric(Metric):
-    """A metric of sums, which add up over rows, steps and ranks; in training it is known at every report."""
+    """A metric of sums, which add up over rows, steps and ranks; in training it is known at every report.
 
-    @staticmethod
-    def sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
-        """What rows of one rank add, of one step or of a few, as scalars on its device; it must not make the
-        host wait for that.
-
-        Metrics that share this very function share its sums. The names in it depend on nothing.
-        """
-        raise NotImplementedError
-
-    @staticmethod
-    def figure(sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
-        """The metric; NaN where it is not defined.
-
-        Args:
-            sums: over all rows of all ranks, float64 scalars in host memory.
-        """
-        raise NotImplementedError
-
-    @staticmethod
-    def counts(sums: Mapping[str, torch.Tensor]) -> dict[str, float | torch.Tensor]:
-        """Further figures, which show how much it is worth, by name; none by default."""
-        return {}
+    `sums` takes the TaskOutputs of one step or of a few. It must not make the host wait for the device, and
+    its names depend on nothing. Metrics that share this very function share its sums.
+    """
 
 
 class RankedMetric(Metric):
     """A metric of an evaluation's rows in the order of their predictions, which the ranks sort together: each
-    has a part of that order. Not defined where labels are not both 0 and 1, and nothing else."""
+    has a part of that order (Ranked), of which `sums` are. Not defined where labels are not both 0 and 1, and
+    nothing else."""
 
     takes = ("probability", "number", "score")
-
-    @classmethod
-    def sums(cls, ranked: Ranked) -> dict[str, torch.Tensor]:
-        """What this rank's part of the order adds, as scalars."""
-        raise NotImplementedError
-
-    @classmethod
-    def figure(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
-        """The metric.
-
-        Args:
-            sums: over all ranks, float64 scalars in host memory.
-        """
-        raise NotImplementedError
 
     @classmethod
     def bound(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
@@ -179,7 +165,6 @@ class GroupMetric(Metric):
 
     @classmethod
     def sums(cls, groups: Groups) -> dict[str, torch.Tensor]:
-        """What this rank's groups add, as scalars."""
         values_G, counted_G = cls.of_groups(groups)
         weights_G = cls.weights(groups) * counted_G
         return {
@@ -197,11 +182,6 @@ class GroupMetric(Metric):
 
     @classmethod
     def figure(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
-        """The metric; NaN where it is not defined.
-
-        Args:
-            sums: over all ranks, float64 scalars in host memory.
-        """
         return sums["values"] / sums["weight"]
 
     @classmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import isnan
 from typing import Any, NamedTuple
 
@@ -101,28 +100,28 @@ def as_text(value: Any, form: str) -> str:
     return str(value) if isnan(number(value)) else form.format(value)
 
 
-@dataclass(frozen=True)
-class SliceTable:
-    """Some slices of one task by one column.
+class Cell(NamedTuple):
+    """A cell of a table: text, and the value that its column is sorted by (None: the text)."""
 
-    Attributes:
-        title: which these are.
-        columns: their names.
-        rows: of each slice its texts, and its values as numbers (NaN where there is none).
-    """
+    text: str
+    value: float | None = None
 
-    title: str
+
+class Sheet(NamedTuple):
+    """A table: names of columns, and rows of cells."""
+
     columns: list[str]
-    rows: list[list[tuple[str, float]]]
+    rows: list[list[Cell]]
 
 
-def slice_tables(result: Mapping[str, Any]) -> list[SliceTable]:
-    """The largest and the worst slices of a result, task by task; what is not a record is passed over."""
+def slice_tables(result: Mapping[str, Any]) -> list[tuple[str, Sheet]]:
+    """Return titles and tables of the largest and the worst slices of a result, task by task.
+
+    Entries that are not records are skipped.
+    """
     tasks = as_dict(result.get(SLICES))
     return [
-        SliceTable(
-            f"{task}: {name} of {number(slices.get('slices')):,.0f} values of {column}", *_table(records)
-        )
+        (f"{task}: {name} of {number(slices.get('slices')):,.0f} values of {column}", _sheet(records))
         for task, columns in tasks.items()
         for column, found in as_dict(columns).items()
         for slices in [as_dict(found)]
@@ -131,14 +130,14 @@ def slice_tables(result: Mapping[str, Any]) -> list[SliceTable]:
     ]
 
 
-def _table(records: list[dict[str, Any]]) -> tuple[list[str], list[list[tuple[str, float]]]]:
+def _sheet(records: list[dict[str, Any]]) -> Sheet:
     shown = {key: about for key, about in COLUMNS.items() if any(key in record for record in records)}
     rows = [[_cell(record.get(key), form) for key, (_, form) in shown.items()] for record in records]
-    return [title for title, _ in shown.values()], rows
+    return Sheet([title for title, _ in shown.values()], rows)
 
 
-def _cell(value: Any, form: str) -> tuple[str, float]:
+def _cell(value: Any, form: str) -> Cell:
+    if form == "{}" and isinstance(value, str):
+        return Cell(value)
     as_number = number(value)
-    if isinstance(value, str) and form == "{}":
-        return value, as_number
-    return ("–" if as_number != as_number else form.format(as_number)), as_number
+    return Cell("–" if isnan(as_number) else form.format(as_number), as_number)

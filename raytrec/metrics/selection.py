@@ -76,10 +76,6 @@ class Figure:
         """Whether it should be as high, or as low, as possible."""
         return self.better in ("higher", "lower")
 
-    def record(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
-
 
 class Selection:
     """The metrics of a run's tasks.
@@ -146,7 +142,7 @@ class Selection:
         """`figures` as JSON, for the result of a run and, with the losses of `training`, for its start;
         `figures_of` reads it back."""
         losses = [*(_loss(f"{task}.{LOSS}", f"{task}: ") for task in self.tasks), _loss(LOSS)]
-        return [figure.record() for figure in [*self.figures, *(losses if training else [])]]
+        return [asdict(figure) for figure in [*self.figures, *(losses if training else [])]]
 
     def result(self, figures: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of result.json about the last evaluation."""

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, softplus
 from raytrec.config.models.sequences import DienSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence
-from raytrec.models.parts.layers import dim_of, mlp_and_linear
+from raytrec.models.parts.layers import PerSequence, dim_of, mlp_and_linear
 from raytrec.models.parts.packed import turn
 
 
@@ -50,25 +50,23 @@ class DIEN(nn.Module):
     def __init__(self, schema: Schema, config: DienSection, outputs: int = 1):
         super().__init__()
         config.check(schema)
-        self.config, self.target_of = config, config.targets(schema)
+        self.config, target_of = config, config.targets(schema)
         self.held_against = config.held_against(schema)
         self.features = [feature for feature in schema.sparse if feature != config.negatives]
-        # A feature's name cannot name a module: it may have dots.
-        self.interests = nn.ModuleList(
-            Interests(dim_of(schema, feature), dim_of(schema, target))
-            for feature, target in self.target_of.items()
+        self.interests = PerSequence(
+            target_of, lambda feature: Interests(dim_of(schema, feature), dim_of(schema, target_of[feature]))
         )
         sizes = [len(schema.dense) + sum(dim_of(schema, f) for f in self.features), *config.top_mlp]
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
-        read, own_B = {}, dense.new_zeros(dense.shape[0])
-        for (feature, target), interests in zip(self.target_of.items(), self.interests, strict=True):
-            read[feature], states_BLD = interests(inputs[feature], inputs[target])
+        read, own_B = dict(inputs), dense.new_zeros(dense.shape[0])
+        for feature, (last_BD, states_BLD) in self.interests(inputs).items():
+            read[feature] = last_BD
             if self.training and feature in self.held_against:
                 held = inputs[self.config.negatives]
                 own_B = own_B + self.config.auxiliary_weight * auxiliary(states_BLD, inputs[feature], held)
-        vectors = [read[f] if f in read else inputs[f] for f in self.features]
+        vectors = [read[feature] for feature in self.features]
         logits_BT = self.logit(self.top(torch.cat([dense, *vectors], dim=1)))
         if self.config.own_loss:
             return torch.cat([logits_BT, own_B.unsqueeze(1)], dim=1)

@@ -57,11 +57,7 @@ class NextItem(nn.Module, ABC):
 
     @abstractmethod
     def states(self, history: Sequence, packed: Packed) -> torch.Tensor:
-        """The state after each item that there is: float32 [N, D], each from it and older ones alone.
-
-        Args:
-            packed: where these items are in the history.
-        """
+        """Return the state after each item, from this item and older ones alone: float32 [N, D]."""
 
     def placed(self, history: Sequence, packed: Packed) -> torch.Tensor:
         """√D · e + p for each item's embedding e and the learned vector p of its position, with dropout:
@@ -175,9 +171,8 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
         self.attention = Attention(dim, config.heads, config.attention_dropout)
         self.dropout = Dropout(config.dropout)
-        self.network = nn.Sequential(
-            nn.Linear(dim, hidden), nn.ReLU(), Dropout(config.dropout), nn.Linear(hidden, dim)
-        )
+        layers = nn.Linear(dim, hidden), nn.ReLU(), Dropout(config.dropout), nn.Linear(hidden, dim)
+        self.network = nn.Sequential(*layers)
 
     def forward(self, x_ND: torch.Tensor, packed: Packed) -> torch.Tensor:
         x_ND = x_ND + self.dropout(self.attention(self.norms[0](x_ND), packed))
@@ -212,8 +207,8 @@ class Attention(nn.Module):
 class HSTU(NextItem):
     """Hierarchical sequential transduction units over a history (Zhai et al. 2024, arXiv:2402.17152).
 
-    x = √D · e + p for each item's embedding e and the learned vector p of its position. Then in each layer,
-    with layer norm N (without weights) and dropout d (equations 1 to 3), in each head:
+    x begins as in SASRec. Then in each layer, with layer norm N (without weights) and dropout d (equations 1
+    to 3), in each head:
 
         u, v, q, k = silu(W₁ N x)
         a_ij = silu(⟨q_i, k_j⟩ + r_{i−j} + s_{bucket(t_i − t_j)}) ÷ max_length   for j ≤ i, else 0

@@ -194,7 +194,7 @@ def draw(plans: Plans, path: str | Path) -> None:
     Raises:
         ConfigError: another kind of file, or no plan.
     """
-    from raytrec.report.figures import shards, style
+    from raytrec.report.figures import style, tables
     from raytrec.report.report import writing
 
     path = Path(path)
@@ -206,7 +206,7 @@ def draw(plans: Plans, path: str | Path) -> None:
     sizes: list[dict[str, float]] = [{} for _ in range(found.cluster.world)]
     for (table, rank), its in held(found.tables, plans.config, plans.schema).items():
         sizes[rank][table] = its.size.total
-    made = shards.memory_map(sizes)
+    made = tables.memory_map(sizes)
     with writing(path):
         if path.suffix == ".png":
             style.save_png(made, path)

@@ -75,13 +75,8 @@ def findings(run: RunFolder) -> list[str]:
 
 
 def _story(run: RunFolder) -> list[str]:
-    told = story(run)
-    bad = [mark for mark in told.marks if mark.bad]
-    said = [
-        f"{BAD[mark.kind]} after {duration(mark.at_s)}: {mark.text.splitlines()[0]}"
-        for mark in bad
-        if mark.text
-    ]
+    bad = [mark for mark in story(run).marks if mark.bad and mark.text]
+    said = [f"{BAD[mark.kind]} after {duration(mark.at_s)}: {mark.text.splitlines()[0]}" for mark in bad]
     if run.events and not run.result:
         said.append("there is no result: the run is still on, or was interrupted (raytrec train --resume)")
     return said
@@ -90,12 +85,16 @@ def _story(run: RunFolder) -> list[str]:
 def _model(run: RunFolder) -> list[str]:
     found = []
     for metric in run.metrics_of_tasks:
-        measured = [line.figure(metric.key) for line in run.figures(Eval, Final)]
-        written = [number(run.result.get(EVAL + metric.key)), *measured]
-        values = [value for value in written if not isnan(value)]
+        values = _evaluated(run, metric.key)
         if metric.is_ratio and values and abs(values[-1] - 1) > OFF:
             found.append(f"predictions are off: {metric.title} is {percent(values[-1])}")
     return poor_fit(run) + found
+
+
+def _evaluated(run: RunFolder, key: str) -> list[float]:
+    """Return a metric's values in the result and in evaluations, the last evaluation last."""
+    measured = [line.figure(key) for line in run.figures(Eval, Final)]
+    return [value for value in (number(run.result.get(EVAL + key)), *measured) if not isnan(value)]
 
 
 def poor_fit(run: RunFolder) -> list[str]:
@@ -106,8 +105,7 @@ def poor_fit(run: RunFolder) -> list[str]:
     for metric in run.metrics_of_tasks:
         if metric.key.rpartition(".")[2] != NE:
             continue
-        measured = [line.figure(metric.key) for line in run.figures(Eval, Final)]
-        values = [v for v in (number(run.result.get(EVAL + metric.key)), *measured) if not isnan(v)]
+        values = _evaluated(run, metric.key)
         trained = [v for line in run.figures(Train) if not isnan(v := line.figure(metric.key))]
         if values and values[-1] > 1:
             text = f"{metric.label} is {metric.text(values[-1])}: worse than predicting the label's mean"
@@ -183,9 +181,10 @@ def straggler(lines: list[RankLine]) -> str | None:
 
 def low_utilisation(lines: list[RankLine]) -> str | None:
     """States that GPUs, or all ranks, mostly wait; the phase that causes it, and what to change."""
-    shares = _shares(lines)
-    if shares is None:
+    seconds = sum(line.seconds for line in lines)
+    if seconds <= 0:
         return None
+    shares = {phase: sum(line.phase_s(phase) for line in lines) / seconds for phase in PHASES}
     busy = [v for line in lines if (v := line.system.get("gpu_percent")) is not None]
     if busy and fmean(busy) < IDLE_GPU_PERCENT:
         phase = max(PHASES, key=lambda p: shares[p])
@@ -212,14 +211,6 @@ def hot_rank(lines: list[RankLine]) -> str | None:
         f"rank {rank} looked up {percent(loads[rank] / total)} of all bytes, {times:.1f} times the mean: "
         "spread its tables over more ranks (plan.tables)"
     )
-
-
-def _shares(lines: list[RankLine]) -> dict[str, float] | None:
-    """Phase → its share of the time of all ranks; None where no time was measured."""
-    seconds = sum(line.seconds for line in lines)
-    if seconds <= 0:
-        return None
-    return {phase: sum(line.phase_s(phase) for line in lines) / seconds for phase in PHASES}
 
 
 INGEST, START = "ingest", "start"

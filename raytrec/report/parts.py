@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import nan
 
 from raytrec.common.formatting import as_dict, bytes_text, count, duration, figure, number, percent, ranges
 from raytrec.common.messages import Outcome, RankLine, Saved
-from raytrec.metrics.results import slice_tables
+from raytrec.metrics.results import Cell, Sheet
 from raytrec.report.run_timeline import story
 from raytrec.tracking import aggregate
 from raytrec.tracking.run_folder import RunFolder
 
 MOST_EVENTS = 200
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A cell: its text, and the value that a column is sorted by (None: the text)."""
-
-    text: str
-    value: float | None = None
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A table: names of columns, and rows of cells. Columns in which all rows are empty are dropped."""
-
-    columns: list[str]
-    rows: list[list[Cell]]
-
-
-def bound_sentence(run: RunFolder) -> str:
-    """The sentence about the run's bound; empty where its result has none."""
-    sentence = run.result.get("bound.sentence")
-    return sentence if isinstance(sentence, str) else ""
 
 
 def bounds(run: RunFolder) -> Sheet:
@@ -50,16 +27,6 @@ def bounds(run: RunFolder) -> Sheet:
         for name, part in found.items()
         if isinstance(part, dict)
     )
-
-
-def slices(run: RunFolder) -> list[tuple[str, Sheet]]:
-    """A title and a table for each task and column of eval.slices: its largest and its worst slices."""
-
-    def cells(name: tuple, *figures: tuple) -> list[Cell]:
-        return [Cell(name[0]), *(Cell(*each) for each in figures)]
-
-    made = slice_tables(run.result)
-    return [(each.title, Sheet(each.columns, [cells(*row) for row in each.rows])) for each in made]
 
 
 def ranks(run: RunFolder) -> Sheet | None:

@@ -18,7 +18,7 @@ from raytrec.common.errors import RunError
 from raytrec.common.formatting import as_dict
 from raytrec.common.processes import owner, remove_leftovers
 from raytrec.common.redaction import hide, hide_yaml
-from raytrec.metrics.results import format_result
+from raytrec.metrics.results import format_result, slice_tables
 from raytrec.report import parts
 from raytrec.report.findings import findings
 from raytrec.tracking.run_folder import GROWING, RunFolder
@@ -35,7 +35,7 @@ class Drawn(NamedTuple):
 
 def pictures(folder: str | Path) -> list[Path]:
     """Writes the pictures that there is data for as PNG into FOLDER/pictures/; their paths."""
-    from raytrec.report.figures.gallery import GALLERY
+    from raytrec.report.figures import GALLERY
     from raytrec.report.figures.style import save_png
 
     run, target = RunFolder.read(folder), Path(folder) / PICTURES
@@ -66,7 +66,7 @@ def build(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list
 
 def draw(run: RunFolder) -> list[Drawn]:
     """The whole gallery."""
-    from raytrec.report.figures.gallery import GALLERY
+    from raytrec.report.figures import GALLERY
     from raytrec.report.figures.style import to_svg
 
     figures = ((picture, picture.draw(run)) for picture in GALLERY)
@@ -74,10 +74,38 @@ def draw(run: RunFolder) -> list[Drawn]:
 
 
 def write_report(run: RunFolder, drawn: list[Drawn], target: Path) -> tuple[Path, list[Path]]:
-    """Writes report.html and pictures/ into a folder, which is made if need be."""
+    """Write report.html and pictures/ into a folder, which is created if it does not exist."""
+    from raytrec.report.figures.style import alone
+
+    files = {target / PICTURES / f"{picture.name}.svg": svg for picture, svg in drawn if svg}
+    began = min((event.unix_s for event in run.events if event.unix_s), default=None)
     with writing(target):
-        target.mkdir(parents=True, exist_ok=True)
-        return _write(run, drawn, target), _save(drawn, target)
+        (target / PICTURES).mkdir(parents=True, exist_ok=True)
+        page = write_page(
+            target / REPORT,
+            "report.html.j2",
+            name=run.name,
+            folder=str(run.path.absolute()),
+            when=f"{datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M} UTC" if began else "",
+            result=[(row.title, row.text) for row in format_result(run.result).values()],
+            findings=findings(run),
+            files=run.files,
+            pictures=_sections(drawn),
+            bound=run.result.get("bound.sentence"),
+            bounds=parts.bounds(run),
+            slices=slice_tables(run.result),
+            ranks=parts.ranks(run),
+            tables=parts.table_sheet(run),
+            checks=parts.checks(run),
+            failures=[f"{check.check} at step {check.step:,}: {check.text}" for check in run.failures[:50]],
+            events=parts.events(run),
+            saves=parts.saves(run),
+            config=hide_yaml(run.config_text),
+            versions=made_with(run.path),
+        )
+        for path, svg in files.items():
+            path.write_text(alone(svg), encoding="utf-8", errors="replace")
+    return page, list(files)
 
 
 class EarlyDrawing:
@@ -123,44 +151,8 @@ class EarlyDrawing:
         return [path.stat().st_size if path.is_file() else 0 for path in paths]
 
 
-def _save(drawn: list[Drawn], folder: Path) -> list[Path]:
-    from raytrec.report.figures.style import alone
-
-    target = folder / PICTURES
-    target.mkdir(exist_ok=True)
-    made = {target / f"{picture.name}.svg": svg for picture, svg in drawn if svg}
-    for path, svg in made.items():
-        path.write_text(alone(svg), encoding="utf-8", errors="replace")
-    return list(made)
-
-
-def _write(run: RunFolder, drawn: list[Drawn], folder: Path) -> Path:
-    return write_page(
-        folder / REPORT,
-        "report.html.j2",
-        name=run.name,
-        folder=str(run.path.absolute()),
-        when=_began(run),
-        result=[(row.title, row.text) for row in format_result(run.result).values()],
-        findings=findings(run),
-        files=run.files,
-        pictures=_sections(drawn),
-        bound=parts.bound_sentence(run),
-        bounds=parts.bounds(run),
-        slices=parts.slices(run),
-        ranks=parts.ranks(run),
-        tables=parts.table_sheet(run),
-        checks=parts.checks(run),
-        failures=[f"{check.check} at step {check.step:,}: {check.text}" for check in run.failures[:50]],
-        events=parts.events(run),
-        saves=parts.saves(run),
-        config=hide_yaml(run.config_text),
-        versions=made_with(run.path),
-    )
-
-
 def _sections(drawn: list[Drawn]) -> dict[str, list[dict[str, Any]]]:
-    """Section → its pictures, drawn or, where there is no data, with the reason."""
+    """Return the pictures by section; those without data have the reason."""
     from markupsafe import Markup
 
     sections: dict[str, list[dict[str, Any]]] = {}
@@ -170,12 +162,6 @@ def _sections(drawn: list[Drawn]) -> dict[str, list[dict[str, Any]]]:
         entry = {"name": picture.name, "label": picture.label, "svg": shown, "missing": picture.missing}
         sections.setdefault(picture.section, []).append(entry)
     return sections
-
-
-def _began(run: RunFolder) -> str:
-    """When the run began, in UTC; empty where that is not recorded."""
-    times = [event.unix_s for event in run.events if event.unix_s]
-    return f"{datetime.fromtimestamp(min(times), UTC):%Y-%m-%d %H:%M} UTC" if times else ""
 
 
 def made_with(folder: Path) -> dict[str, str]:

@@ -106,19 +106,18 @@ def sum_intervals(lines: list[RankLine]) -> RankLine:
     Args:
         lines: of one rank, in the order of their steps.
     """
-    names = dict.fromkeys(name for line in lines for name in line.tables)
+    tables = {}
+    for name in dict.fromkeys(name for line in lines for name in line.tables):
+        entries = [line.tables.get(name, {}) for line in lines]
+        tables[name] = entries[-1] | {key: sum(entry.get(key) or 0.0 for entry in entries) for key in LOADS}
     return replace(
         lines[-1],
         first_step=lines[0].first_step,
         steps=sum(line.steps for line in lines),
         seconds=sum(line.seconds for line in lines),
         phases_s={phase: sum(line.phases_s.get(phase, 0.0) for line in lines) for phase in PHASES},
-        tables={name: _summed([line.tables.get(name, {}) for line in lines]) for name in names},
+        tables=tables,
     )
-
-
-def _summed(entries: list[dict]) -> dict:
-    return {**entries[-1], **{key: sum(entry.get(key) or 0.0 for entry in entries) for key in LOADS}}
 
 
 class History:

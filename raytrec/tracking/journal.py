@@ -74,7 +74,8 @@ class Journal:
             self._bytes -= len(first.data)
         if self._trouble:
             self._trouble = ""
-            self._notify("the run folder can be written again; what waited is there" + self._left_out())
+            lost = f", but for the oldest {self._lost:,} records" if self._lost else ""
+            self._notify(f"the run folder can be written again; what waited is there{lost}")
             self.add(EVENTS, {"event": "room", "unix_s": time()})
 
     def missing(self) -> str | None:
@@ -104,9 +105,6 @@ class Journal:
         self._put(
             Waiting(EVENTS, json.dumps({"event": "full", "unix_s": time(), "error": why}).encode() + b"\n")
         )
-
-    def _left_out(self) -> str:
-        return f", but for the oldest {self._lost:,} records" if self._lost else ""
 
     def _write(self, what: Waiting) -> None:
         path = self._folder / what.name

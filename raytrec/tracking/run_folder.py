@@ -126,22 +126,19 @@ class RunFolder(History):
         for file in self._read_to:
             for line in read_lines(self.path / file, self._read_to[file]):
                 self._read_to[file] = line.end
-                self._take(file, line.data)
+                try:
+                    message = decode(file, line.data)
+                except ValueError:
+                    message = None
+                if message is None:
+                    self.dropped += 1
+                else:
+                    self.add(message)
         self.result = find_document(str(self.path / RESULT), dict[str, Any]) or {}
         plan = find_document(str(self.path / PLAN), list[dict[str, Any]]) or []
         self.plan = {str(entry.get("table")): entry for entry in plan}
         self.__dict__.pop("tables", None)
         return self._read_to != before
-
-    def _take(self, file: str, data: bytes) -> None:
-        try:
-            message = decode(file, data)
-        except ValueError:
-            message = None
-        if message is None:
-            self.dropped += 1
-        else:
-            self.add(message)
 
     @cached_property
     def tables(self) -> dict[str, dict[int, dict[str, Any]]]:

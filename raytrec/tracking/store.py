@@ -40,13 +40,9 @@ class Store:
         self.uri, self._experiment, self._parent = tracking.uri, tracking.experiment, tracking.parent_run
         self.run_id: str | None = None
         self._name, self._artifacts = config.run.name, place_for_artifacts(tracking.uri, folder)
+        self._is_file = self.uri.startswith("sqlite")
         self._before, self._key = before, key
         self._parent_made: str | None = None
-
-    @property
-    def local(self) -> bool:
-        """Whether the store is an sqlite file rather than a server."""
-        return self.uri.startswith("sqlite")
 
     def open(self) -> None:
         """Find or create the experiment and the run. After a failure it may be called again."""
@@ -63,7 +59,7 @@ class Store:
         load_quietly()
         from mlflow import MlflowClient
 
-        with _sqlite_file(self.uri) if self.local else nullcontext():
+        with _sqlite_file(self.uri) if self._is_file else nullcontext():
             self._client = MlflowClient(tracking_uri=self.uri)
         self._experiment_id = self._find_experiment()
 
@@ -120,16 +116,13 @@ class Store:
 
     def _find_parent(self) -> str:
         """Return the id of the oldest run with the parent's name; create it if there is none."""
-        if not (parents := self._parents()):
-            self._parent_made = self._create(self._parent, PARENT_NAME, self._parent)
-            self._client.set_terminated(self._parent_made)  # nothing more is written to it
-            parents = self._parents()
-        return min(parents)[1]
-
-    def _parents(self) -> list[tuple[int, str]]:
         found = self._client.search_runs([self._experiment_id], f"tags.`{PARENT_NAME}` LIKE '%'")
         named = [run.info for run in found if run.data.tags[PARENT_NAME] == self._parent]
-        return [(info.start_time, info.run_id) for info in named]
+        if named:
+            return min((info.start_time, info.run_id) for info in named)[1]
+        self._parent_made = self._create(self._parent, PARENT_NAME, self._parent)
+        self._client.set_terminated(self._parent_made)  # nothing more is written to it
+        return self._find_parent()
 
     def _find_experiment(self) -> str:
         """Return the id of the experiment, which is made if there is none of its name.
@@ -139,7 +132,7 @@ class Store:
         """
         from mlflow.exceptions import MlflowException
 
-        local = self._artifacts.as_uri() if self.local else None
+        local = self._artifacts.as_uri() if self._is_file else None
         if found := self._client.get_experiment_by_name(self._experiment):
             if found.lifecycle_stage == "deleted":
                 raise ConfigError(
@@ -184,10 +177,7 @@ class Store:
 
 
 def check_address(uri: str) -> None:
-    """
-    Raises:
-        ConfigError: MLflow has no store of such an address. It is not imported to find that out.
-    """
+    """Raise a ConfigError if MLflow has no store of such an address, without importing MLflow."""
     if not has_store(uri):
         raise cannot_open(uri, "MLflow has no store of such an address", CORRECT)
 

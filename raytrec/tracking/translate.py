@@ -160,12 +160,9 @@ def run_tags() -> dict[str, str]:
         directory's, where it is a git checkout); mlflow.user, mlflow.source.name; where Ray runs:
         cluster.nodes, cluster.cpus, cluster.gpus, cluster.gpu_types (such as '8 x H200').
     """
-    return {**_versions(), **_commit(), **_who(), **_cluster()}
-
-
-def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), **installed_versions("mlflow")}
-    return {f"version.{name}": text for name, text in versions.items()}
+    tags = {f"version.{name}": text for name, text in versions.items()}
+    return tags | _commit() | _who() | _cluster()
 
 
 def _commit() -> dict[str, str]:

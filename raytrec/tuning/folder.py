@@ -8,6 +8,7 @@ FOLDER/best.yaml, outcome.json                     at the end
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -140,14 +141,11 @@ def newest_like(config: RunConfig, space: Space, settings: Settings, named: bool
         named: whether the user has chosen its folder or name.
     """
 
-    def is_like(folder: Path) -> bool:
-        try:
+    for folder in earlier_folders(config, named):
+        with suppress(RaytrecError, OSError):  # damaged, or no search
             earlier = load_config(folder / SEARCH_CONFIG, allow_code=True)  # only compared
             earlier.run.name, earlier.run.dir = config.run.name, config.run.dir
             same = earlier.to_yaml() == config.to_yaml() and read_settings(folder) == settings
-            same = same and read_text(folder / SPACE) == space.text
-            return same and not (folder / OUTCOME).exists()
-        except (RaytrecError, OSError):  # damaged, or no search
-            return False
-
-    return next(filter(is_like, earlier_folders(config, named)), None)
+            if same and read_text(folder / SPACE) == space.text and not (folder / OUTCOME).exists():
+                return folder
+    return None

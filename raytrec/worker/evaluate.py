@@ -15,7 +15,7 @@ from raytrec.data.batch import Batch
 from raytrec.data.stream import Stream
 from raytrec.embeddings.optim import average_of
 from raytrec.metrics.evaluation import Names, TaskRows, place_for
-from raytrec.metrics.full_ranking import ranking_of
+from raytrec.metrics.full_ranking import FullRanking
 from raytrec.metrics.ranked import Counted
 from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import ROWS, Sums
@@ -62,7 +62,9 @@ def evaluate(
     collected = [Collected(task, rows) for task, rows in kept.items() if rows.needed]
     slices = selection.settings.slices
     names = Names(slices, key_columns(list(selection.tasks.values()), slices))
-    ranking = ranking_of(selection, device, step, items)
+    ranking = None if items is None else FullRanking(selection, device)
+    if ranking:
+        ranking.take_items(step, items)
     batches = names.note(stream.batches())
     for outputs in step.evaluate(ranking.note(batches) if ranking else batches):
         if ranking:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from raytrec.metrics.selection import figures_of
 from raytrec.tracking.aggregate import OF_IDS
 
 BEGIN_S = 1.8e9
-KNOWN = {figure.key: figure.record() for figure in figures_of()}
+KNOWN = {figure.key: asdict(figure) for figure in figures_of()}
 METRICS = [KNOWN[key] for key in ("auc", "ne", "logloss", "calibration")]  # as a run describes them
 PHASE_S = (0.1, 0.02, 0.2, 0.4, 0.6, 1.2, 0.1, 0.6, 0.28)  # of an interval of 100 steps, 3.5 s together
 CAUSE = "rank 1 (pid 7 on 10.0.0.7) died at step 220"

@@ -90,10 +90,10 @@ def test_counts_and_bounds_are_in_the_table():
 def test_slices_are_tables():
     record = {"slice": "DE", "rows": 1234, "auc": 0.8, "calibration": None}
     found = {"slices": 2000, "largest": [record], "worst": [{**record, "auc_bound": 1e-4}]}
-    largest, worst = slice_tables({"eval.slices": {"y": {"country": found}}})
-    assert largest.title == "y: largest of 2,000 values of country"
+    (title, largest), (_, worst) = slice_tables({"eval.slices": {"y": {"country": found}}})
+    assert title == "y: largest of 2,000 values of country"
     assert largest.columns == ["value", "rows", "AUC", "calibration"]
-    assert [text for text, _ in largest.rows[0]] == ["DE", "1,234", "0.8000", "–"]
+    assert [cell.text for cell in largest.rows[0]] == ["DE", "1,234", "0.8000", "–"]
     assert "off by at most" in worst.columns
     for strange in (None, {}, [1], {"y": 3}, {"y": {"c": {"largest": [3]}}}, {"y": {"c": {"worst": "x"}}}):
         assert slice_tables({"eval.slices": strange}) == []

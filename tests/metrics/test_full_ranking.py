@@ -212,7 +212,7 @@ def close(count, width, seed):
 
 @pytest.mark.parametrize("case", ["spread", "close", "ties", "zeros", "large", "small", "not finite"])
 def test_products_in_float32_first_decide_as_those_in_float64(case):
-    from raytrec.metrics.item_scores import not_below, not_below_fast
+    from raytrec.metrics.full_ranking import not_below, not_below_fast
 
     for seed in range(20):
         queries, items = close(400, 33, seed)
@@ -237,7 +237,7 @@ def not_rounded(query, item):
 
 
 def test_blocks_of_a_gpu_are_as_large_as_its_memory_allows():
-    from raytrec.metrics.item_scores import CELLS, MOST_CELLS, cells_for
+    from raytrec.metrics.full_ranking import CELLS, MOST_CELLS, cells_for
 
     assert cells_for(torch.device("cpu")) == CELLS
     with cuda():

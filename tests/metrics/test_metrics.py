@@ -352,14 +352,6 @@ def test_a_metric_by_which_none_can_be_kept():
         selection([{"label": "click", "metrics": ["ne", "auc", "ne"]}])
 
 
-@pytest.mark.parametrize(
-    ("key", "order"), [("auc", [0.9, 0.5]), ("ne", [0.5, 0.9]), ("calibration", [1.1, 0.8])]
-)
-def test_which_values_are_better(key, order):
-    (figure,) = [figure for figure in figures_of() if figure.key == key]
-    assert sorted(reversed(order), key=figure.loss) == order
-
-
 def test_a_description_of_somebody_elses_is_only_text():
     evil = {"key": "x", "title": "X", "label": "x", "better": None, "sums": 1}
     (figure,) = figures_of({"metrics": [{**evil, "format": "{0.__class__.__mro__}"}, {"key": 3}, "x", None]})

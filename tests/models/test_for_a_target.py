@@ -95,7 +95,7 @@ def test_autocast_leaves_the_gru_of_dien_on_gpus_alone():
 def test_sequence():
     of, keys = of_target("sequence"), {"attention_mlp": [6, 5], "bottom_mlp": [3], "top_mlp": [6]}
     model, (dense, found) = make("sequence", of, max_length=LENGTH, **keys), inputs(of)
-    assert model.target_of == {"history": "item"}
+    assert model.attention.target_of == {"history": "item"}
     w, of_dlrm = weights(model, "attention.0."), weights(model, "dlrm.")
     read = []
     for i in range(ROWS):

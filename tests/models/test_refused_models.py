@@ -110,7 +110,7 @@ def test_a_model_of_next_items_refuses(name, of, keys, message):
 
 def test_a_target_that_is_set():
     of = schema("user", "item", "history", last=SPARSE["item"])
-    assert make("sequence", of, max_length=5, target="last").target_of == {"history": "last"}
+    assert make("sequence", of, max_length=5, target="last").attention.target_of == {"history": "last"}
 
 
 ESMM = {"click": "clicked", "conversion": "bought"}

@@ -35,7 +35,7 @@ def test_pictures_are_named_only_where_they_were_drawn(tmp_path, drawn):
 @pytest.fixture
 def drawn():
     """How often the gallery was drawn; a small one."""
-    from raytrec.report.figures import gallery
+    from raytrec.report import figures
 
     calls = []
 
@@ -43,8 +43,8 @@ def drawn():
         calls.append(history)
         return original(history)
 
-    original, one_each = report.draw, {picture.section: picture for picture in reversed(gallery.GALLERY)}
-    with patch.object(report, "draw", draw), patch.object(gallery, "GALLERY", one_each.values()):
+    original, one_each = report.draw, {picture.section: picture for picture in reversed(figures.GALLERY)}
+    with patch.object(report, "draw", draw), patch.object(figures, "GALLERY", one_each.values()):
         yield calls
 
 

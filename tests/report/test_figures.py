@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import asdict
 
 import matplotlib
 import numpy as np
@@ -12,8 +13,7 @@ from recorded import METRICS, PHASE_S, PHASES, interval, record, write_lines
 
 from raytrec.common.messages import Eval, Final, Train
 from raytrec.metrics.selection import figures_of
-from raytrec.report.figures import learning, shards, style, tables, timeline
-from raytrec.report.figures.gallery import GALLERY
+from raytrec.report.figures import GALLERY, learning, style, tables, timeline
 from raytrec.tracking.run_folder import RunFolder
 
 
@@ -143,7 +143,7 @@ def test_two_tasks_have_a_panel_for_each_metric_and_a_line_for_each_curve(tmp_pa
         of_click = {name.replace("click", "like"): curve for name, curve in curves.items()}
         curves |= {name: curve | {"metric": "like.x"} for name, curve in of_click.items()}
     write_lines(tmp_path / "metrics.jsonl", written)
-    described = [figure.record() for figure in figures_of() if figure.key in (*names, "mae")]
+    described = [asdict(figure) for figure in figures_of() if figure.key in (*names, "mae")]
     for each in described:
         task = "like" if each["key"] == "mae" else "click"
         each |= {"key": f"{task}.{each['key']}", "label": f"{task}: {each['label']}"}
@@ -161,7 +161,7 @@ def test_two_tasks_have_a_panel_for_each_metric_and_a_line_for_each_curve(tmp_pa
 
 
 def test_maps_show_bytes_and_load_of_each_table_on_each_rank(run):
-    memory = shards.by_memory(run)
+    memory = tables.by_memory(run)
     grid = memory.axes[1]
     assert [t.get_text() for t in grid.get_yticklabels()] == ["table_2", "table_1", "table_0"]
     bytes_of = {"table_2": [300 * 68, 0], "table_1": [0, 200 * 68], "table_0": [50 * 68, 50 * 68]}
@@ -170,7 +170,7 @@ def test_maps_show_bytes_and_load_of_each_table_on_each_rank(run):
     assert [bar.get_height() for bar in memory.axes[0].patches] == [350 * 68, 250 * 68]
     assert "39.8 KiB on 2 ranks, 16.6 KiB to 23.2 KiB each" in memory.get_suptitle().replace("\n", " ")
 
-    load = shards.by_load(run)
+    load = tables.by_load(run)
     cells = load.axes[1].images[0].get_array().filled(0)
     assert np.allclose(cells, np.array([[3, 0], [1, 1], [0, 2]]) / 7)
     assert "rank 0 looks up 57 % of all bytes" in load.get_suptitle()
@@ -178,7 +178,7 @@ def test_maps_show_bytes_and_load_of_each_table_on_each_rank(run):
 
 def test_maps_of_many_tables_put_the_small_ones_together(tmp_path):
     run = RunFolder.read(record(tmp_path, tables=200, ranks=64, intervals=1))
-    made = shards.by_memory(run)
+    made = tables.by_memory(run)
     cells = made.axes[1].images[0].get_array().filled(0)
     assert cells.shape == (41, 64)
     assert made.axes[1].get_yticklabels()[-1].get_text() == "160 other tables"
@@ -191,7 +191,7 @@ def test_maps_of_many_tables_put_the_small_ones_together(tmp_path):
 
 def test_a_map_of_one_table_on_one_rank(tmp_path):
     run = RunFolder.read(record(tmp_path, tables=1, ranks=1))
-    for draw, text in ((shards.by_memory, "6.64 KiB"), (shards.by_load, "100 %")):
+    for draw, text in ((tables.by_memory, "6.64 KiB"), (tables.by_load, "100 %")):
         assert [t.get_text() for t in draw(run).axes[1].texts] == [text]
 
 
@@ -199,7 +199,7 @@ def test_only_the_last_group_of_workers_is_on_the_map(tmp_path):
     before = [interval(["a", "b"], rank, 3, 100) for rank in range(3)]
     after = [interval(["a", "b"], rank, 2, 200, attempt=1) for rank in range(2)]
     write_lines(tmp_path / "ranks.jsonl", before + after)
-    assert shards.by_memory(RunFolder.read(tmp_path)).axes[1].images[0].get_array().shape == (2, 2)
+    assert tables.by_memory(RunFolder.read(tmp_path)).axes[1].images[0].get_array().shape == (2, 2)
 
 
 def test_phases_are_milliseconds_a_step(run):
@@ -305,7 +305,7 @@ LONG_NAMES = ["W" * 30, "item_brand_and_manufacturer", "campaign_" + "w" * 20, "
 def test_no_texts_of_a_picture_run_into_each_other(tmp_path, names, ranks):
     run = RunFolder.read(record(tmp_path, names=names, ranks=ranks))
     with warnings.catch_warnings(action="ignore"):  # of characters that the font lacks
-        for draw in (tables.row_norms, tables.health, shards.by_memory, shards.by_load, timeline.over_steps):
+        for draw in (tables.row_norms, tables.health, tables.by_memory, tables.by_load, timeline.over_steps):
             assert collisions(draw(run)) == []
 
 

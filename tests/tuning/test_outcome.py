@@ -9,8 +9,8 @@ from test_searching import prepared
 from raytrec.config.run_config import load_config
 from raytrec.config.trust import is_ours
 from raytrec.tuning.folder import write_search
-from raytrec.tuning.outcome import print_outcome, write_outcome
 from raytrec.tuning.search import Settings, State
+from raytrec.tuning.tune import print_outcome, write_outcome
 
 SPACE = """\
 optim.dense.lr: {log_uniform: [0.001, 0.1]}

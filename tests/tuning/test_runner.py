@@ -3,10 +3,12 @@
 import os
 import signal
 import sys
-from threading import Timer
+from threading import Thread
+from time import sleep
 
 import pytest
 from test_searching import prepared
+from waiting import wait_for
 
 from raytrec.tuning import runner
 from raytrec.tuning.folder import write_search
@@ -82,16 +84,30 @@ def test_a_trial_that_falls_behind_is_asked_to_end(run):
     assert (first.value, second.value) == (1.0, 0.1)
 
 
-def test_a_signal_ends_all_trials_once_they_have_saved(run):
-    Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    trials, ended_by = run(STOPS + "time.sleep(30)", trials=3, at_once=2)
+READY = "(folder / 'ready').touch(); time.sleep(30)"
+
+
+def signal_when_ready(folder, trials, *numbers):
+    """Send signals to this process, one after the other, once so many trials are ready."""
+
+    def send():
+        wait_for(lambda: len([*folder.rglob("ready")]) == trials, "trials that are ready", 120)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            sleep(0.5)
+
+    Thread(target=send, daemon=True).start()
+
+
+def test_a_signal_ends_all_trials_once_they_have_saved(run, tmp_path):
+    signal_when_ready(tmp_path, 2, signal.SIGTERM)
+    trials, ended_by = run(STOPS + READY, trials=3, at_once=2)
     assert ended_by == signal.SIGTERM
     assert [trial.state for trial in trials] == [State.INTERRUPTED] * 2 + [State.WAITING]
 
 
-def test_a_second_signal_kills_them(run, monkeypatch):
+def test_a_second_signal_kills_them(run, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "SAME_S", 0.1)
-    for after in (2, 3):
-        Timer(after, os.kill, (os.getpid(), signal.SIGINT)).start()
+    signal_when_ready(tmp_path, 1, signal.SIGINT, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        run("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(30)")
+        run("signal.signal(signal.SIGTERM, signal.SIG_IGN); " + READY)

@@ -170,9 +170,9 @@ class XDeepFMSection(FirstOrderSection):
 Stream = Annotated[Sizes, Field(min_length=1)]
 
 
-@model("final_mlp", "raytrec.models.final_mlp:FinalMLP")
+@model("final_mlp", "raytrec.models.gates:FinalMLP")
 class FinalMLPSection(ModelSection):
-    """Two MLPs, each over inputs that it weighs, and a bilinear form of both (models/final_mlp.py)."""
+    """Two MLPs, each over inputs that it weighs, and a bilinear form of both (models/gates.py)."""
 
     name: Literal["final_mlp"]
     mlp1: Stream = Field([128, 64])
@@ -221,9 +221,9 @@ class FinalMLPSection(ModelSection):
         return matching(getattr(self, stream), [*schema.dense, *schema.sparse], f"model.{stream}")
 
 
-@model("masknet", "raytrec.models.masknet:MaskNet")
+@model("masknet", "raytrec.models.gates:MaskNet")
 class MaskNetSection(OneDimSection):
-    """Layers whose inputs are multiplied by masks that each row's embeddings give (models/masknet.py)."""
+    """Layers whose inputs are multiplied by masks that each row's embeddings give (models/gates.py)."""
 
     name: Literal["masknet"]
     arrangement: Literal["parallel", "serial"] = "parallel"

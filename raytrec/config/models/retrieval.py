@@ -213,9 +213,9 @@ class Towers(Section):
         }
 
 
-@model("two_tower", "raytrec.models.two_tower:TwoTower")
+@model("two_tower", "raytrec.models.pairs:TwoTower")
 class TwoTowerSection(SampledSection):
-    """One vector for the query, one for the item, and their dot product (models/two_tower.py)."""
+    """One vector for the query, one for the item, and their dot product (models/pairs.py)."""
 
     gives_vectors: ClassVar[bool | None] = True
     retrieves: ClassVar[bool] = True

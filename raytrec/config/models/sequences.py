@@ -82,7 +82,7 @@ class TargetedSection(ModelSection):
         return same[0]
 
 
-@model("sequence", "raytrec.models.din:SequenceModel")
+@model("sequence", "raytrec.models.targeted:SequenceModel")
 class SequenceSection(TargetedSection):
     """Attention over sequences, for the item in question, before DLRM's dot products (models/dlrm.py)."""
 
@@ -99,9 +99,9 @@ class SequenceSection(TargetedSection):
         self.targets(schema)
 
 
-@model("din", "raytrec.models.din:DIN")
+@model("din", "raytrec.models.targeted:DIN")
 class DinSection(TargetedSection):
-    """Deep Interest Network: sequences summed by weights that depend on the target (models/din.py)."""
+    """Deep Interest Network: sequences summed by weights that depend on the target (models/targeted.py)."""
 
     name: Literal["din"]
     attention_mlp: Sizes = Field([36])
@@ -175,9 +175,9 @@ def _check_heads(heads: int, width: int, what: str) -> None:
         )
 
 
-@model("bst", "raytrec.models.bst:BST")
+@model("bst", "raytrec.models.targeted:BST")
 class BstSection(TargetedSection):
-    """Behavior Sequence Transformer: attention between a sequence's ids and its target (models/bst.py)."""
+    """Behavior Sequence Transformer: attention between a sequence and its target (models/targeted.py)."""
 
     name: Literal["bst"]
     blocks: Annotated[Few, Field(le=1000)] = 1

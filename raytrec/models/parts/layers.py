@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,6 +67,28 @@ class Dropout(nn.Dropout):
         bits = bits.view(torch.int16)[: input.numel()].view(input.shape)
         kept = torch.ge(bits, dropped - 2**15, out=torch.empty_like(input, requires_grad=False))
         return input * kept.mul_(2**16 / (2**16 - dropped))
+
+
+class PerSequence(nn.ModuleList):
+    """A module for each sequence feature, called with the feature's input and with its target's.
+
+    Features' names cannot name modules, because they may contain dots.
+
+    Args:
+        target_of: Feature → its target.
+        make: Function from a feature to its module.
+
+    Returns (forward):
+        Feature → output of its module.
+    """
+
+    def __init__(self, target_of: dict[str, str], make: Callable[[str], nn.Module]):
+        super().__init__(make(feature) for feature in target_of)
+        self.target_of = target_of
+
+    def forward(self, inputs: dict) -> dict[str, Any]:
+        modules = zip(self.target_of.items(), self, strict=True)
+        return {feature: module(inputs[feature], inputs[target]) for (feature, target), module in modules}
 
 
 class SideBySide(nn.Module):

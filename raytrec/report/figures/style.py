@@ -114,6 +114,30 @@ def new_figure(
     return made, list(axes.flat)
 
 
+def new_grid(
+    title: str, count: int, height: float, row_height: float, label: str
+) -> tuple[Figure, list[Axes]]:
+    """Make a figure of panels over steps that share both axes, in two columns.
+
+    Args:
+        count: Panels.
+        height: Inches, without the panels.
+        row_height: Inches of a row of panels.
+        label: What is along y.
+    """
+    columns = 2 if count > 1 else 1
+    rows = -(-count // columns)
+    made, panels = new_figure(title, height + row_height * rows, rows, columns, sharex=True, sharey=True)
+    for axes in panels[count:]:
+        axes.set_axis_off()
+    for axes in panels[max(0, count - columns) : count]:
+        step_axis(axes)
+        few_ticks(axes.xaxis, 3)
+        axes.tick_params(labelbottom=True)
+    made.supylabel(label, fontsize=8.5)
+    return made, panels[:count]
+
+
 @styled
 def save_png(figure: Figure, path: Path) -> None:
     """Writes a picture for wherever pictures are shown, on white."""
@@ -191,16 +215,6 @@ def _em(character: str) -> float:
     font.set_size(100, 72)
     known = font.get_char_index(ord(character))
     return font.load_char(ord(character)).linearHoriAdvance / 65536 / 100 if known else 1.2
-
-
-def lowest_panels(panels: list[Axes], used: int, columns: int) -> None:
-    """Steps along x of shared axes, below the lowest panel of each column; unused panels are taken off."""
-    for axes in panels[used:]:
-        axes.set_axis_off()
-    for axes in panels[max(0, used - columns) : used]:
-        step_axis(axes)
-        few_ticks(axes.xaxis, 3)
-        axes.tick_params(labelbottom=True)
 
 
 def restart_lines(axes: Axes, steps: Sequence[int], label: str | None = "restart") -> None:

@@ -1,17 +1,144 @@
-"""Health of tables: row norms, untrained rows, gradients, updates."""
+"""Tables: memory and lookups on each rank, and health over steps."""
 
 from __future__ import annotations
 
 from math import isnan
 
+import matplotlib
 import numpy as np
-from matplotlib.colors import LinearSegmentedColormap, to_rgba
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, PowerNorm, to_rgba
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from raytrec.common.formatting import bytes_text, count, percent
 from raytrec.report.figures import style
-from raytrec.tracking.aggregate import BINS
+from raytrec.tracking.aggregate import BINS, last_group, sum_over_time, table_bytes
 from raytrec.tracking.run_folder import RunFolder
+
+MOST_TABLES = 40  # that have a row each; the rest is one row
+UNEVEN = 1.2  # times the mean: the bar of such a rank stands out
+WRITTEN_RANKS = 4  # up to so many, cells show their value
+MAP = "cividis"
+
+
+def by_memory(run: RunFolder) -> Figure | None:
+    """Tables × ranks: bytes of weights and optimizer state, as of each rank's last interval."""
+    ranks = sum_over_time(last_group(run.ranks))
+    held = [{name: table_bytes(entry) // 1 for name, entry in line.tables.items()} for line in ranks]
+    return memory_map(held, [line.rank for line in ranks])
+
+
+@style.styled
+def memory_map(tables: list[dict[str, float]], ranks: list[int] | None = None) -> Figure | None:
+    """Tables × ranks: bytes; None: there are none.
+
+    Args:
+        tables: of each rank, table → bytes.
+        ranks: their numbers; default: 0, 1, …
+    """
+    ranks = list(range(len(tables))) if ranks is None else ranks
+    held, names = _matrix(tables)
+    if not held.sum():
+        return None
+    each = f", {_spread(held)}" if len(ranks) > 1 else ""
+    title = f"Memory of tables: {bytes_text(held.sum())} on {count(len(ranks), 'rank')}{each}"
+    made, axes = _draw(held, names, ranks, title, style.BYTES, LogNorm(held[held > 0].min() / 2, held.max()))
+    axes.set_ylabel("total")
+    return made
+
+
+@style.styled
+def by_load(run: RunFolder) -> Figure | None:
+    """Tables × ranks: share of all bytes looked up since the group of workers last changed."""
+    lines = sum_over_time(last_group(run.ranks))
+    ranks = [line.rank for line in lines]
+    looked, names = _matrix(
+        [{name: entry.get("lookup_bytes") or 0.0 for name, entry in line.tables.items()} for line in lines]
+    )
+    if not looked.sum():
+        return None
+    shares = looked / looked.sum()
+    hottest = int(shares.sum(axis=0).argmax())
+    title = (
+        f"Load: rank {ranks[hottest]} looks up {percent(shares.sum(axis=0)[hottest])} of all bytes"
+        if len(ranks) > 1
+        else f"Load: share of {bytes_text(looked.sum())} looked up, by table"
+    )
+    made, axes = _draw(shares, names, ranks, title, style.PERCENT, PowerNorm(0.5, 0, shares.max()))
+    axes.set_ylabel("share")
+    return made
+
+
+def _matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]:
+    """A row for each table, the largest first (those beyond MOST_TABLES together), a column for each rank."""
+    cells: dict[str, np.ndarray] = {}
+    for column, tables in enumerate(ranks):
+        for name, value in tables.items():
+            row = cells.setdefault(name, np.zeros(len(ranks)))
+            row[column] += max(0.0, value)
+    if not cells:
+        return np.zeros((0, len(ranks))), []
+    names = sorted(cells, key=lambda name: (-cells[name].sum(), name))
+    own, others = names[:MOST_TABLES], names[MOST_TABLES:]
+    rows, labels = [cells[name] for name in own], [style.fitted(name, style.NAME_POINTS) for name in own]
+    if others:
+        rows.append(np.sum([cells[name] for name in others], axis=0))
+        labels.append(f"{len(others)} other tables")
+    return np.array(rows), labels
+
+
+def _draw(
+    cells: np.ndarray, names: list[str], ranks: list[int], title: str, kind: FuncFormatter, norm: Normalize
+) -> tuple[Figure, Axes]:
+    """The map, with the ranks' totals as bars above it; the bars' axes are given back to be named."""
+    height = 0.16 * len(names)
+    ratios = 0.6, 0.3 + height
+    made, (bars, grid) = style.new_figure(title, 2.0 + height, 2, sharex=True, height_ratios=ratios)
+    totals = cells.sum(axis=0)
+    colours = [style.VERMILION if total > UNEVEN * totals.mean() else style.BLUE for total in totals]
+    bars.bar(range(len(ranks)), totals, color=colours, width=0.8)
+    bars.set_yticks([0, totals.max()])
+    bars.yaxis.set_major_formatter(kind)
+    bars.grid(axis="x", visible=False)
+    bars.tick_params(bottom=False)
+    image = grid.imshow(np.ma.masked_less_equal(cells, 0), cmap=MAP, norm=norm, aspect="auto")
+    grid.set_yticks(range(len(names)), names)
+    grid.set_xlabel("rank")
+    grid.grid(visible=False)
+    grid.tick_params(length=0)
+    grid.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=style.ROUND))
+    grid.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _rank_at(ranks, x)))
+    if len(ranks) <= WRITTEN_RANKS:
+        _write(grid, cells, kind, norm)
+    else:
+        bar = made.colorbar(image, ax=grid, location="bottom", aspect=40, format=kind)
+        bar.outline.set_visible(False)
+        bar.minorticks_off()
+        bar.set_ticks(norm.inverse([0, 0.25, 0.5, 0.75, 1]))
+        bar.set_label("of a table on a rank")
+    return made, bars
+
+
+def _write(axes: Axes, cells: np.ndarray, kind: FuncFormatter, norm: Normalize) -> None:
+    """The value of each cell, in ink that can be read on its colour."""
+    colours = matplotlib.colormaps[MAP]
+    for (row, column), value in np.ndenumerate(cells):
+        if value > 0:
+            red, green, blue, _ = colours(norm(value))
+            ink = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.45 else "white"
+            axes.text(column, row, kind(value), color=ink, ha="center", va="center", fontsize=6.5)
+
+
+def _rank_at(ranks: list[int], x: float) -> str:
+    return str(ranks[int(x)]) if x == int(x) and 0 <= x < len(ranks) else ""
+
+
+def _spread(held: np.ndarray) -> str:
+    """How even it is, in words."""
+    totals = held.sum(axis=0)
+    return f"{bytes_text(totals.min())} to {bytes_text(totals.max())} each"
+
 
 EDGES = np.logspace(-4, 2, BINS + 1)  # of row_norm_counts
 FADING = LinearSegmentedColormap.from_list("fading", [to_rgba(style.BLUE, 0.0), to_rgba(style.BLUE, 1.0)])
@@ -39,17 +166,9 @@ def row_norms(run: RunFolder) -> Figure | None:
         return None
     shown = list(measured)[:MOST_MAPS]
     which = f"; the {MOST_MAPS} most loaded of {len(measured)} tables" if len(measured) > MOST_MAPS else ""
-    columns = 2 if len(shown) > 1 else 1
-    rows = -(-len(shown) // columns)
-    made, panels = style.new_figure(
-        f"Norms of rows over steps (stronger: more rows){which}",
-        0.8 + 0.95 * rows,
-        rows,
-        columns,
-        sharex=True,
-        sharey=True,
-    )
-    for axes, name in zip(panels, shown, strict=False):
+    title = f"Norms of rows over steps (stronger: more rows){which}"
+    made, panels = style.new_grid(title, len(shown), 0.8, 0.95, "norm of a row")
+    for axes, name in zip(panels, shown, strict=True):
         steps = sorted(measured[name])
         shares = np.array([np.array(measured[name][s]) / sum(measured[name][s]) for s in steps]).T
         axes.pcolormesh(_borders(steps), EDGES, shares, cmap=FADING, vmin=0, rasterized=True)
@@ -58,8 +177,6 @@ def row_norms(run: RunFolder) -> Figure | None:
         axes.yaxis.set_major_locator(FixedLocator([1e-4, 1e-2, 1, 100]))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(style.PLAIN)
-    style.lowest_panels(panels, len(shown), columns)
-    made.supylabel("norm of a row", fontsize=8.5)
     return made
 
 

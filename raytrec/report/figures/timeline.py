@@ -107,8 +107,8 @@ def checks(run: RunFolder) -> Figure | None:
         return None
     names = list(dict.fromkeys(line.check for line in run.checks))
     failed = [line for line in run.checks if not line.passed]
-    made, (axes,) = style.new_figure(_checks_title(run.checks, failed), 1.3 + 0.2 * len(names))
     passed = [line for line in run.checks if line.passed]
+    made, (axes,) = style.new_figure(_checks_title(run.checks, failed), 1.3 + 0.2 * len(names))
     for lines, colour, marker, size, label in (
         (passed, style.GREEN, "o", 12, "passed"),
         (failed, style.VERMILION, "X", 45, "failed"),
@@ -159,7 +159,8 @@ def in_total(run: RunFolder) -> Figure | None:
     if not ranks:
         return None
     shown, which = _slowest(ranks, MOST_BARS)
-    title = _straggler(ranks) or f"Time of a step{which}"
+    slow = straggler(ranks)
+    title = f"Time of a step: {slow.partition(':')[0]}" if slow else f"Time of a step{which}"
     made, (axes,) = style.new_figure(title, 1.6 + 0.2 * len(shown))
     left = [0.0] * len(shown)
     for phase in PHASES:
@@ -183,19 +184,14 @@ def over_steps(run: RunFolder) -> Figure | None:
     if not ranks:
         return None
     shown, which = _slowest(ranks, MOST_PANELS)
-    columns = 2 if len(shown) > 1 else 1
-    rows = -(-len(shown) // columns)
-    made, panels = style.new_figure(
-        f"Time of a step over steps{which}", 1.2 + 1.15 * rows, rows, columns, sharex=True, sharey=True
-    )
+    title = f"Time of a step over steps{which}"
+    made, panels = style.new_grid(title, len(shown), 1.2, 1.15, "ms a step")
     lines = by_rank(run.ranks)
-    for axes, total in zip(panels, shown, strict=False):
+    for axes, total in zip(panels, shown, strict=True):
         _stack(axes, lines[total.rank])
         axes.set_title(f"rank {total.rank}")
         style.restart_lines(axes, run.restarts, label=None)
         style.few_ticks(axes.yaxis)
-    style.lowest_panels(panels, len(shown), columns)
-    made.supylabel("ms a step", fontsize=8.5)
     made.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
     return made
 
@@ -229,9 +225,3 @@ def _slowest(ranks: list[RankLine], most: int) -> tuple[list[RankLine], str]:
 
 def _words(phase: str) -> str:
     return phase.replace("_", " ")
-
-
-def _straggler(ranks: list[RankLine]) -> str | None:
-    """Names the straggler, if there is one."""
-    sentence = straggler(ranks)
-    return sentence and f"Time of a step: {sentence.partition(':')[0]}"
