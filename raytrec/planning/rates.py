@@ -64,7 +64,7 @@ class Rates:
             process, and to read it in another one; read_id_s: of an id, in each of the two.
     """
 
-    __pydantic_config__ = ConfigDict(extra="ignore")  # files of earlier releases have more keys
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of files of rates
 
     source: str
     device: str

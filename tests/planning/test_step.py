@@ -228,6 +228,11 @@ def test_files_of_rates_that_are_not_are_refused(text, tmp_path):
         Rates.load(tmp_path / "none.json")
 
 
-def test_rates_survive_their_file_and_those_of_earlier_releases():
-    rates = a_machine(feature_s=0)
+def test_rates_survive_their_file():
+    rates = a_machine()
     assert Rates.from_json(rates.to_json(), "test") == rates
+
+
+def test_a_key_that_rates_do_not_have_is_refused():
+    with pytest.raises(ConfigError, match="peers_s"):
+        a_machine(peers_s=0)
