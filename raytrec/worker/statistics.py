@@ -264,7 +264,7 @@ def _second_moment(table: Table) -> str | None:
 
 
 def _shard(parts: Parts) -> Shard | None:
-    """A rank has one shard of a table at most (embeddings/plan.py)."""
+    """A rank has one shard of a table at most (planning/plan.py)."""
     return parts.local[0] if parts.local else None
 
 
