@@ -1,22 +1,20 @@
-"""A run under random faults, against the same run undisturbed: the same rows, the same AUC.
+"""A run under random faults, compared with the same run undisturbed: the same rows, the same AUC.
 
     python benchmarks/chaos.py [--faults 28] [--seed 0]
 
-A Ray cluster of a head and two nodes is started on this machine, and `raytrec train` on it, with one or two
-workers, as many as there is room for. What then happens to processes, nodes, disk and files is in faults.py,
-each at a random moment after the run has got over the last one. recorder.py notes the rows of every step.
+A Ray cluster of a head and two nodes is started on this machine, and `raytrec train` on the cluster, with
+one or two workers, depending on the number of nodes. The faults of processes, nodes, disk and files are in
+faults.py; each comes at a random moment after the run has recovered from the previous one. recorder.py
+records the rows of every step. A run that ends by design (process group ended, GCS of the cluster gone) is
+resumed by the command that its message names.
 
-A run that ends by design (the process group was ended, the cluster's GCS has gone) is resumed as it said.
-
-Needs the right to mount a tmpfs. Writes benchmarks/results/chaos.json; where it ends early, or few faults
-were asked for, chaos.json in its own folder, which is left when something went wrong. The exit code is 1 if
-a row is lost or doubled, the AUC is another one, the run does not finish, or less happened to it than it
-should.
+Needs the right to mount a tmpfs. Writes benchmarks/results/chaos.json; if it ends early or few faults were
+chosen, chaos.json in its temporary folder, which is kept after a failure. The exit code is 1 if a row is
+lost or doubled, if the AUC differs, if the run does not finish, or if there were too few faults.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
@@ -29,6 +27,7 @@ from pathlib import Path
 from traceback import format_exception
 from typing import Annotated
 
+import harness
 import typer
 from faults import FAULTS, GOES_ON
 from nodes import Nodes, small_disk
@@ -37,18 +36,17 @@ from planted import EPOCHS, configure, prepare
 from recorder import RECORDS, compare
 from watched import MOST, Problem, Run
 
-RESULTS = Path(__file__).parent / "results" / "chaos.json"
-STEPS_EACH = 120  # of the run, for each fault
-SECONDS_EACH = 6.0  # that they should take, restarts left out
+STEPS_EACH = 120  # steps of the run for each fault
+SECONDS_EACH = 6.0  # intended seconds of these steps, without restarts
 LEAST_FAULTS, LARGEST_AUC_DELTA = 20, 1e-3
-# Of a step's mean loss, until the number of workers first changes: what is restored is the same to the bit.
+# Of a step's mean loss until the number of workers first changes: a restored state is equal to the last bit.
 LARGEST_LOSS_DELTA = 1e-9
 CHANGE_WORKERS = ("node killed", "node added", "node drained", "raylet killed")
 OFTEN = "worker killed"  # at least three times, for the median of where the time goes
 
 
 def plan(number: int, rng: random.Random, only: list[str]) -> list[str]:
-    """Kinds in random order: each that leaves the number of workers as it is, then the others, then any."""
+    """Return kinds in random order: first all that keep the number of workers, then the others, then any."""
     kinds = only or list(FAULTS)
     first = [*kinds, *[OFTEN] * 2] if number >= LEAST_FAULTS and not only else kinds
     first = sorted(rng.sample(first, len(first)), key=lambda kind: kind in CHANGE_WORKERS)
@@ -56,7 +54,7 @@ def plan(number: int, rng: random.Random, only: list[str]) -> list[str]:
 
 
 def choose(wanted: list[str], nodes: int) -> str:
-    """The next kind; where it cannot be with so many nodes, first one that makes it possible."""
+    """Return the next kind, or a kind that makes it possible if the number of nodes does not allow it."""
     if wanted[0] == "node added" and nodes >= MOST:
         return "node killed"
     if wanted[0] == "node drained" and nodes < MOST:
@@ -65,14 +63,14 @@ def choose(wanted: list[str], nodes: int) -> str:
 
 
 def undisturbed(run: Run) -> None:
-    """The run without faults, to its end."""
+    """Run without faults to the end."""
     run.say("the undisturbed run begins")
     with run.begun():
         run.finish()
 
 
 def disturbed(run: Run, wanted: list[str], total: int, rng: random.Random, faults: list[Fault]) -> None:
-    """The run with faults, to its end; `faults` grows while it goes on."""
+    """Run with faults to the end and append each to `faults`."""
     run.say("the run under faults begins")
     with run.begun():
         run.wait("training", run.settled)
@@ -92,7 +90,7 @@ def disturbed(run: Run, wanted: list[str], total: int, rng: random.Random, fault
 
 
 def inject(run: Run, kind: str, rng: random.Random) -> Fault:
-    """Does it and waits until the run has got over it."""
+    """Cause a fault and wait until the run has recovered from it."""
     run.say(f"[{kind}]")
     act, seen = FAULTS[kind]
     step = run.attempt().last
@@ -107,20 +105,20 @@ def inject(run: Run, kind: str, rng: random.Random) -> Fault:
 
 
 def loss_delta(run: Run, calm: Run) -> float:
-    """The largest difference in a step's loss before the number of workers first changes."""
+    """Return the largest difference in a step's loss before the number of workers first changes."""
     changed = min((a.first for a in run.record.look() if a.world != MOST), default=math.inf)
     expected = calm.record.losses()
     return max(abs(loss - expected[s]) for s, loss in run.record.losses().items() if s < changed)
 
 
 def main(
-    faults: Annotated[int, typer.Option(help="How many things happen to the run, at least.")] = 28,
-    seed: Annotated[int, typer.Option(help="Of what happens when.")] = 0,
-    only: Annotated[list[str] | None, typer.Option(help="These kinds alone (repeatable).")] = None,
-    minutes: Annotated[float, typer.Option(help="After which it is given up.")] = 40,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the runs where they are.")] = False,
+    faults: Annotated[int, typer.Option(help="Least number of faults.")] = 28,
+    seed: Annotated[int, typer.Option(help="Seed of kinds and moments.")] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="Use these kinds alone (repeatable).")] = None,
+    minutes: Annotated[float, typer.Option(help="Minutes after which the benchmark ends.")] = 40,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the folders of the runs.")] = False,
 ) -> None:
-    """Prints the tables; with all faults, writes benchmarks/results/chaos.json."""
+    """Print the tables; with all faults, write benchmarks/results/chaos.json."""
     if unknown := set(only or []) - set(FAULTS):
         raise typer.BadParameter(f"--only {min(unknown)}: faults are {', '.join(FAULTS)}")
     began, rng = time.monotonic(), random.Random(seed)
@@ -146,7 +144,7 @@ def main(
         outcome = compare(run.record.trained(), calm.record.trained(), rows, EPOCHS)
         outcome["loss_delta_same_workers"] = loss_delta(run, calm)
         outcome |= {"auc": auc, "auc_undisturbed": expected, "auc_delta": abs(auc - expected)}
-    except Exception as error:  # any: what has been seen until then is kept
+    except Exception as error:  # any error: the faults until then are stored
         known = isinstance(error, Problem)
         story = [str(error), *getattr(error, "__notes__", [])] if known else format_exception(error)
         problem = "\n".join(story)
@@ -158,7 +156,7 @@ def main(
     values |= {"cpus": os.cpu_count(), "seconds": seconds, "after_a_killed_worker": recovery(done)}
     values |= {"kinds": medians(done), "list": [asdict(fault) for fault in done]}
     whole = not problem and not only and len(done) >= LEAST_FAULTS
-    (RESULTS if whole else folder / RESULTS.name).write_text(json.dumps(values, indent=1) + "\n")
+    harness.keep(harness.results_file("chaos") if whole else folder / "chaos.json", values)
     wrong = [k for k in ("rows_lost", "rows_doubled", "steps_with_other_rows") if outcome.get(k)]
     largest = {"auc_delta": LARGEST_AUC_DELTA, "loss_delta_same_workers": LARGEST_LOSS_DELTA}
     wrong += [k for k, limit in largest.items() if outcome.get(k, 0) > limit]

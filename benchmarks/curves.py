@@ -1,4 +1,4 @@
-"""One configuration, trained with 1, 2, 3 and 4 workers: the same loss curve and the same test AUC.
+"""One configuration trained with 1, 2, 3 and 4 workers: the same loss curve and the same test AUC.
 
     raytrec prepare synthetic --out data/synthetic
     python benchmarks/curves.py [CONFIG] [section.key=value]...
@@ -15,8 +15,7 @@ from typing import Annotated
 
 import matplotlib
 import typer
-from rich.console import Console
-from rich.table import Table
+from harness import IMAGES, Grid, Smallest, results_file
 
 from raytrec.config.run_config import load_config
 from raytrec.driver.run import train
@@ -24,13 +23,11 @@ from raytrec.driver.run import train
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-HERE = Path(__file__).parent
-RESULTS, PICTURE = HERE / "results" / "curves.json", HERE.parent / "docs" / "images" / "curves.png"
 WORKERS = (1, 2, 3, 4)
 
 
 def run(config: str, overrides: list[str], workers: int, folder: Path) -> dict:
-    """{auc, ne, loss: [[step, log loss of the steps since the last], …]} of one training."""
+    """Train once and return {auc, ne, loss: [[step, log loss of the steps since the last], …]}."""
     from mlflow import MlflowClient
 
     store = f"sqlite:///{folder}/mlflow.db"
@@ -42,13 +39,13 @@ def run(config: str, overrides: list[str], workers: int, folder: Path) -> dict:
 
 
 def difference(one: dict, other: dict) -> list[float]:
-    """|difference| of the training loss, point by point."""
+    """Return the absolute differences of the training losses."""
     assert [step for step, _ in one["loss"]] == [step for step, _ in other["loss"]]
     return [abs(a - b) for (_, a), (_, b) in zip(one["loss"], other["loss"], strict=True)]
 
 
 def draw(runs: dict[int, dict]) -> None:
-    """The curves over each other, and what lies between them."""
+    """Plot the curves, and their differences below."""
     figure, (above, below) = plt.subplots(
         2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained"
     )
@@ -64,34 +61,31 @@ def draw(runs: dict[int, dict]) -> None:
     below.set(ylabel="|difference to 1 worker|", xlabel="step", yscale="log", ylim=(1e-9, 1e-3))
     above.legend()
     below.legend(loc="upper left")
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PICTURE, dpi=110)
+    figure.savefig(IMAGES / "curves.png", dpi=110)
 
 
 def main(
     config: Annotated[str, typer.Argument(metavar="CONFIG")] = "jobs/synthetic.yaml",
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...")] = None,
-    smallest: Annotated[bool, typer.Option(help="With 1 and 2 workers alone; writes nothing.")] = False,
+    smallest: Smallest = False,
 ) -> None:
-    """Trains four times, prints the table, writes the picture."""
-    load_config(config, overrides or [])  # its errors, before the first run
-    chosen = WORKERS[:2] if smallest else WORKERS
+    """Train with each number of workers (the smallest form: 1 and 2), print the table, draw the picture."""
+    load_config(config, overrides or [])  # reports its errors before the first run
     with tempfile.TemporaryDirectory() as folder:
-        runs = {workers: run(config, overrides or [], workers, Path(folder)) for workers in chosen}
-    table = Table(title=f"{config}, {runs[1]['loss'][-1][0]} steps")
-    for column in ("workers", "test AUC", "test NE", "largest difference in training loss"):
-        table.add_column(column, justify="right")
-    summary = {}
+        runs = {
+            workers: run(config, overrides or [], workers, Path(folder))
+            for workers in (WORKERS[:2] if smallest else WORKERS)
+        }
+    summary, rows = {}, []
     for workers, figures in runs.items():
-        summary[workers] = {"auc": figures["auc"], "ne": figures["ne"]}
-        summary[workers]["loss_difference"] = largest = max(difference(runs[1], figures))
-        table.add_row(str(workers), f"{figures['auc']:.6f}", f"{figures['ne']:.6f}", f"{largest:.1e}")
-    Console().print(table)
-    if smallest:
-        return
-    draw(runs)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"summary": summary, "runs": runs}) + "\n")
+        auc, ne, largest = figures["auc"], figures["ne"], max(difference(runs[1], figures))
+        summary[workers] = {"auc": auc, "ne": ne, "loss_difference": largest}
+        rows.append([str(workers), f"{auc:.6f}", f"{ne:.6f}", f"{largest:.1e}"])
+    header = ("workers", "test AUC", "test NE", "largest difference in training loss")
+    Grid(header, rows, f"{config}, {runs[1]['loss'][-1][0]} steps", left=0).show()
+    if not smallest:
+        draw(runs)
+        results_file("curves").write_text(json.dumps({"summary": summary, "runs": runs}) + "\n")
 
 
 if __name__ == "__main__":

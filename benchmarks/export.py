@@ -1,93 +1,58 @@
-"""What an export of a large table takes, and how fast its rows are looked up.
+"""Export of a large table, and the speed of lookups in it.
 
     python benchmarks/export.py [--gib 30] [--precisions fp32,int8] [--requests 2000] [--folder DIR]
 
-A run of DLRM is trained on 1,000 rows. In its checkpoint one table of dim 64 is made --gib large: its parts
-are the same GiB of random values again and again, so that the checkpoint takes 1 GiB on disk. `raytrec
-export` writes it whole.
+A run of DLRM is trained on 1,000 rows. One table of dim 64 in its checkpoint is enlarged to --gib: its
+parts are the same GiB of random values, so that the checkpoint takes 1 GiB on disk. `raytrec export`
+writes the whole table.
 
-peak      the most resident memory of `raytrec export`, torch and TorchRec included
-lookups   2,000 rows a request, drawn by a power law (exponent 1.2) over all rows: hot, when the same requests
-          are asked for the second time; cold, each after the files have been dropped from the page cache
+peak      largest resident memory of `raytrec export`, torch and TorchRec included
+lookups   2,000 rows per request, drawn by a power law (exponent 1.2) over all rows: hot, if the requests are
+          repeated; cold, each after the files have been dropped from the page cache
 
-Prints a table; writes benchmarks/results/export.json and the table of docs/benchmarks.md.
+Writes benchmarks/results/export.json and the table of docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import zlib
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import Annotated
+from typing import Annotated, Any
 
+import harness
 import numpy as np
 import torch
 import typer
-from documents import REPO, fill, keep
-from rich.console import Console
-from rich.table import Table
+from harness import REPO, Grid, forget, run_raytrec, status_bytes
 
 from raytrec.checkpoint.files import find
 from raytrec.checkpoint.index import write_index
 from raytrec.scoring.load import open_table
 from raytrec.scoring.lookups import BlockTable
-from raytrec.scoring.manifest import TableEntry, read_manifest
+from raytrec.scoring.manifest import read_manifest
 
-RESULTS = Path(__file__).parent / "results" / "export.json"
 GIB, DIM, KEYS = 1 << 30, 64, 2000
-TABLE, COLD = "C1", 50  # the table, and how many cold requests
-COMMAND = [sys.executable, "-m", "raytrec"]
-
-
-def main(
-    gib: Annotated[float, typer.Option(help="Of the table.")] = 30,
-    precisions: Annotated[str, typer.Option(help="A,B,...")] = "fp32,int8",
-    requests: Annotated[int, typer.Option(help="Hot ones.")] = 2000,
-    folder: Annotated[Path | None, typer.Option(help="With room for the largest export and 2 GiB.")] = None,
-    smallest: Annotated[bool, typer.Option(help="Whether it runs at all; writes nothing.")] = False,
-) -> None:
-    """Prints the table."""
-    gib, requests = (0.01, 20) if smallest else (gib, requests)
-    with tempfile.TemporaryDirectory(prefix="raytrec-export-", dir=folder) as scratch:
-        run = _trained(Path(scratch))
-        rows = _enlarge(run, int(gib * GIB))
-        found = [
-            _measure(run, Path(scratch), precision, rows, requests) for precision in precisions.split(",")
-        ]
-    _print(found)
-    if not smallest:
-        keep(RESULTS, {"gib": gib, "rows": rows, "requests": requests, "exports": found})
-        fill("docs/benchmarks.md", "export", _markdown(found))
+TABLE, COLD = "C1", 50  # the table, and the number of cold requests
+HEADER = ("tables", "size", "export", "peak memory", "2,000 rows hot, p50 / p99", "cold")
 
 
 def _trained(scratch: Path) -> Path:
-    """A run of 1,000 rows."""
+    """Train a run of 1,000 rows and return its folder."""
     data, run = scratch / "data", scratch / "run"
-    prepare = ["prepare", "synthetic", "--rows", "1000", "--dim", str(DIM), "--out", str(data)]
-    config = str(REPO / "jobs" / "synthetic.yaml")
-    train = [
-        "train",
-        config,
-        f"data.train={data}/train",
-        f"data.valid={data}/valid",
-        f"data.test={data}/test",
-        f"run.dir={run}",
-        "train.epochs=1",
-        "tracking.enabled=false",
-    ]
-    for words in (prepare, [*train, "scaling.num_workers=1", "run.name=export"]):
-        subprocess.run([*COMMAND, *words], check=True, capture_output=True, timeout=300)
+    run_raytrec("prepare", "synthetic", "--rows", "1000", "--dim", str(DIM), "--out", data)
+    places = [f"data.{split}={data}/{split}" for split in ("train", "valid", "test")]
+    settings = ["train.epochs=1", "tracking.enabled=false", "scaling.num_workers=1", "run.name=export"]
+    run_raytrec("train", REPO / "jobs" / "synthetic.yaml", *places, f"run.dir={run}", *settings)
     return run
 
 
 def _enlarge(run: Path, size: int) -> int:
-    """Makes a table of the newest checkpoint so many bytes large; how many rows it has then."""
+    """Enlarge a table of the newest checkpoint to `size` bytes and return its number of rows."""
     folder, index = find(run)
     block_bytes = index["block_bytes"]
     part = min(GIB, size) // (4 * DIM)  # rows
@@ -108,28 +73,32 @@ def _enlarge(run: Path, size: int) -> int:
     return rows
 
 
-def _measure(run: Path, scratch: Path, precision: str, rows: int, requests: int) -> dict:
-    """One export, and lookups in its table."""
-    out = scratch / "export"
+def _measure(run: Path, out: Path, precision: str, rows: int, requests: int) -> dict[str, Any]:
+    """Export a run into a new folder, look up rows, remove the folder, and return the figures."""
     words = ["export", str(run), "--out", str(out), "--golden-rows", "8"]
+    words += [] if precision == "fp32" else ["--quantize", precision]
     began = perf_counter()
-    quantize = [] if precision == "fp32" else ["--quantize", precision]
-    process, peak = subprocess.Popen([*COMMAND, *words, *quantize]), 0
+    process, peak = subprocess.Popen([sys.executable, "-m", "raytrec", *words]), 0
     while process.poll() is None:
-        peak = max(peak, _peak_memory(process.pid))
+        peak = max(peak, status_bytes("VmHWM", pid=process.pid))  # wait4 counts the parent's memory, too
         sleep(0.2)
     seconds = perf_counter() - began
     if process.returncode:
         raise SystemExit(f"raytrec export ended with {process.returncode}")
     entry = read_manifest(str(out)).tables[TABLE]
-    size = sum((out / name).stat().st_size for name in entry.files)
+    files = [out / name for name in entry.files]
+    size = sum(file.stat().st_size for file in files)
     draw = np.random.default_rng(1)
     table = open_table(out, entry, rows, DIM)
     asked = [_keys(draw, rows) for _ in range(requests)]
     hot = [[_look_up(table, keys) for keys in asked] for _ in range(2)][1]
     del table
-    cold = [_cold(out, entry, rows, _keys(draw, rows)) for _ in range(min(COLD, requests))]
-    subprocess.run(["rm", "-rf", str(out)], check=True)
+    cold = []
+    for _ in range(min(COLD, requests)):
+        keys = _keys(draw, rows)
+        forget(files)
+        cold.append(_look_up(open_table(out, entry, rows, DIM), keys))
+    shutil.rmtree(out)
     return {
         "precision": precision,
         "bytes": size,
@@ -140,36 +109,22 @@ def _measure(run: Path, scratch: Path, precision: str, rows: int, requests: int)
     }
 
 
-def _peak_memory(process: int) -> int:
-    """The most resident memory that a process has had, in bytes. (wait4 counts its parent's, too.)"""
-    status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    return int(found[1]) * 1024 if found else 0
-
-
 def _keys(draw: np.random.Generator, rows: int) -> torch.Tensor:
-    """int64 [KEYS], by a power law; which rows are frequent is spread over the table."""
+    """Return row numbers int64 [KEYS] by a power law whose frequent rows are spread over the table."""
     ranks = np.minimum(draw.zipf(1.2, KEYS), 2**62) % rows
     return torch.from_numpy(ranks * 2654435761 % rows)
 
 
 def _look_up(table: BlockTable, keys: torch.Tensor) -> float:
-    """Milliseconds."""
+    """Return the milliseconds of a lookup."""
     began = perf_counter()
     table.vectors(keys)
     return 1000 * (perf_counter() - began)
 
 
-def _cold(out: Path, entry: TableEntry, rows: int, keys: torch.Tensor) -> float:
-    """Milliseconds of one request whose rows are on disk."""
-    for name in entry.files:
-        with (out / name).open("rb") as stream:
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return _look_up(open_table(out, entry, rows, DIM), keys)
-
-
-def _rows(found: list[dict]) -> list[list[str]]:
-    return [
+def grid(found: list[dict[str, Any]]) -> Grid:
+    """Return the table: a row for each precision."""
+    rows = [
         [
             each["precision"],
             f"{each['bytes'] / GIB:.1f} GiB",
@@ -180,24 +135,31 @@ def _rows(found: list[dict]) -> list[list[str]]:
         ]
         for each in found
     ]
+    return Grid(HEADER, rows)
 
 
-HEAD = ["tables", "size", "export", "peak memory", "2,000 rows hot, p50 / p99", "cold"]
-
-
-def _print(found: list[dict]) -> None:
-    table = Table(*HEAD)
-    for row in _rows(found):
-        table.add_row(*row)
-    Console().print(table)
-    print(json.dumps(found))
-
-
-def _markdown(found: list[dict]) -> str:
-    lines = [HEAD, ["---"] * len(HEAD), *_rows(found)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def main(
+    gib: Annotated[float, typer.Option(help="Size of the table.")] = 30,
+    precisions: Annotated[str, typer.Option(help="Precisions, separated by commas.")] = "fp32,int8",
+    requests: Annotated[int, typer.Option(help="Number of hot requests.")] = 2000,
+    folder: Annotated[Path | None, typer.Option(help="Folder with room for an export and 2 GiB.")] = None,
+    smallest: harness.Smallest = False,
+) -> None:
+    """Print the table and write benchmarks/results/export.json."""
+    torch.set_num_threads(1)
+    gib, requests = (0.01, 20) if smallest else (gib, requests)
+    with tempfile.TemporaryDirectory(prefix="raytrec-export-", dir=folder) as scratch:
+        run = _trained(Path(scratch))
+        rows = _enlarge(run, int(gib * GIB))
+        found = [
+            _measure(run, Path(scratch, "export"), precision, rows, requests)
+            for precision in harness.split(precisions)
+        ]
+    grid(found).show()
+    if not smallest:
+        content = {"gib": gib, "rows": rows, "requests": requests, "exports": found}
+        harness.publish("export", content, grid(found).markdown())
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     typer.run(main)

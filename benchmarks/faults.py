@@ -1,6 +1,6 @@
-"""What can happen to a run: faults, done to real processes, nodes, disks and files.
+"""Faults of real processes, nodes, disks and files of a run.
 
-Each does it, helps the run where a person would have to, and returns when it was done.
+Each function causes a fault, helps the run if a person would have to, and returns the time of the fault.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from math import prod
 from pathlib import Path
 from threading import Event, Thread
@@ -21,25 +22,19 @@ from raytrec.checkpoint.files import folder_of
 from raytrec.checkpoint.index import INDEX, read_index
 
 NOTICE_S = 15.0  # before a drained node is taken away
-OVER_S = 60.0  # in which a run that cannot go on says so and ends; its promise is 20, on a machine at rest
+OVER_S = 60.0  # limit for a run that cannot continue to report and end; 20 is promised on an idle machine
 ENDED = 143  # the exit code after SIGTERM
 FULL, ROOM = "the run folder cannot be written", "the run folder can be written again"
 
 
-def kill_worker(run: Run, rng: random.Random) -> float:
+def signal_worker(run: Run, rng: random.Random, number: signal.Signals = signal.SIGKILL) -> float:
     rank, pid = run.worker(rng)
-    run.say(f"SIGKILL for rank {rank} (pid {pid})")
-    return _send(pid, signal.SIGKILL)
-
-
-def stop_worker(run: Run, rng: random.Random) -> float:
-    rank, pid = run.worker(rng)
-    run.say(f"SIGSTOP for rank {rank} (pid {pid})")
-    return _send(pid, signal.SIGSTOP)
+    run.say(f"{number.name} for rank {rank} (pid {pid})")
+    return _send(pid, number)
 
 
 def kill_in_commit(run: Run, rng: random.Random) -> float:
-    """Kills a worker while a checkpoint is half written; again, where the checkpoint was quicker."""
+    """Kill a worker while a checkpoint is half written; repeat if the checkpoint was completed first."""
     for _ in range(5):
         rank, pid = run.worker(rng)
         run.wait("a checkpoint being written", lambda: not run.half_saved())
@@ -56,7 +51,7 @@ def kill_in_commit(run: Run, rng: random.Random) -> float:
 
 
 def corrupt_data(run: Run, rng: random.Random) -> float:
-    """In the largest tensor, because there are bytes between tensors that mean nothing."""
+    """Damage the largest tensor; bytes between tensors have no meaning."""
     step = run.new_checkpoint()
     folder = Path(folder_of(run.checkpoints, step))
     chunks = [chunk for tensor in read_index(str(folder))["tensors"].values() for chunk in tensor["chunks"]]
@@ -73,14 +68,14 @@ def corrupt_index(run: Run, rng: random.Random) -> float:
 
 
 def _corrupt(run: Run, rng: random.Random, step: int, path: Path, at: int) -> float:
-    """Flips a bit of the newest checkpoint, and kills a worker, so that one is restored: an earlier one."""
+    """Flip a bit of the newest checkpoint and kill a worker; an earlier checkpoint must be restored."""
     with open(path, "r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1 << rng.randrange(8)]))
     run.say(f"a bit of byte {at:,} of {path.parent.name}/{path.name} has been flipped")
-    done = kill_worker(run, rng)
+    done = signal_worker(run, rng)
     restored = run.wait("training again", lambda: run.since(done))[0].first - 1
     if restored >= step:
         raise Problem(f"step {restored} has been restored, although {path} is damaged")
@@ -88,7 +83,7 @@ def _corrupt(run: Run, rng: random.Random, step: int, path: Path, at: int) -> fl
 
 
 def kill_node(run: Run, rng: random.Random) -> float:
-    """Where it was the last, another one comes a little later."""
+    """Kill a node; if it was the last, add another one a little later."""
     node = run.node(rng)
     run.say(f"a node goes without notice; {len(run.nodes.all) - 1} left")
     done = time.time()
@@ -135,7 +130,7 @@ def interrupt_driver(run: Run, rng: random.Random) -> float:
 
 
 def end_group(run: Run, rng: random.Random) -> float:
-    """SIGTERM to the driver's whole process group, as batch systems, containers and `timeout` send it."""
+    """Send SIGTERM to the driver's process group, as batch systems, containers and `timeout` do."""
     run.say("SIGTERM for the driver's process group")
     done = time.time()
     code = run.signal(signal.SIGTERM, group=True)
@@ -147,7 +142,7 @@ def end_group(run: Run, rng: random.Random) -> float:
 
 
 def kill_coordinator(run: Run, rng: random.Random) -> float:
-    """The run goes on without help: Ray starts another coordinator."""
+    """Kill the coordinator; the run continues without help, because Ray starts another coordinator."""
     pid = run.wait("a coordinator", run.nodes.coordinator)
     run.say(f"SIGKILL for the coordinator (pid {pid})")
     return _send(pid, signal.SIGKILL)
@@ -163,28 +158,20 @@ def kill_raylet(run: Run, rng: random.Random) -> float:
     return done
 
 
-def kill_gcs(run: Run, rng: random.Random) -> float:
-    return _kill_in_head(run, "gcs_server")
-
-
-def kill_head_raylet(run: Run, rng: random.Random) -> float:
-    return _kill_in_head(run, "raylet")
-
-
-def _kill_in_head(run: Run, process: str) -> float:
-    """Without it, the driver has no cluster and the run ends; on another one, it is resumed as it has said.
+def kill_in_head(run: Run, rng: random.Random, process: str) -> float:
+    """Kill a process without which the driver has no cluster; resume the run on another cluster.
 
     Raises:
-        Problem: its end took too long, or it did not say how to go on, or said it with a traceback.
+        Problem: The run took too long to end, did not name --resume, or printed a traceback.
     """
     run.say(f"SIGKILL for the {process} of the cluster's head")
-    written, done = len(run.said()), time.time()
+    written, done = len(run.output()), time.time()
     run.nodes.kill_in_head(process)
     code = run.end(OVER_S)
-    said, seconds = run.said(written), time.time() - done
-    if "--resume" not in said or "Traceback" in said or code != 1:
-        raise Problem(f"after {seconds:.0f} s with exit code {code} the run said:\n{said}")
-    error = next((line.strip() for line in said.splitlines() if "error" in line), "")
+    output, seconds = run.output(written), time.time() - done
+    if "--resume" not in output or "Traceback" in output or code != 1:
+        raise Problem(f"after {seconds:.0f} s with exit code {code} the run printed:\n{output}")
+    error = next((line.strip() for line in output.splitlines() if "error" in line), "")
     run.say(f"it has ended after {seconds:.1f} s: {error}; --resume on another cluster")
     run.nodes.begin_again()
     run.resume()
@@ -192,35 +179,35 @@ def _kill_in_head(run: Run, process: str) -> float:
 
 
 def fill_run_disk(run: Run, rng: random.Random) -> float:
-    """Fills the disk of the run folder for some seconds; checkpoints are elsewhere, so training goes on."""
-    written = len(run.said())
+    """Fill the disk of the run folder for some seconds; checkpoints are elsewhere, so training continues."""
+    written = len(run.output())
     run.say("the disk of the run folder is full")
     done = time.time()
     with _full(run.folder.parent):
-        run.wait("a word about it", lambda: FULL in run.said(written))
+        run.wait("a word about it", lambda: FULL in run.output(written))
         step = run.attempt().last
         run.wait("training that goes on", lambda: run.attempt().last > step + 5)
     run.say("there is room again")
-    run.wait("a word about it", lambda: ROOM in run.said(written))
+    run.wait("a word about it", lambda: ROOM in run.output(written))
     if run.since(done):
         raise Problem(f"the workers were started again\n{run.tail()}")
     return done
 
 
 def fill_disk(run: Run, rng: random.Random) -> float:
-    """Fills the disk of the checkpoints until a save has failed."""
+    """Fill the disk of the checkpoints until a save has failed."""
     run.say("the disk of the checkpoints is full")
     done = time.time()
     with _full(Path(run.checkpoints).parent):
         failed = run.wait("a save that fails", lambda: [e for e in run.events(done) if e.get("error")])
-    run.say(f"there is room again; the run said: {failed[0]['error'].splitlines()[0]}")
+    run.say(f"there is room again; the run reported: {failed[0]['error'].splitlines()[0]}")
     run.new_checkpoint()
     return done
 
 
 @contextmanager
 def _full(disk: Path) -> Iterator[None]:
-    """A disk without room; what the run itself makes room for is filled, too."""
+    """Keep a disk full during the block, space that the run frees included."""
     over = Event()
 
     def fill() -> None:
@@ -246,10 +233,10 @@ def _send(pid: int, number: int) -> float:
     return done
 
 
-# What happens: how, and by which of its own events the run shows that it has seen it.
+# Kind → (function, events by which the run shows that it has noticed the fault).
 FAULTS: dict[str, tuple[Callable[[Run, random.Random], float], tuple[str, ...]]] = {
-    "worker killed": (kill_worker, ("failed",)),
-    "worker hangs": (stop_worker, ("hang",)),
+    "worker killed": (signal_worker, ("failed",)),
+    "worker hangs": (partial(signal_worker, number=signal.SIGSTOP), ("hang",)),
     "worker killed in a commit": (kill_in_commit, ("failed",)),
     "checkpoint damaged: data": (corrupt_data, ("failed",)),
     "checkpoint damaged: index": (corrupt_index, ("failed",)),
@@ -262,8 +249,8 @@ FAULTS: dict[str, tuple[Callable[[Run, random.Random], float], tuple[str, ...]]]
     "run disk full": (fill_run_disk, ("full",)),
     "coordinator killed": (kill_coordinator, ("failed",)),
     "raylet killed": (kill_raylet, ("failed",)),
-    "driver's raylet killed": (kill_head_raylet, ()),
-    "GCS killed": (kill_gcs, ()),
+    "driver's raylet killed": (partial(kill_in_head, process="raylet"), ()),
+    "GCS killed": (partial(kill_in_head, process="gcs_server"), ()),
     "process group ended": (end_group, ("asked",)),
 }
 GOES_ON = ("disk full", "run disk full")  # without a new worker group

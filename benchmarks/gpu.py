@@ -1,44 +1,42 @@
-"""How fast raytrec computes on a device, against the most that the device could do.
+"""Speed of raytrec's computation on a device, compared with the limits of the device.
 
     python benchmarks/gpu.py [--device auto|cpu|cuda] [--only lookup,dense,step,kinds,host,ingest,exchange]
 
-The model is MLPerf's DLRM-DCNv2 as in jobs/criteo_1tb_8xa100.yaml, on one device. What is compared:
+The model is MLPerf's DLRM-DCNv2 as in jobs/criteo_1tb_8xa100.yaml, on one device. The cases:
 
 lookup   FBGEMM's kernels as TorchRec calls them: lookup and Adagrad's update of 26 tables of dim 128; with
          1 id a feature, and with MLPerf's 214 ids a row
 dense    forward, backward and optimizer of the dense layers: fp32, tf32, bf16, and the last two compiled
-step     raytrec's whole training step, of batches in pinned host memory: train.matmul fp32, tf32, bf16
+step     raytrec's whole training step on batches in pinned host memory: train.matmul fp32, tf32, bf16
 kinds    whole steps of other kinds, tf32: DLRM with and without managed ids, SASRec and HSTU
-host     steps of one row, which the host alone bounds: eager and compiled
+host     steps of one row, which are bound by the host: eager and compiled
 exchange with several GPUs, NCCL alone (gloo on CPU): a step's vectors to other ranks, dense gradients summed
 ingest   Parquet to batches on the device by raytrec's stream; and the copy to the device alone
 
-The sides of a case take turns in one process, and the median of their turns counts. The least time is what
-the device's data sheet allows (its peaks without sparsity): FLOPs of matrix products ÷ their peak + bytes of
-what is no matrix product ÷ memory bandwidth; for ingest, bytes ÷ bandwidth of the link to the host. On a CPU,
-which has no such sheet, peaks are measured and sizes small: that shows that the benchmark runs, no more.
+The sides of a case take turns in one process, and the median of their turns counts. The least time follows
+from the device's data sheet (its peaks without sparsity): FLOPs of matrix products ÷ their peak + bytes of
+all other operations ÷ memory bandwidth; for ingest, bytes ÷ bandwidth of the link to the host. A CPU has
+no such sheet: its peaks are measured and sizes are small, which only shows that the benchmark runs.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import statistics
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from time import perf_counter
+from statistics import median
 from typing import Annotated, Any
 
+import harness
 import torch
 import torch.distributed as dist
 import typer
-from documents import keep
+from harness import Grid, run_raytrec, seconds_of, take_turns
+from rank_group import join_group, on_ranks
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -52,9 +50,8 @@ from raytrec.planning.machines import known_gpu
 from raytrec.worker.build import build_step
 from raytrec.worker.step import Step, numerics
 
-RESULTS = Path(__file__).parent / "results" / "gpu.json"
 DENSE, FEATURES = 13, 26
-# Ids of each feature of a row in MLPerf's data: 214 together.
+# Ids of each feature of a row in MLPerf's data: 214 in total.
 MULTI_HOT = [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1]
 TURN_S = 0.3
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -62,12 +59,13 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 
 @dataclass(frozen=True)
 class Peaks:
-    """What a device can do at most.
+    """Limits of a device.
 
     Attributes:
-        fp32, tf32, bf16: FLOP/s of matrix products, without sparsity.
-        memory, link: bytes/s of its memory, and of one direction of the link to its host.
-        measured: here, for want of a data sheet.
+        fp32: FLOP/s of matrix products, without sparsity; likewise tf32 and bf16.
+        memory: Bytes/s of its memory.
+        link: Bytes/s of one direction of the link to its host.
+        measured: True if the figures were measured because there is no data sheet.
     """
 
     fp32: float
@@ -79,7 +77,7 @@ class Peaks:
 
 
 def peaks_of(name: str) -> Peaks | None:
-    """By the device's name, such as 'NVIDIA H100 80GB HBM3'; None where nothing is known of it."""
+    """Return the limits of a device such as 'NVIDIA H100 80GB HBM3', or None if it is unknown."""
     gpu = known_gpu(name)
     if gpu is None:
         return None
@@ -88,11 +86,15 @@ def peaks_of(name: str) -> Peaks | None:
 
 @dataclass(frozen=True)
 class Size:
-    """How large everything is.
+    """Sizes of a device.
 
     Attributes:
-        layers: `model` of the configuration.
-        lookup_rows, step_rows: of each table, where kernels are measured alone, and in whole steps.
+        batches: Rows of a batch in each case.
+        dim: Width of the tables.
+        lookup_rows: Rows of each table if kernels are measured alone.
+        step_rows: Rows of each table in whole steps.
+        layers: Section `model` of the configuration.
+        turn_s: Seconds of a turn.
     """
 
     batches: tuple[int, ...]
@@ -115,7 +117,7 @@ SMALL = Size((64,), 8, 500, 500, MLPERF | {"bottom_mlp": [16, 8], "cross_rank": 
 
 
 def size_for(device: torch.device) -> Size:
-    """What fits: tables of the lookup, with Adagrad's state, take 40 % of the device's memory at most."""
+    """Return the sizes for a device: tables of the lookup and their state take at most 40 % of its memory."""
     if device.type == "cpu":
         return SMALL
     memory = torch.cuda.get_device_properties(device).total_memory
@@ -128,12 +130,14 @@ def size_for(device: torch.device) -> Size:
 
 @dataclass
 class Side:
-    """One of those that take turns.
+    """A side of a case.
 
     Attributes:
-        steps: makes so many steps; they need not have ended when it returns.
-        rows: of a step. least_s: seconds that a step takes at least; None: not known.
-        source: of ingest: the batches, which others may take, too.
+        name: Name in the table.
+        steps: Function that runs a number of steps, which may end after it returns.
+        rows: Rows of a step.
+        least_s: Least seconds of a step; None: unknown.
+        source: Batches of the case ingest, which other callers may take, too.
     """
 
     name: str
@@ -145,7 +149,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a side: milliseconds a step (median of the turns), the least there can be, and least ÷ ms."""
+    """Figures of a side: milliseconds of a step (median of the turns), the least milliseconds, least ÷ ms."""
 
     ms: float
     rows_per_s: float
@@ -154,39 +158,29 @@ class Figures:
 
 
 def measure(sides: list[Side], device: torch.device, rounds: int, turn_s: float) -> dict[str, Figures]:
-    """Lets the sides take turns; who begins changes."""
-    counts, seconds = {}, {side.name: [] for side in sides}
+    """Measure the sides in turns."""
+    turns = {}
     for side in sides:
         side.steps(3)  # compiles, fills caches
-        each = _timed(side, 3, device) / 3
-        counts[side.name] = max(1, min(200, int(turn_s / each)))
-    for turn in range(rounds):
-        for side in [*sides[turn % len(sides) :], *sides[: turn % len(sides)]]:
-            count = counts[side.name]
-            seconds[side.name].append(_timed(side, count, device) / count)
-    out = {}
+        each = timed(lambda side=side: side.steps(3), device) / 3
+        count = max(1, min(200, int(turn_s / each)))
+        turns[side.name] = lambda side=side, n=count: timed(lambda: side.steps(n), device) / n
+    seconds, out = take_turns(turns, rounds), {}
     for side in sides:
-        each = statistics.median(seconds[side.name])
-        least = side.least_s
+        each, least = median(seconds[side.name]), side.least_s
         out[side.name] = Figures(each * 1e3, side.rows / each, least and least * 1e3, least and least / each)
     return out
 
 
-def _timed(side: Side, steps: int, device: torch.device) -> float:
-    _wait(device)
-    began = perf_counter()
-    side.steps(steps)
-    _wait(device)
-    return perf_counter() - began
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def timed(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of a call until the device has finished."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    return seconds_of(lambda: (call(), wait()))
 
 
 def free(device: torch.device) -> None:
-    """Gives back what ended sides held; sharded models hold themselves."""
+    """Release the memory of previous sides; sharded models are reference cycles."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -196,7 +190,7 @@ def free(device: torch.device) -> None:
 
 
 def schema_of(rows: int, dim: int) -> Schema:
-    """13 dense columns, 26 features with a table each."""
+    """Return a schema of 13 dense columns and 26 features with a table each."""
     names = [f"C{i + 1}" for i in range(FEATURES)]
     return Schema.parse(
         {
@@ -210,7 +204,7 @@ def schema_of(rows: int, dim: int) -> Schema:
 
 
 def config_of(size: Size, batch: int, **train: Any) -> RunConfig:
-    """The job's model and optimizers, on one worker."""
+    """Return a configuration with the job's model and optimizers, on one worker."""
     return RunConfig.model_validate(
         {
             "data": {"train": "unused/train", "global_batch_size": batch},
@@ -227,7 +221,7 @@ def config_of(size: Size, batch: int, **train: Any) -> RunConfig:
 
 
 def batch_of(rows: int, table_rows: int, ids: list[int], seed: int = 0) -> Batch:
-    """Random rows, `ids` of each feature; in pinned memory where there is a GPU."""
+    """Return random rows with `ids` of each feature; in pinned memory if there is a GPU."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.tensor(ids, dtype=torch.int32).repeat_interleave(rows)
     values = torch.randint(0, table_rows, (int(lengths.sum()),), generator=g)
@@ -237,11 +231,11 @@ def batch_of(rows: int, table_rows: int, ids: list[int], seed: int = 0) -> Batch
     return batch.pin_memory() if torch.cuda.is_available() else batch
 
 
-# What a step takes at least
+# The least time of a step
 
 
 def matmul_flops(model: nn.Module) -> int:
-    """Of a row's matrix products: forward, gradients of weights, and of inputs but for the first layer's."""
+    """Return the FLOPs of a row's matrix products: forward, gradients of weights and inputs."""
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     first = [layer for layer in layers if layer.in_features == DENSE]
     each = [2 * layer.in_features * layer.out_features for layer in layers]
@@ -249,8 +243,9 @@ def matmul_flops(model: nn.Module) -> int:
 
 
 def other_bytes(model: nn.Module, width: int, cross_layers: int) -> int:
-    """Of a row's float32 values that are read and written beside matrix products, whose own traffic hides
-    behind their arithmetic at these shapes.
+    """Return the bytes of a row that operations other than matrix products read and write.
+
+    The traffic of matrix products is hidden by their arithmetic at these shapes.
 
     A cross layer x ← x₀ ⊙ y + x reads 3 vectors of x₀'s width and writes 1; its backward reads 2 and writes 1
     twice, and adds up two gradients, 3 each. x₀ is put together and taken apart. A ReLU reads 3 and writes 2.
@@ -264,15 +259,18 @@ def other_bytes(model: nn.Module, width: int, cross_layers: int) -> int:
 
 
 def lookup_bytes(ids: int, dim: int) -> int:
-    """Of a row: each id's vector is read, its weight and Adagrad's sum are read and written by the update;
-    each feature's pooled vector is written, and its gradient read."""
+    """Return the bytes of a row's lookups and update.
+
+    Each id's vector is read, its weight and Adagrad's sum are read and written by the update; each feature's
+    pooled vector is written, and its gradient read.
+    """
     return 4 * dim * (ids * (1 + 2 + 2) + FEATURES * 2)
 
 
 def dense_least_s(
     size: Size, model: nn.Module, rows: int, precision: str, peaks: Peaks | None
 ) -> float | None:
-    """Seconds that the dense layers of `rows` rows take; with bf16 every value counts as 2 bytes."""
+    """Return the least seconds of the dense layers; with bf16 every value counts as 2 bytes."""
     if peaks is None:
         return None
     width = size.layers["bottom_mlp"][-1] + FEATURES * size.dim
@@ -284,7 +282,7 @@ def dense_least_s(
 
 
 def lookups(size: Size, batch: int, device: torch.device, peaks: Peaks | None) -> list[Side]:
-    """FBGEMM's kernels alone."""
+    """Return sides with FBGEMM's kernels alone."""
     config, schema = config_of(size, batch), schema_of(size.lookup_rows, size.dim)
     step, _ = build_step(config, schema, device)
     (kernel,) = sharded_kernels(step.model)
@@ -305,7 +303,7 @@ def lookups(size: Size, batch: int, device: torch.device, peaks: Peaks | None) -
 def dense(
     size: Size, batch: int, device: torch.device, peaks: Peaks | None, compiled: bool = True
 ) -> list[Side]:
-    """The dense layers alone, on embeddings that are there."""
+    """Return sides with the dense layers alone, on given embeddings."""
     schema = schema_of(1, size.dim)
     embeddings = {f: torch.randn(batch, size.dim, device=device).requires_grad_() for f in schema.sparse}
     inputs = torch.randn(batch, DENSE, device=device)
@@ -345,7 +343,7 @@ def whole_steps(
     peaks: Peaks | None,
     precisions: tuple[str, ...] = PRECISIONS,
 ) -> list[Side]:
-    """raytrec's own step, as `raytrec train` makes it, but for reading."""
+    """Return sides with raytrec's step of `raytrec train`, without reading."""
     sides, schema = [], schema_of(size.step_rows, size.dim)
     batches = [batch_of(batch, size.step_rows, [1] * FEATURES, seed) for seed in range(4)]
     for precision in precisions:
@@ -367,7 +365,7 @@ def _steps_of(step: Step, batches: list[Batch]) -> Callable[[int], None]:
 
 
 def host_steps(size: Size, device: torch.device, compiled: bool) -> list[Side]:
-    """Steps of one row."""
+    """Return sides with steps of one row."""
     sides, schema = [], schema_of(size.step_rows, size.dim)
     batches = [batch_of(1, size.step_rows, [1] * FEATURES)]
     for name, whether in [("eager", False), ("compiled", True)][: 1 + compiled]:
@@ -381,7 +379,7 @@ NEXT_ITEM = {"negatives": "negatives", "blocks": 2, "heads": 2}
 
 
 def kinds_of_steps(size: Size, batch: int, device: torch.device) -> list[Side]:
-    """Managed ids next to the same tables without, and models of sequences; a tenth of the rows for these."""
+    """Return sides with plain and managed ids, and with models of sequences on a tenth of the rows."""
     sides, dim = [], min(size.dim, 64)
     plain = schema_of(size.step_rows, dim).model_dump(exclude_unset=True)
     managed = plain | {"tables": {name: {**t, "ids": "managed"} for name, t in plain["tables"].items()}}
@@ -403,7 +401,7 @@ def kinds_of_steps(size: Size, batch: int, device: torch.device) -> list[Side]:
 
 
 def items_schema(rows: int, dim: int) -> Schema:
-    """One table of items, which two features read id by id."""
+    """Return a schema with one table of items, which two features read id by id."""
     read = {"table": "item", "pooling": "sequence"}
     return Schema.parse(
         {
@@ -417,7 +415,7 @@ def items_schema(rows: int, dim: int) -> Schema:
 
 
 def sequences_of(rows: int, table_rows: int, length: int, seed: int) -> Batch:
-    """Random histories of 1 to `length` ids, each with an item and as many negatives as ids."""
+    """Return random histories of 1 to `length` ids, each with an item and as many negatives as ids."""
     g = torch.Generator().manual_seed(seed)
     own = torch.randint(1, length + 1, (rows,), generator=g, dtype=torch.int32)
     lengths = torch.cat([torch.ones_like(own), own, own])
@@ -427,52 +425,30 @@ def sequences_of(rows: int, table_rows: int, length: int, seed: int) -> Batch:
     return batch.pin_memory() if torch.cuda.is_available() else batch
 
 
-def exchange(size: Size, batch: int, device: torch.device, world: int) -> dict[str, Figures]:
-    """Collectives of a step between `world` processes on this machine, without anything else."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_exchange, (world, device.type, size, batch, folder), nprocs=world)
-        return {
-            side: Figures(**f)
-            for side, f in json.loads(Path(folder, "figures").read_text(encoding="utf-8")).items()
-        }
-
-
-def _exchange(rank: int, world: int, kind: str, size: Size, batch: int, folder: str) -> None:
-    from overhead import join
-
-    device = join(rank, world, kind, folder)
+def exchange(rank: int, device: torch.device, size: Size, batch: int, world: int) -> dict[str, Figures]:
+    """Measure the collectives of a step without anything else; runs on `world` ranks."""
     vectors = torch.randn(batch * FEATURES * size.dim // world * world, device=device)
     model = build_model(schema_of(1, size.dim), config_of(size, batch).model)
     gradients = torch.zeros(sum(p.numel() for p in model.parameters()), device=device)
-    sides = {
-        "all-to-all of vectors, fp32": lambda into, given: dist.all_to_all_single(into, given),
-        "all-to-all of vectors, bf16": lambda into, given: dist.all_to_all_single(into, given),
-        "all-reduce of dense gradients": lambda _, given: dist.all_reduce(given),
-    }
-    given = (vectors, vectors.bfloat16(), gradients)
     found = {}
-    for (name, call), values in zip(sides.items(), given, strict=True):
-        into, seconds = torch.empty_like(values), []
-        for _ in range(20):
-            _wait(device)
-            began = perf_counter()
-            call(into, values)
-            _wait(device)
-            seconds.append(perf_counter() - began)
-        each = statistics.median(seconds[5:])
-        found[f"{name}, {values.nbytes / 2**20:.1f} MiB a rank"] = asdict(
-            Figures(each * 1e3, batch / each, None, None)
-        )
-    if rank == 0:
-        Path(folder, "figures").write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
+    for name, call, given in (
+        ("all-to-all of vectors, fp32", dist.all_to_all_single, vectors),
+        ("all-to-all of vectors, bf16", dist.all_to_all_single, vectors.bfloat16()),
+        ("all-reduce of dense gradients", lambda _, given: dist.all_reduce(given), gradients),
+    ):
+        into = torch.empty_like(given)
+        seconds = [timed(lambda c=call, i=into, g=given: c(i, g), device) for _ in range(20)]
+        each = median(seconds[5:])
+        figures = Figures(each * 1e3, batch / each, None, None)
+        found[f"{name}, {given.nbytes / 2**20:.1f} MiB a rank"] = figures
+    return found
 
 
 @contextmanager
 def ingest(
     folder: Path, batch: int, device: torch.device, peaks: Peaks | None, readers: int
 ) -> Iterator[list[Side]]:
-    """Reading; a step is one batch. Only with a local Ray, which this starts."""
+    """Yield sides that read one batch per step, on a local Ray that runs during the block."""
     from raytrec.cluster.session import ray_session
     from raytrec.data.fragments import scan
     from raytrec.data.order import Order
@@ -514,11 +490,11 @@ def _tensors(batch: Batch) -> list[torch.Tensor]:
     return [batch.dense, batch.labels, batch.weights, sparse.values(), sparse.lengths()]
 
 
-# Peaks of a device without a data sheet
+# Limits of a device without a data sheet
 
 
 def measured_peaks(device: torch.device) -> Peaks:
-    """Of a CPU: products of matrices that stay in its caches, and copies that do not."""
+    """Measure a CPU: products of matrices that fit its caches, and copies that do not."""
     a, big = torch.randn(512, 512, device=device), torch.zeros(1 << 24, device=device)
     flops = 2 * 512**3 / _fastest(lambda: a @ a, device)
     half = a.bfloat16()
@@ -527,15 +503,8 @@ def measured_peaks(device: torch.device) -> Peaks:
     return Peaks(flops, flops, bf16, memory, memory, measured=True)
 
 
-def _fastest(call: Callable, device: torch.device, times: int = 8) -> float:
-    seconds = []
-    for _ in range(times):
-        _wait(device)
-        began = perf_counter()
-        call()
-        _wait(device)
-        seconds.append(perf_counter() - began)
-    return min(seconds)
+def _fastest(call: Callable, device: torch.device) -> float:
+    return min(timed(call, device) for _ in range(8))
 
 
 # The whole
@@ -543,11 +512,9 @@ def _fastest(call: Callable, device: torch.device, times: int = 8) -> float:
 
 @contextmanager
 def alone(device: torch.device) -> Iterator[None]:
-    """This process as the only rank of a group on its device."""
-    from overhead import join
-
+    """Make this process the only rank of a group on its device during the block."""
     with tempfile.TemporaryDirectory() as folder:
-        join(0, 1, device.type, folder)
+        join_group(0, 1, f"{folder}/store", device.type)
         try:
             yield
         finally:
@@ -557,7 +524,7 @@ def alone(device: torch.device) -> Iterator[None]:
 def run(
     device: torch.device, size: Size, only: list[str], rounds: int, data: Path, readers: int, compiled: bool
 ) -> tuple[dict[str, dict[str, Figures]], Peaks | None]:
-    """{case: {side: Figures}}."""
+    """Return {case: {side: figures}} and the limits of the device."""
     peaks = peaks_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else measured_peaks(device)
     out: dict[str, dict[str, Figures]] = {}
     with alone(device):
@@ -577,7 +544,8 @@ def run(
     world = torch.cuda.device_count() if device.type == "cuda" else 2
     if "exchange" in only and world > 1:
         for batch in size.batches:
-            out[f"exchange of {world}, {batch} rows"] = exchange(size, batch, device, world)
+            found = on_ranks(world, exchange, size, batch, world, device=device.type)[0]
+            out[f"exchange of {world}, {batch} rows"] = found
     if "ingest" in only:
         with ingest(data, size.batches[0], device, peaks, readers) as sides:
             out[f"ingest, {size.batches[0]} rows"] = measure(sides, device, rounds, size.turn_s)
@@ -585,63 +553,47 @@ def run(
 
 
 def show(found: dict[str, dict[str, Figures]], peaks: Peaks | None, name: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    title = f"{name}: against " + (
-        "peaks measured here"
-        if peaks and peaks.measured
-        else "its data sheet"
-        if peaks
-        else "nothing: unknown device"
-    )
-    table = Table(title=title)
-    for column in ("case", "side", "ms/step", "rows/s", "least ms", "of the most"):
-        table.add_column(column, justify="left" if column in ("case", "side") else "right", no_wrap=True)
+    """Print the table."""
+    limits = "an unknown device"
+    if peaks:
+        limits = "peaks measured here" if peaks.measured else "its data sheet"
+    rows, sections = [], set()
     for case, sides in found.items():
         for side, f in sides.items():
             least = f"{f.least_ms:.2f}" if f.least_ms else "?"
             share = f"{f.share:.0%}" if f.share else "?"
-            table.add_row(case, side, f"{f.ms:.2f}", f"{f.rows_per_s:,.0f}", least, share)
-        table.add_section()
-    Console(width=130).print(table)
+            rows.append([case, side, f"{f.ms:.2f}", f"{f.rows_per_s:,.0f}", least, share])
+        sections.add(len(rows) - 1)
+    header = ("case", "side", "ms/step", "rows/s", "least ms", "of the most")
+    Grid(header, rows, f"{name}: compared with {limits}", 2, sections).show(130)
 
 
 def main(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    only: Annotated[
-        str, typer.Option(help="Cases, with commas between.")
-    ] = "lookup,dense,step,kinds,host,exchange,ingest",
-    rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 7,
+    only: harness.Only = "lookup,dense,step,kinds,host,exchange,ingest",
+    rounds: harness.Rounds = 7,
     readers: Annotated[int, typer.Option(help="Ray Data tasks that read.")] = 1,
-    data: Annotated[Path, typer.Option(help="A folder of `raytrec prepare synthetic`.")] = Path(
-        "data/ingest"
-    ),
-    compiled: Annotated[bool, typer.Option(help="Also compiled, which needs a C compiler.")] = True,
+    data: Annotated[str, typer.Option(help="Folder of `raytrec prepare synthetic`.")] = "data/ingest",
+    compiled: Annotated[bool, typer.Option(help="Also compile, which needs a C compiler.")] = True,
     out: Annotated[
         Path | None,
-        typer.Option(help="Where figures go; default: benchmarks/results/gpu.json, on a GPU alone."),
+        typer.Option(help="File of results; default: benchmarks/results/gpu.json, on a GPU alone."),
     ] = None,
 ) -> None:
-    """Prints the table."""
+    """Print the table and, on a GPU, write benchmarks/results/gpu.json."""
     warnings.simplefilter("ignore")
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     here = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
-    size = size_for(here)
-    if "ingest" in only and not (data / "schema.yaml").exists():
-        rows = "1250000" if kind == "cuda" else "5000"
-        made = ["prepare", "synthetic", "--out", str(data), "--rows", rows]
-        subprocess.run([sys.executable, "-m", "raytrec", *made], check=True)
+    size, cases, folder = size_for(here), harness.split(only), Path(data)
+    if "ingest" in cases and not (folder / "schema.yaml").exists():
+        run_raytrec("prepare", "synthetic", "--out", data, "--rows", "1250000" if kind == "cuda" else "5000")
     name = torch.cuda.get_device_name(here) if kind == "cuda" else "cpu"
-    found, peaks = run(here, size, only.split(","), rounds, data, readers, compiled)
+    found, peaks = run(here, size, cases, rounds, folder, readers, compiled)
     show(found, peaks, name)
-    out = out or (RESULTS if kind == "cuda" else None)
-    if out:
-        cases = {case: {side: asdict(f) for side, f in sides.items()} for case, sides in found.items()}
+    if out := out or (harness.results_file("gpu") if kind == "cuda" else None):
+        figures = {case: {side: asdict(f) for side, f in sides.items()} for case, sides in found.items()}
         about = {"device": name, "torch": torch.__version__, "rounds": rounds, "readers": readers}
-        values = {**about, "peaks": peaks and asdict(peaks), "cases": cases}
-        out.parent.mkdir(exist_ok=True)
-        keep(out, values)
+        harness.keep(out, {**about, "peaks": peaks and asdict(peaks), "cases": figures})
 
 
 if __name__ == "__main__":

@@ -1,79 +1,154 @@
-"""What training costs where a row is a request with its candidates, against a row for each candidate.
+"""Training on rows that are requests with candidates, compared with a row for each candidate.
 
     python benchmarks/grouped.py [--cases two_tower,din] [--workers 1,2]
 
-Both sides train the same examples on CPU, out of memory: 256 requests a rank in each step. Like impressions
-of MovieLens-1M, a request has a history of 50 to 200 films and 5 candidates; a wide one has 100 columns, and
-10 candidates of 2 columns. Collating is counted, reading is not.
-They take turns of some steps each, and of each side the best turn counts.
+Both sides train the same examples on CPU with batches in memory: 256 requests per rank and step. Like
+impressions of MovieLens-1M, a request has a history of 50 to 200 films and 5 candidates; a wide request
+has 100 columns, and 10 candidates of 2 columns. Collating is included, reading is not. The sides take
+turns, and the best turn of each counts.
 
-Prints a table; writes benchmarks/results/grouped.json.
+Writes benchmarks/results/grouped.json and the table in docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Annotated, Any
 
+import harness
+import numpy as np
+import pyarrow as pa
 import typer
-from documents import fill, keep
-from grouped_side import CASES, REQUESTS
-from rank_group import Ranks, take_turns
+from harness import Grid
+from rank_group import Ranks, compare, rig, run_script, trainer
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "grouped.json"
-SIDES = ("repeated", "grouped")
+SIDES = {"repeated": False, "grouped": True}
+HEADER = (
+    *("model", "workers", "examples/s: repeated", "grouped", ""),
+    *("CPU-µs an example: repeated", "grouped", ""),
+)
+DIM, REQUESTS, PIECES, COLUMNS = 16, 256, 4, 100
+ITEMS, SHOWN = {"item": {"rows": 3706, "dim": DIM}, "user": {"rows": 6040, "dim": DIM}}, 5
+HISTORY = {"item": {"table": "item"}, "history": {"table": "item", "pooling": "sequence"}}
+IMPRESSIONS = {"dense": [], "sparse": {"user": {"table": "user"}, **HISTORY}, "tables": ITEMS}
+WIDE = {
+    "dense": ["price"],
+    "sparse": {f"c{i}": {"table": f"c{i}"} for i in range(COLUMNS + 1)},
+    "tables": {f"c{i}": {"rows": 1000, "dim": DIM} for i in range(COLUMNS + 1)},
+}
+TOP, TOWERS = [128, 64], {"query": ["user", "history"], "item": ["item"]}
+OF_ITEM = ["price", f"c{COLUMNS}"]  # columns of candidates; the query's tower reads the others
+WIDE_TOWERS = {"query": [f"c{i}" for i in range(COLUMNS)], "item": OF_ITEM}
+# Schema, model, columns of candidates, candidates of a request.
+CASES: dict[str, tuple[dict, dict, list[str], int]] = {
+    "two_tower": (IMPRESSIONS, {"name": "two_tower", "towers": TOWERS, "tower_mlp": TOP}, ["item"], SHOWN),
+    "sasrec": (
+        IMPRESSIONS | {"sparse": HISTORY, "tables": {"item": ITEMS["item"]}},
+        {"name": "sasrec", "history": "history", "item": "item", "max_length": 200},
+        ["item"],
+        SHOWN,
+    ),
+    "din": (
+        IMPRESSIONS,
+        {"name": "din", "target": "item", "max_length": 200, "top_mlp": TOP},
+        ["item"],
+        SHOWN,
+    ),
+    "wide two_tower": (WIDE, {"name": "two_tower", "towers": WIDE_TOWERS, "tower_mlp": TOP}, OF_ITEM, 10),
+    "wide dcn": (WIDE, {"name": "dcn", "top_mlp": TOP, "cross_rank": 32}, OF_ITEM, 10),
+}
 
 
-def measure(sides: dict[str, Ranks], case: str, examples: int, rounds: int) -> dict[str, Any]:
-    """ms of a step and CPU-µs of an example, of each side."""
-    begun = {side: ranks.tell(case=case, grouped=side == "grouped")["s"] / 2 for side, ranks in sides.items()}
-    return take_turns(sides, begun, rounds, examples, turn_s=0.8)
+def requests_of(case: str, seed: int) -> pa.Table:
+    """Return random requests of a case; histories have 50 to 200 ids."""
+    schema, _, candidates, count = CASES[case]
+    rng = np.random.default_rng(seed)
+    columns: dict[str, Any] = {}
+    for name in ("label", *schema["dense"], *schema["sparse"]):
+        several = name in ("label", *candidates)
+        lengths = np.full(REQUESTS, count if several else 1)
+        lengths = rng.integers(50, 201, REQUESTS) if name == "history" else lengths
+        rows = schema["tables"][schema["sparse"][name]["table"]]["rows"] if name in schema["sparse"] else 2
+        columns[name] = rng.integers(0, rows, lengths.sum())
+        if several or name == "history":
+            offsets = np.cumsum([0, *lengths]).astype(np.int32)
+            columns[name] = pa.ListArray.from_arrays(offsets, columns[name])
+    return pa.table(columns)
+
+
+def repeat_rows(requests: pa.Table, candidates: list[str], count: int) -> pa.Table:
+    """Return the requests with a row for each candidate."""
+    rows, of_one = pa.array(np.repeat(np.arange(requests.num_rows), count)), ("label", *candidates)
+    columns = {
+        name: column.combine_chunks().flatten() if name in of_one else column.take(rows)
+        for name, column in zip(requests.column_names, requests.columns, strict=True)
+    }
+    return pa.table(columns)
+
+
+def build(rank: int, world: int, case: str, grouped: bool) -> tuple[Any, Iterator[Any]]:
+    """Return the step of a case and its batches.
+
+    Args:
+        rank: Number of the rank.
+        world: Number of ranks.
+        case: Key of CASES.
+        grouped: True if a row is a request, False if a row is one of its candidates.
+    """
+    from raytrec.common.memory import keep_memory
+    from raytrec.data.canonical import canonical
+    from raytrec.data.columns import Place
+
+    keep_memory()  # as runs do
+    parts, model, candidates, count = CASES[case]
+    schema = {"labels": ["label"], **parts} | ({"candidates": ["label", *candidates]} if grouped else {})
+    rows = REQUESTS if grouped else REQUESTS * count
+    made = rig(schema, model, world, rows * world, ["history"])
+    tables = [requests_of(case, PIECES * rank + i) for i in range(PIECES)]
+    tables = tables if grouped else [repeat_rows(table, candidates, count) for table in tables]
+    pieces = [made.pieces(canonical(table, made.form, Place(case, 0, 0))) for table in tables]
+    return made.step, made.repeat(pieces)
 
 
 def document(found: dict[str, Any]) -> str:
-    """A line for each point, as Markdown."""
-    lines = [
-        "| model | workers | examples/s: repeated | grouped | | CPU-µs an example: repeated | grouped | |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    """Return the table for docs/benchmarks.md: a row for each point."""
+    rows = []
     for point in found["points"]:
-        repeated, grouped = (point[side] for side in SIDES)
-        speeds = [1e3 * point["examples"] / side["step_ms"] for side in (repeated, grouped)]
-        costs = [side["cpu_us_per_row"] for side in (repeated, grouped)]
+        speeds = [1e3 * point["examples"] / point[side]["step_ms"] for side in SIDES]
+        costs = [point[side]["cpu_us_per_row"] for side in SIDES]
         cells = [point["case"], str(point["workers"]), *(f"{speed:,.0f}" for speed in speeds)]
         cells += [f"{speeds[1] / speeds[0]:.2f} ×", *(f"{cost:,.1f}" for cost in costs)]
-        lines.append(f"| {' | '.join(cells)} | {costs[1] / costs[0]:.2f} × |")
-    return "\n".join(lines)
+        rows.append([*cells, f"{costs[1] / costs[0]:.2f} ×"])
+    return Grid(HEADER, rows).markdown()
 
 
 def main(
-    cases: Annotated[str, typer.Option(help="Models.")] = ",".join(CASES),
-    workers: Annotated[str, typer.Option(help="Numbers of ranks.")] = "1,2",
-    rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 5,
-    smallest: Annotated[bool, typer.Option("--smallest", help="One point, and write nothing.")] = False,
+    cases: Annotated[str, typer.Option(help="Models, separated by commas.")] = ",".join(CASES),
+    workers: harness.Workers = "1,2",
+    rounds: harness.Rounds = 5,
+    smallest: harness.Smallest = False,
 ) -> None:
-    """Prints the table; writes benchmarks/results/grouped.json."""
-    points = [] if smallest or not RESULTS.exists() else json.loads(RESULTS.read_text())["points"]
-    for world in [int(text) for text in ("1" if smallest else workers).split(",")]:
+    """Print the table; with all cases, write benchmarks/results/grouped.json."""
+    cases, workers, rounds = ("two_tower", "1", 1) if smallest else (cases, workers, rounds)
+    points = []
+    for world in harness.integers(workers):
         with ExitStack() as stack:
-            sides = {side: Ranks("grouped_side.py", HERE.parent, world, stack) for side in SIDES}
-            for case in ("two_tower" if smallest else cases).split(","):
+            sides = {side: Ranks("grouped.py", world, stack) for side in SIDES}
+            for case in harness.split(cases):
                 examples = REQUESTS * CASES[case][3] * world
-                figures = measure(sides, case, examples, 1 if smallest else rounds)
-                point = {"case": case, "workers": world, "examples": examples, **figures}
-                print(json.dumps(point), flush=True)
-                points = [p for p in points if (p["case"], p["workers"]) != (case, world)] + [point]
-    points.sort(key=lambda p: (list(CASES).index(p["case"]), p["workers"]))
+                asked = {side: {"case": case, "grouped": grouped} for side, grouped in SIDES.items()}
+                figures = compare(sides, asked, rounds, examples, turn_s=0.8)
+                points.append({"case": case, "workers": world, "examples": examples, **figures})
+                print(json.dumps(points[-1]), flush=True)
+    points.sort(key=lambda point: (list(CASES).index(point["case"]), point["workers"]))
     found = {"cpus": os.cpu_count(), "points": points}
     print(document(found))
-    if not smallest:
-        keep(RESULTS, found)
-        fill("docs/benchmarks.md", "grouped", document(found))
+    if (harness.split(cases), workers) == (list(CASES), "1,2"):
+        harness.publish("grouped", found, document(found))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main, trainer(build))

@@ -1,49 +1,73 @@
-"""How the cost of a step grows with table rows, features, bag length, batch, workers and statistics, and that
-of a checkpoint with its size.
+"""Growth of the cost of a step, a record of statistics and a checkpoint with their sizes.
 
     python benchmarks/growth.py [--only features,batch] [--steps 10] [--smallest]
 
-Each point is raytrec's own Step with the observers, the agreement and the metrics of a run, on ranks without
-Ray and with random batches in memory (benchmarks/growth_point.py). What is measured is CPU time of all ranks,
-the least of several blocks of steps: it hardly depends on what else the machine does. The points of a curve
-differ in one size; the others are those of BASE. Beside each curve stands the law that the work follows:
-constant, as at the first point; or a constant and a part in proportion, with the least relative errors. A
-point that is off by more than a quarter is marked as a kink; docs/benchmarks.md says where each comes from.
+Each point is raytrec's own step with the observers, the agreement and the metrics of a run, on ranks
+without Ray and with random batches in memory. The figure is the CPU time of all ranks in the cheapest of
+several blocks of steps, which hardly depends on other load. The points of a curve differ in one size; the
+others are those of BASE. Each curve has a law that the work follows: constant, or a + b·x. A point that is
+off its law by more than a quarter is a kink.
 
-Prints a table and writes benchmarks/results/growth.json and docs/images/growth.png.
+Writes benchmarks/results/growth.json, docs/images/growth.png and the table of docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
-import json
+import gc
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import process_time
 from typing import Annotated, Any
 
+import harness
 import numpy as np
 import typer
-from documents import fill, keep
-from growth_point import Point, measure
-from rich.console import Console
-from rich.table import Table
+from harness import Grid
+from rank_group import on_ranks
 
-HERE = Path(__file__).parent
-RESULTS, PICTURE = HERE / "results" / "growth.json", HERE.parent / "docs" / "images" / "growth.png"
-BASE = Point(features=26, rows=10_000, dim=8, bag=4, batch=1024, workers=1)
-KINK = 1.25  # times the law, or a part of it
+KINK = 1.25  # ratio to the law
+BLOCKS, BATCHES = 5, 4  # blocks, of which the cheapest counts; different batches
+NEVER = 10**9
+
+
+@dataclass(frozen=True)
+class Point:
+    """Sizes of one measurement.
+
+    Attributes:
+        features: Number of features, each with its table.
+        rows: Rows of each table.
+        dim: Width of each table.
+        bag: Ids of each feature in each row.
+        batch: Rows of a rank.
+        workers: Number of ranks.
+        what: "step"; "record": additional cost of a step that is probed and recorded; "save": a checkpoint.
+    """
+
+    features: int = 26
+    rows: int = 10_000
+    dim: int = 8
+    bag: int = 4
+    batch: int = 1024
+    workers: int = 1
+    what: str = "step"
+
+
+BASE = Point()
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A family of points.
+    """Points that differ in one size.
 
     Attributes:
-        label: of x; unit: of y.
-        linear: whether a part of the cost grows in proportion to x; else none does.
-        points: x → what is measured.
+        label: Name of the size.
+        unit: Unit of the cost.
+        linear: True if a part of the cost grows in proportion to the size; False if the cost is constant.
+        points: Size → point.
     """
 
     label: str
@@ -52,82 +76,193 @@ class Curve:
     points: dict[float, Point]
 
 
-def _vary(values: list[int], change: Callable[[int], Point]) -> dict[float, Point]:
-    return {float(value): change(value) for value in values}
+def _vary(field: str, values: list[int], **others: Any) -> dict[float, Point]:
+    return {float(value): replace(BASE, **{field: value}, **others) for value in values}
 
 
+TABLES = [8, 32, 128, 512]
 CURVES = {
     "rows": Curve(
         "rows of the table",
         "ms a step",
         False,
-        _vary(
-            [10**4, 10**5, 10**6, 10**7, 10**8],
-            lambda rows: replace(BASE, features=1, rows=rows, dim=4, bag=50),
-        ),
+        _vary("rows", [10**4, 10**5, 10**6, 10**7, 10**8], features=1, dim=4, bag=50),
     ),
     "features": Curve(
-        "features, each with its table",
-        "ms a step",
-        True,
-        _vary([8, 32, 128, 512], lambda features: replace(BASE, features=features, rows=1000, bag=1)),
+        "features, each with its table", "ms a step", True, _vary("features", TABLES, rows=1000, bag=1)
     ),
-    "bag": Curve(
-        "ids of a bag",
-        "ms a step",
-        True,
-        _vary([1, 10, 50, 200, 500], lambda bag: replace(BASE, features=8, bag=bag)),
-    ),
-    "batch": Curve(
-        "rows of a batch",
-        "ms a step",
-        True,
-        _vary([128, 512, 2048, 8192], lambda batch: replace(BASE, batch=batch)),
-    ),
+    "bag": Curve("ids of a bag", "ms a step", True, _vary("bag", [1, 10, 50, 200, 500], features=8)),
+    "batch": Curve("rows of a batch", "ms a step", True, _vary("batch", [128, 512, 2048, 8192])),
     "workers": Curve(
         "workers, one global batch",
         "ms a step, all ranks",
         True,
-        _vary([1, 2, 4], lambda workers: replace(BASE, workers=workers, batch=4096 // workers)),
+        {float(n): replace(BASE, workers=n, batch=4096 // n) for n in (1, 2, 4)},
     ),
     "statistics": Curve(
         "tables whose statistics are recorded",
         "ms a record",
         True,
-        _vary([8, 32, 128, 512], lambda f: replace(BASE, features=f, rows=1000, bag=1, what="record")),
+        _vary("features", TABLES, rows=1000, bag=1, what="record"),
     ),
     "checkpoint": Curve(
         "bytes of tables and their state",
         "ms a save",
         True,
-        {
-            float(rows * 8 * 36): replace(BASE, features=8, rows=rows, what="save")
-            for rows in (10_000, 100_000, 1_000_000)
-        },
+        {float(n * 8 * 36): replace(BASE, features=8, rows=n, what="save") for n in (10**4, 10**5, 10**6)},
     ),
 }
 
 
-def run(points: list[Point], steps: int) -> dict[Point, dict[str, Any]]:
-    """What the ranks of each point have measured, summed over them; the ranks of some points are the same."""
-    import torch.multiprocessing as mp
+class Unheard:
+    """Stand-in for a heartbeat and for the coordinator."""
 
+    command = 0
+    put = property(lambda self: self)
+
+    def __getattr__(self, name: str) -> Callable:
+        return lambda *_: None
+
+
+def schema_of(point: Point) -> Any:
+    """Return a schema with one table for each feature."""
+    from raytrec.config.schema import Schema
+
+    names = [f"f{number}" for number in range(point.features)]
+    values = {
+        "labels": ["y"],
+        "dense": ["d"],
+        "sparse": {name: {"table": name} for name in names},
+        "tables": {name: {"rows": point.rows, "dim": point.dim} for name in names},
+    }
+    return Schema.parse(values, "growth")
+
+
+def batches_of(point: Point, schema: Any) -> Iterator[Any]:
+    """Yield the same few batches without end, numbered as by the stream."""
+    import torch
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    from raytrec.data.batch import Batch
+
+    made, batch = [], point.batch
+    for _ in range(BATCHES):
+        ids = torch.randint(0, point.rows, (point.features * batch * point.bag,))
+        sparse = KeyedJaggedTensor(
+            list(schema.sparse),
+            ids,
+            lengths=torch.full((point.features * batch,), point.bag, dtype=torch.int32),
+            stride=batch,
+            length_per_key=[batch * point.bag] * point.features,
+        )
+        labels = torch.randint(0, 2, (batch, 1)).float()
+        rows = batch * point.workers
+        made.append(Batch(torch.randn(batch, 1), sparse, labels, torch.ones(batch), rows))
+    step = 0
+    while True:
+        yield replace(made[step % BATCHES], step=step)
+        step += 1
+
+
+class Loop:
+    """The loop of raytrec/worker/loop.py between two reports."""
+
+    def __init__(self, point: Point, rank: int, folder: str, every_steps: int):
+        import torch
+
+        from raytrec.checkpoint.state import LogicalState
+        from raytrec.config.run_config import RunConfig
+        from raytrec.metrics.selection import Selection
+        from raytrec.metrics.sums import Sums
+        from raytrec.worker.build import build_step
+        from raytrec.worker.checkpointing import CheckpointManager
+        from raytrec.worker.context import WorkerContext, WorkerTask
+        from raytrec.worker.nonfinite import RecentBatches
+        from raytrec.worker.observers import make_observers
+        from raytrec.worker.progress import Progress, RankRun
+
+        schema, device, self.rows = schema_of(point), torch.device("cpu"), point.batch * point.workers
+        config = RunConfig.model_validate(
+            {
+                "run": {"dir": folder},
+                "data": {"train": "unused/train", "global_batch_size": self.rows},
+                "scaling": {"num_workers": point.workers},
+                # Its cost is proportional to the features; DLRM's dot products grow with their square.
+                "model": {"name": "dcn", "cross_layers": 1, "cross_rank": 1, "top_mlp": [8]},
+                "checkpoint": {"every_s": None},
+                "tracking": {"every_steps": every_steps},
+                "checks": {"every_steps": None, "at_checkpoints": False},
+            }
+        )
+        task = WorkerTask(config, schema, {}, Unheard(), f"{folder}/checkpoints")
+        context = WorkerContext(rank, point.workers, device, task, Unheard(), 0)
+        self.step, plan = build_step(config, schema, device)
+        self.progress = Progress(Sums(Selection.of_config(config, schema), device))
+        self.batches = RecentBatches(batches_of(point, schema), 0)
+        state = LogicalState(self.step.model, self.step.optimizer)
+        run = RankRun(context, self.step, plan, state, self.progress, self.batches, NEVER)
+        self.observers = make_observers(run)
+        self.checkpoints = CheckpointManager(run, self.observers.before_save)
+        self.observers.begin()
+
+    def train(self, steps: int) -> float:
+        """Train and return the CPU-ms of this rank per step."""
+        began = process_time()
+        for outputs in self.step.train(self.batches, steps):
+            self.progress.count(self.rows, outputs)
+            self.observers.after_step(self.rows)
+            self.checkpoints.after_step(outputs)
+        return (process_time() - began) / steps * 1e3
+
+    def save(self) -> float:
+        """Save a checkpoint and return the CPU-ms of this rank."""
+        self.train(1)  # the previous step may have a checkpoint
+        began = process_time()
+        self.checkpoints.save(wait=True)
+        return (process_time() - began) * 1e3
+
+
+def measure(rank: int, device: Any, points: list[Point], steps: int, folder: str) -> list[dict[str, float]]:
+    """Return cpu_ms of each point on this rank and, on rank 0, the bytes of a checkpoint."""
+    found = []
+    for number, point in enumerate(points):
+        found.append(measure_point(point, rank, steps, f"{folder}/{number}"))
+        gc.collect()  # models are cycles
+        if rank == 0:
+            print(point, found[-1], flush=True)
+    return found
+
+
+def measure_point(point: Point, rank: int, steps: int, folder: str) -> dict[str, float]:
+    """Return cpu_ms of a point on this rank and, on rank 0, the bytes of a checkpoint."""
+    loops = [
+        Loop(point, rank, folder, every) for every in ((1, NEVER) if point.what == "record" else (NEVER,))
+    ]
+    for loop in loops:
+        loop.train(2)
+    if point.what == "save":
+        least = min(loops[0].save() for _ in range(BLOCKS))
+        newest = max(Path(folder, "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime)
+        size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
+        return {"cpu_ms": least, "bytes": size if rank == 0 else 0}
+    first, *others = (min(loop.train(steps) for _ in range(BLOCKS)) for loop in loops)
+    return {"cpu_ms": first - sum(others)}
+
+
+def run(points: list[Point], steps: int) -> dict[Point, dict[str, Any]]:
+    """Return the figures of each point, summed over its ranks. Points with equal ranks share them."""
     found = {}
     for workers in sorted({point.workers for point in points}):
         chosen = [point for point in dict.fromkeys(points) if point.workers == workers]
         with tempfile.TemporaryDirectory(prefix="growth-") as folder:
-            mp.spawn(measure, (workers, chosen, steps, folder), nprocs=workers)
-            ranks = [
-                json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8"))
-                for rank in range(workers)
-            ]
+            ranks = on_ranks(workers, measure, chosen, steps, folder)
         for point, *of in zip(chosen, *ranks, strict=True):
             found[point] = {key: sum(each[key] for each in of) for key in of[0]}
     return found
 
 
 def law_of(xs: list[float], ys: list[float], linear: bool) -> list[float]:
-    """What the law says at each x: constant, as at the first; else a + b·x with the least relative errors."""
+    """Return the law at each x: the first y, or a + b·x with the least relative errors."""
     if not linear:
         return [ys[0]] * len(xs)
     weighted = np.array([[1 / y, x / y] for x, y in zip(xs, ys, strict=True)])
@@ -136,16 +271,16 @@ def law_of(xs: list[float], ys: list[float], linear: bool) -> list[float]:
 
 
 def describe(curve: Curve, measured: list[dict[str, Any]]) -> dict[str, Any]:
-    """A curve in growth.json: x, y, what the law says, and the kinks."""
+    """Return a curve for growth.json: x, y, the law, and the kinks."""
     xs = list(curve.points)[: len(measured)]
     ys = [of["cpu_ms"] for of in measured]
     law = law_of(xs, ys, curve.linear)
-    kinks = [x for x, y, said in zip(xs, ys, law, strict=True) if not 1 / KINK <= y / said <= KINK]
+    kinks = [x for x, y, expected in zip(xs, ys, law, strict=True) if not 1 / KINK <= y / expected <= KINK]
     out = {
         "x": xs,
         "cpu_ms": [round(y, 3) for y in ys],
         "law": "a + b·x" if curve.linear else "constant",
-        "law_ms": [round(said, 3) for said in law],
+        "law_ms": [round(expected, 3) for expected in law],
         "kinks": kinks,
         "label": curve.label,
         "unit": curve.unit,
@@ -155,38 +290,34 @@ def describe(curve: Curve, measured: list[dict[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def show(name: str, curve: dict[str, Any]) -> Table:
-    """For a terminal."""
-    table = Table(title=f"{name}: {curve['law']}")
-    for column in (curve["label"], f"CPU {curve['unit']}", "law", "of the law"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for x, y, said in zip(curve["x"], curve["cpu_ms"], curve["law_ms"], strict=True):
+def table_of(name: str, curve: dict[str, Any]) -> Grid:
+    """Return the table of a curve for the terminal."""
+    rows = []
+    for x, y, expected in zip(curve["x"], curve["cpu_ms"], curve["law_ms"], strict=True):
         mark = "  kink" if x in curve["kinks"] else ""
-        table.add_row(f"{x:,.0f}", f"{y:.2f}", f"{said:.2f}", f"{y / said:.2f}{mark}")
-    return table
+        rows.append([f"{x:,.0f}", f"{y:.2f}", f"{expected:.2f}", f"{y / expected:.2f}{mark}"])
+    header = (curve["label"], f"CPU {curve['unit']}", "law", "of the law")
+    return Grid(header, rows, f"{name}: {curve['law']}", left=0)
 
 
 def document(curves: dict[str, Any]) -> str:
-    """What docs/benchmarks.md has of the results."""
-    lines = ["| size | from | to | CPU | at the first | at the last | law | of the law there | kinks at |"]
-    lines.append("|---|---:|---:|---|---:|---:|---|---:|---|")
+    """Return the text for docs/benchmarks.md."""
+    header = "size", "from", "to", "CPU", "at the first", "at the last", "law", "of the law there", "kinks at"
+    rows = []
     for curve in curves.values():
         first, last = curve["cpu_ms"][0], curve["cpu_ms"][-1]
         cells = [curve["label"], f"{curve['x'][0]:,.0f}", f"{curve['x'][-1]:,.0f}", curve["unit"]]
         cells += [f"{first:,.1f}", f"{last:,.1f}", curve["law"], f"{last / curve['law_ms'][-1]:.2f}"]
-        lines.append("| " + " | ".join([*cells, ", ".join(f"{x:,.0f}" for x in curve["kinks"])]) + " |")
+        rows.append([*cells, ", ".join(f"{x:,.0f}" for x in curve["kinks"])])
     saved = curves["checkpoint"]
     each = ", ".join(f"{size / x:.3f}" for x, size in zip(saved["x"], saved["bytes"], strict=True))
-    lines += [
-        "",
-        f"Bytes of a checkpoint's files, of a byte of tables and state, from small to large: {each}.",
-    ]
+    sizes = f"Bytes of a checkpoint's files, of a byte of tables and state, from small to large: {each}."
     picture = "![measured points, the law of each curve, and kinks](images/growth.png)"
-    return "\n".join([*lines, "", picture])
+    return "\n\n".join([Grid(header, rows).markdown(), sizes, picture])
 
 
 def _short(x: float) -> str:
-    """10 M for 10,000,000."""
+    """Return a short form of a number, such as 10 M."""
     for size, unit in ((1e6, " M"), (1e3, " k")):
         if x >= size:
             return f"{x / size:g}{unit}"
@@ -194,7 +325,7 @@ def _short(x: float) -> str:
 
 
 def draw(curves: dict[str, Any], path: Path) -> None:
-    """A panel for each curve: points, the law, kinks ringed."""
+    """Plot a panel for each curve: points, the law, and rings around kinks."""
     from matplotlib.ticker import NullFormatter
 
     from raytrec.report.figures.style import BLUE, MUTED, PLAIN, VERMILION, new_figure, save_png, styled
@@ -223,14 +354,14 @@ def draw(curves: dict[str, Any], path: Path) -> None:
 
 
 def main(
-    only: Annotated[str, typer.Option(help="These curves, with commas between.")] = ",".join(CURVES),
+    only: harness.Only = ",".join(CURVES),
     steps: Annotated[int, typer.Option(help="Steps of a block; the cheapest of five counts.")] = 10,
-    largest: Annotated[float, typer.Option(help="Leave out larger x than that.")] = 1e9,
-    smallest: Annotated[bool, typer.Option(help="Two points of some curves; writes nothing.")] = False,
+    largest: Annotated[float, typer.Option(help="Largest size that is measured.")] = 1e9,
+    smallest: harness.Smallest = False,
 ) -> None:
-    """Prints the tables; with all curves, writes growth.json and growth.png."""
+    """Print the tables; with all curves, write growth.json and growth.png."""
     os.environ |= {"OMP_NUM_THREADS": "1"}
-    chosen = {name: CURVES[name] for name in only.split(",")}
+    chosen = {name: CURVES[name] for name in harness.split(only)}
     if smallest:
         chosen, steps = {name: chosen[name] for name in ("features", "checkpoint") if name in chosen}, 2
     points = {
@@ -240,11 +371,10 @@ def main(
     measured = run([point for of in points.values() for point in of], steps)
     found = {name: describe(chosen[name], [measured[point] for point in of]) for name, of in points.items()}
     for name, curve in found.items():
-        Console(width=110).print(show(name, curve))
+        table_of(name, curve).show()
     if set(chosen) == set(CURVES) and largest >= 1e9 and not smallest:
-        keep(RESULTS, found)
-        draw(found, PICTURE)
-        fill("docs/benchmarks.md", "growth", document(found))
+        harness.publish("growth", found, document(found))
+        draw(found, harness.IMAGES / "growth.png")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""What the host does for a step: kernels that it would launch on a GPU, and milliseconds of Python.
+"""Work of the host for a step: kernels that it would launch on a GPU, and milliseconds of Python.
 
     python benchmarks/host.py [--models dcn,dlrm] [--rounds 120]
 
-On a GPU the host has to launch what a step consists of before the GPU is through with it: with 8,192 rows a
-GPU the host, not the GPU, is the limit. One rank, on CPU, one row, layers and vectors of width 8 (as many as
-in jobs/criteo_1tb_8xa100.yaml), so that arithmetic takes next to nothing:
+On a GPU the host must launch the operators of a step before the GPU has finished it: with 8,192 rows per
+GPU the host, not the GPU, is the limit. One rank on CPU, one row, as many layers as in
+jobs/criteo_1tb_8xa100.yaml with vectors of width 8, so that arithmetic takes almost no time:
 
 launches   operators that compute something (no views, no allocations), by the part of the step
-ms         of a step, in the fastest of many rounds, without the counting; compiled: with train.compile;
-           while assembling: as a thread assembles a batch of 8,192 rows for each step, as the stream's does
-assembling milliseconds of Python in which a batch is assembled, from one row in each of 4 places of the data
+ms         of a step in the fastest of many rounds, without counting; compiled: with train.compile; while
+           assembling: a thread assembles a batch of 8,192 rows for each step, as the stream does
+assembling milliseconds of Python to assemble a batch from one row in each of 4 places of the data
 
-Prints a table; writes benchmarks/results/host.json and the table of docs/benchmarks.md.
+Writes benchmarks/results/host.json and the table of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import repeat
-from pathlib import Path
 from queue import Queue
 from threading import Thread
 from time import perf_counter
 from typing import Annotated, Any
 from unittest.mock import patch
 
+import harness
 import numpy as np
 import torch
 import typer
-from documents import fill, keep
 from gpu import FEATURES, WHOLE, batch_of, config_of, schema_of
+from harness import REPO, Grid, take_turns
 from rank_group import join_group
-from rich.console import Console
-from rich.table import Table
 
 from raytrec.data.batch import Batch, Collator
 from raytrec.data.canonical import canonical_table
@@ -48,19 +46,17 @@ from raytrec.worker.build import build_step
 from raytrec.worker.progress import Progress
 from raytrec.worker.step import Step
 
-HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "tests" / "helpers"))
-from operators import Operators, is_launched  # noqa: E402
+sys.path.append(str(REPO / "tests" / "helpers"))
+from operators import Operators, is_launched
 
-RESULTS = HERE / "results" / "host.json"
 WARM, COUNTED, TIMED = HELD, HELD, 2 * HELD  # steps
 ROWS, WIDTH = 1000, 8
-LANES, BATCH = 4, 8192  # of a rank of 8: 32 places of the data
+LANES, BATCH = 4, 8192  # of one of 8 ranks: 32 places of the data
 CASES: dict[str, dict[str, Any]] = {
     "dcn": {"name": "dcn", "bottom_mlp": [8] * 3, "cross_layers": 3, "cross_rank": 8, "top_mlp": [8] * 4},
     "dlrm": {"name": "dlrm", "bottom_mlp": [8] * 3, "top_mlp": [8] * 4},
 }
-# Columns of the table → of what is measured.
+# Column of the table → figure.
 SHOWN = {
     "ms": "ms",
     "compiled, ms": "compiled_ms",
@@ -70,10 +66,10 @@ SHOWN = {
 
 
 class Launches(Operators):
-    """Counts those inside a `with`.
+    """Counts launched operators inside a `with`.
 
     Attributes:
-        of_phases: phase that the step is in → how many.
+        of_phases: Phase of the step → number of launches.
     """
 
     def __init__(self, step: Step):
@@ -86,28 +82,8 @@ class Launches(Operators):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def main(
-    models: Annotated[str, typer.Option(help="Which ones, by comma.")] = ",".join(CASES),
-    rounds: Annotated[int, typer.Option(help="Of every side, interleaved.")] = 120,
-    smallest: Annotated[bool, typer.Option(help="Whether it runs at all; writes nothing.")] = False,
-) -> None:
-    """Prints the table."""
-    with tempfile.TemporaryDirectory(prefix="raytrec-host-") as folder:
-        join_group(0, 1, f"{folder}/store")
-        found = {name: measure(CASES[name], 1 if smallest else rounds) for name in models.split(",")}
-    table = lines(found)
-    shown = Table(*table[0])
-    for line in table[1:]:
-        shown.add_row(*line)
-    Console(width=140).print(shown)
-    if not smallest:
-        keep(RESULTS, found)
-        rows = [f"| {' | '.join(line)} |" for line in (table[0], ["---"] * len(table[0]), *table[1:])]
-        fill("docs/benchmarks.md", "host", "\n".join(rows))
-
-
 def measure(model: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """{"launches": {phase: number}} of a step, and the milliseconds in SHOWN."""
+    """Return {"launches": {phase: number}} of a step, and the milliseconds in SHOWN."""
     batch = batch_of(1, ROWS, [1] * FEATURES)
     plain, compiled = _Loop(model, batch), _Loop(model, batch, compile=True)
     launches = plain.count()
@@ -118,15 +94,12 @@ def measure(model: dict[str, Any], rounds: int) -> dict[str, Any]:
         "while_assembling_ms": lambda: plain.time(whole),
         "assembling_ms": least.time,
     }
-    took: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, time in sides.items():
-            took[name].append(time())
+    took = take_turns(sides, rounds)
     return {"launches": launches} | {name: min(times) for name, times in took.items()}
 
 
 class _Loop:
-    """The training loop of one model on one rank."""
+    """Training loop of one model on one rank."""
 
     def __init__(self, model: dict[str, Any], batch: Any, **train: Any):
         schema = schema_of(ROWS, WIDTH)
@@ -143,13 +116,13 @@ class _Loop:
             self._progress.count(1, outputs)
 
     def count(self) -> dict[str, float]:
-        """Launches of a step, by phase."""
+        """Return the launches of a step by phase."""
         with Launches(self._step) as launches:
             self._train(COUNTED)
         return {phase: number / COUNTED for phase, number in launches.of_phases.items()}
 
     def time(self, other: Assembling | None = None) -> float:
-        """Milliseconds of a step, while batches are assembled in another thread."""
+        """Return milliseconds of a step while another thread assembles batches, if `other` is set."""
         ready: Queue = Queue(4)
         thread = Thread(target=lambda: [ready.put(other()) for _ in range(TIMED)])
         if other:
@@ -163,7 +136,7 @@ class _Loop:
 
 
 class Assembling:
-    """Puts batches of so many rows together from LANES pieces."""
+    """Assembles batches of a number of rows from LANES pieces."""
 
     def __init__(self, rows: int):
         form, n = Form(ReadPlan(schema_of(ROWS, WIDTH))), rows // LANES
@@ -176,29 +149,39 @@ class Assembling:
         return self._collate(self._pieces, self._rows, self._rows)
 
     def time(self) -> float:
-        """Milliseconds of a batch."""
+        """Return milliseconds of a batch."""
         began = perf_counter()
         for _ in range(TIMED):
             self()
         return 1000 * (perf_counter() - began) / TIMED
 
 
-def lines(found: dict[str, Any]) -> list[list[str]]:
-    """The table."""
+def grid(found: dict[str, Any]) -> Grid:
+    """Return the table: a row for each model."""
     phases = list(dict.fromkeys(phase for each in found.values() for phase in each["launches"]))
-    head = ["launches of a step", *(phase.replace("_", " ") for phase in phases), "all", *SHOWN]
-    return [
-        head,
-        *(
-            [
-                model,
-                *(f"{each['launches'].get(phase, 0):.0f}" for phase in phases),
-                f"{sum(each['launches'].values()):.0f}",
-                *(f"{each[name]:.2f}" for name in SHOWN.values()),
-            ]
-            for model, each in found.items()
-        ),
-    ]
+    header = ["launches of a step", *(phase.replace("_", " ") for phase in phases), "all", *SHOWN]
+    rows = []
+    for model, each in found.items():
+        launches = each["launches"]
+        counts = [*(launches.get(phase, 0) for phase in phases), sum(launches.values())]
+        times = (f"{each[name]:.2f}" for name in SHOWN.values())
+        rows.append([model, *(f"{count:.0f}" for count in counts), *times])
+    return Grid(header, rows)
+
+
+def main(
+    models: Annotated[str, typer.Option(help="Models, separated by commas.")] = ",".join(CASES),
+    rounds: harness.Rounds = 120,
+    smallest: harness.Smallest = False,
+) -> None:
+    """Print the table and write benchmarks/results/host.json."""
+    with tempfile.TemporaryDirectory(prefix="raytrec-host-") as folder:
+        join_group(0, 1, f"{folder}/store")
+        names = harness.split(models)
+        found = {name: measure(CASES[name], 1 if smallest else rounds) for name in names}
+    grid(found).show(140)
+    if not smallest:
+        harness.publish("host", found, grid(found).markdown())
 
 
 if __name__ == "__main__":

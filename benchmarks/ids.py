@@ -1,93 +1,163 @@
-"""What managed ids cost: a step against one of a table without them, and a stream of ids without an end.
+"""Cost of managed ids: a step compared with a step of a table without them, and a stream of distinct ids.
 
     python benchmarks/ids.py [--workers 1,2] [--stream 10000000]
 
-Steps of 2,048 rows a rank, 12 ids a row, on CPU, out of memory, with a row-wise table of 100,000 × 16 and
-next to no dense work; collating is counted. Sides take turns of some steps each, and of each side the best
-turn counts: a static table; managed ids all of which have their rows; managed ids of which a hundredth, or a
-tenth, has never been seen, so that in a table that is full others lose their rows, and come back later.
+Steps have 2,048 rows per rank and 12 ids per row. They run on CPU with batches in memory, a row-wise table of
+100,000 × 16 and almost no dense work; collating is included. The sides take turns, and the best turn of each
+counts: a static table; managed ids that all have rows; managed ids of which a hundredth or a tenth is new, so
+that other ids lose their rows in a full table and return later.
 
 The stream sends distinct ids through a map of 100,000 rows, 16,384 at a time.
 
-Prints a table; writes benchmarks/results/ids.json and the tables in docs/benchmarks.md.
+Writes benchmarks/results/ids.json and the table in docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any
 
+import harness
+import numpy as np
+import torch
 import typer
-from documents import fill, keep
-from ids_side import BATCH
-from rank_group import Ranks, take_turns
+from harness import Grid, status_bytes
+from rank_group import Ranks, compare, rig, run_script, time_steps
+from torch import nn
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "ids.json"
+DIM, ROWS, BATCH, BAG, SINGLES, PIECES = 16, 100_000, 2048, 8, 4, 16
+AT_ONCE = 16_384  # ids of a step of the stream
+FIRST = 20  # steps of a new model, after which all known ids have rows
+MODEL = {"name": "ids:Sum"}
 SIDES = {
     "static": {"ids": "static", "new_share": 0.0},
     "known": {"ids": "managed", "new_share": 0.0},
     "hundredth": {"ids": "managed", "new_share": 0.01},
     "tenth": {"ids": "managed", "new_share": 0.1},
 }
+HEADER = (
+    *("workers", "ms a step: static", "ids known", "", "a hundredth new", "", "a tenth new", ""),
+    *("ids/s through the map", "grown, MiB"),
+)
 
 
-def measure(world: int, rounds: int) -> dict[str, Any]:
-    """ms of a step and CPU-µs of a row, of each side."""
-    with ExitStack() as stack:
-        sides = {side: Ranks("ids_side.py", HERE.parent, world, stack) for side in SIDES}
-        begun = {side: ranks.tell(**SIDES[side])["s"] / 20 for side, ranks in sides.items()}
-        return take_turns(sides, begun, rounds, BATCH * world)
+class Sum(nn.Module):
+    """Model whose logit is a linear layer over the sum of all embeddings: almost no dense work."""
+
+    def __init__(self, schema: Any, config: Any):
+        super().__init__()
+        self.logit = nn.Linear(DIM, 1)
+
+    def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.logit(torch.stack(list(inputs.values())).sum(0)).squeeze(1)
 
 
-def stream(world: int, ids: int) -> dict[str, float]:
-    """Of distinct ids through a map: seconds, ids a second, MiB that all processes have grown by."""
-    with ExitStack() as stack:
-        answers = Ranks("ids_side.py", HERE.parent, world, stack).ask(stream=ids)
-    seconds, grown = max(s for s, _ in answers), sum(size for _, size in answers)
-    return {"ids": ids, "s": seconds, "ids_per_s": ids / seconds, "grown_mib": grown / 2**20}
+def build(rank: int, world: int, ids: str, new_share: float) -> tuple[Any, Iterator[Any]]:
+    """Return a step over one table, and its batches.
+
+    Args:
+        rank: Number of the rank.
+        world: Number of ranks.
+        ids: "static" or "managed".
+        new_share: Share of a batch's ids that have never occurred. The others follow a power law over 90,000.
+    """
+    features = [*(f"f{i}" for i in range(SINGLES)), "bag"]
+    schema = {
+        "sparse": {name: {"table": "item"} for name in features},
+        "tables": {"item": {"rows": ROWS, "dim": DIM, "ids": ids}},
+    }
+    plan = {"tables": {"item": {"sharding_type": "row_wise"}}}
+    made = rig(schema, MODEL, world, BATCH * world, ["bag"], plan=plan)
+
+    def batches() -> Iterator[Any]:
+        random, fresh = np.random.default_rng(rank), (rank + 1) * 2**40
+        offsets, labels = np.arange(0, BATCH * BAG + 1, BAG, np.int32), np.ones(BATCH, np.float32)
+        known = [(random.zipf(1.05, BATCH * (SINGLES + BAG)) * 7919) % 90_000 for _ in range(PIECES)]
+        new = int(len(known[0]) * new_share)
+        for number in range(sys.maxsize):
+            drawn = known[number % PIECES].copy()
+            if new:
+                drawn[:: len(drawn) // new][:new] = np.arange(fresh, fresh + new)
+                fresh += new
+            singles = np.split(drawn[: BATCH * SINGLES], SINGLES)
+            yield made.batch(labels, singles, [(offsets, drawn[BATCH * SINGLES :], None)], number)
+
+    return made.step, batches()
+
+
+def stream(world: int, ids: int) -> tuple[float, int]:
+    """Send distinct ids through a map and return (seconds, bytes of growth since a tenth of the steps)."""
+    from raytrec.common.collectives import Peers
+    from raytrec.config.schema_parts import ManagedIds
+    from raytrec.embeddings.managed.batches import IdExchange
+
+    peers, cpu = Peers(), torch.device("cpu")
+    exchange, mine = IdExchange({"item": (ROWS, ManagedIds())}, 0, peers, cpu), AT_ONCE // world
+    before, began, steps = 0, perf_counter(), -(-ids // AT_ONCE)
+    for step in range(steps):
+        if step == steps // 10:
+            before = status_bytes("VmRSS")
+        first = step * AT_ONCE + peers.rank * mine
+        exchange.train({"item": torch.arange(first, first + mine)}, step)
+    return perf_counter() - began, status_bytes("VmRSS") - before
+
+
+def side(rank: int, world: int) -> Any:
+    """Return the function that answers a rank's requests: build, train, or send a stream through a map."""
+    made: list[Any] = []
+
+    def answer(steps: int = FIRST, stream_ids: int = 0, **request: Any) -> tuple[float, float]:
+        if stream_ids:
+            return stream(world, stream_ids)
+        if request:
+            made[:] = build(rank, world, **request)
+        return time_steps(*made, steps)
+
+    return answer
 
 
 def document(found: dict[str, Any]) -> str:
-    """A line for each number of workers, as Markdown."""
-    lines = [
-        "| workers | ms a step: static | ids known | | a hundredth new | | a tenth new | "
-        "| ids/s through the map | grown, MiB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    """Return the table for docs/benchmarks.md: a row for each number of workers."""
+    rows = []
     for point in found["points"]:
         static, *others = (point["sides"][side]["step_ms"] for side in SIDES)
         cells = [str(point["workers"]), f"{static:,.1f}"]
         for managed in others:
             cells += [f"{managed:,.1f}", f"{managed / static:.2f} ×"]
         through = point["stream"]
-        cells += [f"{through['ids_per_s']:,.0f}", f"{through['grown_mib']:,.1f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([*cells, f"{through['ids_per_s']:,.0f}", f"{through['grown_mib']:,.1f}"])
+    return Grid(HEADER, rows, left=0).markdown()
 
 
 def main(
-    workers: Annotated[str, typer.Option(help="Numbers of ranks.")] = "1,2",
-    rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 7,
+    workers: harness.Workers = "1,2",
+    rounds: harness.Rounds = 7,
     ids: Annotated[int, typer.Option("--stream", help="Distinct ids of the stream.")] = 10_000_000,
-    smallest: Annotated[bool, typer.Option("--smallest", help="One point, and write nothing.")] = False,
+    smallest: harness.Smallest = False,
 ) -> None:
-    """Prints the table; writes benchmarks/results/ids.json."""
+    """Print the table and write benchmarks/results/ids.json."""
+    workers, rounds, ids = ("1", 1, 200_000) if smallest else (workers, rounds, ids)
     points = []
-    for world in [int(text) for text in ("1" if smallest else workers).split(",")]:
-        sides = measure(world, 1 if smallest else rounds)
-        through = stream(world, 200_000 if smallest else ids)
-        points.append({"workers": world, "sides": sides, "stream": through})
+    for world in harness.integers(workers):
+        with ExitStack() as stack:
+            sides = {name: Ranks("ids.py", world, stack) for name in SIDES}
+            figures = compare(sides, SIDES, rounds, BATCH * world, first_steps=FIRST)
+        with ExitStack() as stack:
+            answers = Ranks("ids.py", world, stack).ask(stream_ids=ids)
+        seconds, grown = max(s for s, _ in answers), sum(size for _, size in answers)
+        through = {"ids": ids, "s": seconds, "ids_per_s": ids / seconds, "grown_mib": grown / 2**20}
+        points.append({"workers": world, "sides": figures, "stream": through})
         print(json.dumps(points[-1]), flush=True)
     found = {"cpus": os.cpu_count(), "points": points}
     print(document(found))
     if not smallest:
-        keep(RESULTS, found)
-        fill("docs/benchmarks.md", "ids", document(found))
+        harness.publish("ids", found, document(found))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main, side)

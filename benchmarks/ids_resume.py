@@ -1,15 +1,15 @@
-"""Distinct ids without an end through a table of 100,000 managed rows, resumed by other numbers of workers.
+"""Distinct ids through 100,000 managed rows, resumed with other numbers of workers.
 
     python benchmarks/ids_resume.py [--ids 10000000] [--folder FOLDER]
 
-Steps of 12,288 rows, on CPU, from a table of 100,000 × 16 with Adagrad. A row looks up an id that has never
-been before, and one that the row at its place had one to four steps ago.
+Steps have 12,288 rows and run on CPU with a table of 100,000 × 16 and Adagrad. A row looks up a new id and an
+id that the row at the same place looked up one to four steps earlier.
 
-Two workers train all steps, and save a checkpoint after a third of them. From there two workers train the
-rest once more; and so do three up to the second third, and one to the end. Ids, rows and counters must be
-equal at the end, and where there were two workers throughout, every weight to the last bit.
+Two workers train all steps and save a checkpoint after a third of them. From this checkpoint, two workers
+train the rest again; three workers train to the second third, and one worker to the end. At the end ids, rows
+and counters must be equal, and with two workers throughout every weight must be equal to the last bit.
 
-Prints what is equal, seconds, and how far each process has grown since a tenth of its steps; writes
+Prints the comparison, seconds, and the growth of each process since a tenth of its steps; writes
 benchmarks/results/ids_resume.json.
 """
 
@@ -17,28 +17,84 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Annotated, Any
 
+import harness
+import numpy as np
+import torch
 import typer
-from documents import keep
-from ids_side import RESUME_ROWS
-from rank_group import Ranks
+from harness import status_bytes
+from ids import DIM, MODEL, ROWS
+from rank_group import Ranks, Rig, rig, run_script
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "ids_resume.json"
+BATCH = 12_288  # rows of a step
+SCHEMA = {
+    "sparse": {name: {"table": "item"} for name in ("new", "known")},
+    "tables": {"item": {"rows": ROWS, "dim": DIM, "ids": "managed"}},
+}
+
+
+def batches_from(made: Rig, rank: int, world: int, first: int) -> Iterator[Any]:
+    """Yield this rank's batches from step `first` on; ids depend on the step alone."""
+    size = BATCH // world
+    places = np.arange(rank * size, (rank + 1) * size)
+    for number in range(first, sys.maxsize):
+        new = number * BATCH + places
+        ids = [new, np.maximum(new - BATCH * (1 + places % 4), places)]
+        yield made.batch((new * 7919 % 13 < 6).astype(np.float32), ids, number=number)
+
+
+def side(rank: int, world: int) -> Any:
+    """Return the function that answers a rank's requests."""
+
+    def resume(root: str, first: int, saves: list[int]) -> tuple[float, int]:
+        """Train from the checkpoint of step `first` and save after each step of `saves`.
+
+        Returns:
+            (seconds, bytes of growth of this process since a tenth of the steps).
+        """
+        from raytrec.checkpoint.managed import ids_to_read, saved_ids, take_over_ids
+        from raytrec.checkpoint.restore import restore
+        from raytrec.checkpoint.save import Saver
+        from raytrec.checkpoint.state import LogicalState
+        from raytrec.config.training import CheckpointSection
+
+        torch.manual_seed(0)
+        made = rig(SCHEMA, MODEL, world, BATCH, optim={"embeddings": {"name": "adagrad"}})
+        step, state = made.step, LogicalState(made.step.model, made.step.optimizer)
+        saver = Saver(root, CheckpointSection(async_save=False))
+        if first:
+            found = restore(root, state, more=lambda about: ids_to_read(about, step.maps))
+            take_over_ids(step.maps, found.more, found.about)
+            step.trained = first
+        batches = batches_from(made, rank, world, first)
+        before, began, early = 0, perf_counter(), first + (saves[-1] - first) // 10
+        for save in saves:
+            for _ in step.train(batches, save - step.trained):
+                if step.trained == early:
+                    before = status_bytes("VmRSS")
+            ids, about = saved_ids(step.maps)
+            saver.save(save, state.tensors(), about, ids)
+            if error := saver.taken().error:
+                raise error
+        return perf_counter() - began, status_bytes("VmRSS") - before
+
+    return resume
 
 
 def train(world: int, root: Path, first: int, saves: list[int]) -> dict[str, Any]:
-    """Steps from `first` to the last of `saves`, from the checkpoint of `first`, unless that is done."""
+    """Train from step `first` to the last of `saves` on new ranks, unless the folder has the outcome."""
     record = root / f"{saves[-1]}.json"
     if record.exists():
         return json.loads(record.read_text())
     with ExitStack() as stack:
-        ranks = Ranks("ids_side.py", HERE.parent, world, stack)
-        answers = ranks.ask(resume=str(root), first=first, saves=saves)
+        answers = Ranks("ids_resume.py", world, stack).ask(root=str(root), first=first, saves=saves)
     found = {
         "workers": world,
         "steps": [first, saves[-1]],
@@ -51,9 +107,7 @@ def train(world: int, root: Path, first: int, saves: list[int]) -> dict[str, Any
 
 
 def differences(one: Path, other: Path) -> dict[str, float]:
-    """Tensor → by how much two checkpoints differ at most; those that are equal to the last bit have none."""
-    import torch
-
+    """Return the largest difference of each tensor that is not equal in two checkpoints to the last bit."""
     from raytrec.checkpoint.blocks import DTYPES
     from raytrec.checkpoint.index import read_index
     from raytrec.checkpoint.restore import load
@@ -70,7 +124,7 @@ def differences(one: Path, other: Path) -> dict[str, float]:
 
 
 def measure(steps: int, root: Path) -> dict[str, Any]:
-    """All runs, and what differs."""
+    """Train all runs and return their figures and differences."""
     from raytrec.checkpoint.files import folder_of
 
     third, rest, paths = steps // 3, steps - steps // 3, {n: root / n for n in ("whole", "two", "others")}
@@ -83,28 +137,27 @@ def measure(steps: int, root: Path) -> dict[str, Any]:
     runs.append(train(1, paths["others"], third + rest // 2, [steps]))
     ends = {name: Path(folder_of(str(path), steps)) for name, path in paths.items()}
     found = {name: differences(ends["whole"], ends[name]) for name in ("two", "others")}
-    return {"ids": steps * RESUME_ROWS, "runs": runs, "differences": found}
+    return {"ids": steps * BATCH, "runs": runs, "differences": found}
 
 
 def main(
     ids: Annotated[int, typer.Option(help="Distinct ids.")] = 10_000_000,
     folder: Annotated[
-        Path | None,
-        typer.Option(help="For checkpoints, to continue there when interrupted; default: a temporary one."),
+        Path | None, typer.Option(help="Folder of checkpoints, from which an interrupted run continues.")
     ] = None,
-    smallest: Annotated[bool, typer.Option("--smallest", help="Few ids, and write nothing.")] = False,
+    smallest: harness.Smallest = False,
 ) -> None:
-    """Prints what is equal; exit code 1 where ids are not, or with two workers anything else."""
-    steps = 12 if smallest else -(-ids // RESUME_ROWS)
+    """Print the comparison; exit with 1 if ids differ or, with two workers, anything else."""
+    steps = 12 if smallest else -(-ids // BATCH)
     with TemporaryDirectory(prefix="ids-") as temporary:
         found = measure(steps, folder or Path(temporary))
     two, others = found["differences"].values()
     print(f"{found['ids']:,} ids; 2 → 2 workers: {two or 'equal to the last bit'}; 2 → 3 → 1: {others}")
     if not smallest:
-        keep(RESULTS, found)
+        harness.store("ids_resume", found)
     if two or any(name.startswith("ids/") for name in others):
-        raise SystemExit("what was resumed is not what was trained without a break")
+        raise SystemExit("the resumed run differs from the uninterrupted run")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main, side)

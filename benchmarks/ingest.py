@@ -1,50 +1,48 @@
-"""How fast rows come: raytrec's stream, against decoding alone and against other ways to read Parquet.
+"""Rows per second of raytrec's stream, compared with decoding alone and with other ways to read Parquet.
 
     raytrec prepare synthetic --out data/ingest --rows 1250000
     python benchmarks/ingest.py [data/ingest/train] [--rounds 3] [--readers 1] [--times 4]
 
-Every variant delivers all rows of the folder, `times` times over as one epoch, as batches of 4096 rows, from
-the same number of reading processes. The variants take turns, so that a machine that grows slower does so for
-all. What is printed is the median of the turns.
+Every variant delivers all rows of the folder, `times` times as one epoch, as batches of 4096 rows, from
+the same number of reading processes. The variants take turns; the table has medians over turns.
 
-decode          pyarrow.parquet row-group decode and nothing else, every file opened once, in the reading
-                processes: the limit
+decode          pyarrow.parquet row-group decode alone, every file opened once, in these processes: the limit
 stream          raytrec, shuffle: groups
 window          raytrec, shuffle: window
 numpy collate   ray.data iter_torch_batches(collate_fn) over NumPy, as in Ray's own recommender benchmark
 DataLoader      torch DataLoader with pyarrow in its worker processes, and a collate to a KeyedJaggedTensor
 
-Then the stream reads the folder once and eight times over, and the most memory that it took is compared; it
-waits, read ahead, for a step that does not come; and it starts on the same rows in row groups of other sizes.
+Then the stream reads the folder once and eight times, and the peak memory of both is compared; and the stream
+starts on the same rows in row groups of other sizes. Writes benchmarks/results/ingest.json.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import statistics
+import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from threading import Event, Thread
 from time import perf_counter, process_time
 from typing import Annotated
 
+import harness
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
-import ray  # before psutil, which it brings along
+import ray  # before psutil, which Ray brings along
 import torch
 import typer
-from documents import keep
-from ingest_waits import GROUP_ROWS, first_batches, tell, waiting
+from harness import Grid, take_turns, tree_cpu_s
 
 import psutil  # isort: skip
-from rich.console import Console
-from rich.table import Table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.cluster.session import ray_session
@@ -54,12 +52,12 @@ from raytrec.data.fragments import Dataset, RowGroup, scan
 from raytrec.data.order import Order
 from raytrec.data.stream import Stream
 
-RESULTS = Path(__file__).parent / "results" / "ingest.json"
-BATCH = 4096
+BATCH, LANES = 4096, 24
+GROUP_ROWS = (10_000, 100_000, 1_000_000, 5_000_000)
 
 
 def decode_groups(groups: list[RowGroup], columns: list[str]) -> int:
-    """Rows of these row groups, decoded in this process."""
+    """Decode row groups in this process and return the number of rows."""
     files = {path: pq.ParquetFile(path, pre_buffer=True) for path in {group.path for group in groups}}
     return sum(
         files[group.path].read_row_group(group.index, columns=columns, use_threads=False).num_rows
@@ -73,9 +71,11 @@ def decode(dataset: Dataset, schema: Schema, readers: int, pool: ProcessPoolExec
 
 
 def stream(dataset: Dataset, schema: Schema, readers: int, _, shuffle: str) -> int:
-    order = Order(BATCH, 24, shuffle, 2)
-    reading = Stream(dataset, order, rank=0, world=1, readers=readers)
-    return sum(int(batch.weights.sum()) for batch in reading.batches())
+    return sum(int(batch.weights.sum()) for batch in stream_of(dataset, shuffle, readers).batches())
+
+
+def stream_of(dataset: Dataset, shuffle: str, readers: int) -> Stream:
+    return Stream(dataset, Order(BATCH, LANES, shuffle, 2), rank=0, world=1, readers=readers)
 
 
 def numpy_collate(dataset: Dataset, schema: Schema, readers: int, _) -> int:
@@ -89,7 +89,7 @@ def numpy_collate(dataset: Dataset, schema: Schema, readers: int, _) -> int:
 
 
 def collate_numpy(schema: Schema, batch: dict[str, np.ndarray]):
-    """NumPy columns (lists as object arrays) → dense, KeyedJaggedTensor, labels."""
+    """Return (dense, KeyedJaggedTensor, labels) of NumPy columns; lists are object arrays."""
     dense = torch.as_tensor(np.stack([batch[name] for name in schema.dense], axis=1), dtype=torch.float32)
     values, lengths = [], []
     for feature in schema.sparse:
@@ -109,7 +109,7 @@ def collate_numpy(schema: Schema, batch: dict[str, np.ndarray]):
 
 
 class Groups(torch.utils.data.IterableDataset):
-    """Batches as NumPy columns from row groups, dealt out over the loader's workers."""
+    """Batches as NumPy columns from row groups, which are divided among the loader's workers."""
 
     def __init__(self, groups: tuple[RowGroup, ...], schema: Schema):
         self.groups, self.schema = groups, schema
@@ -137,7 +137,7 @@ def data_loader(dataset: Dataset, schema: Schema, readers: int, _) -> int:
     return sum(len(labels) for _, _, labels in loader)
 
 
-VARIANTS = {
+VARIANTS: dict[str, Callable[[Dataset, Schema, int, ProcessPoolExecutor | None], int]] = {
     "decode": decode,
     "stream": partial(stream, shuffle="groups"),
     "window": partial(stream, shuffle="window"),
@@ -148,44 +148,27 @@ VARIANTS = {
 
 @dataclass
 class Measured:
-    """One turn: rows a second; CPU-µs a row over all processes; this process's CPU as a share of time."""
+    """Figures of one turn: rows per second, CPU-µs a row of all processes, CPU share of this process."""
 
     rows_per_s: float
     cpu_us: float
     consumer: float
 
 
-def processes() -> list[psutil.Process]:
-    """This process and all below it: Ray's, too, which it has started."""
-    me = psutil.Process()
-    return [me, *me.children(recursive=True)]
-
-
-def cpu_seconds() -> float:
-    """Of all these processes."""
-    out = 0.0
-    for process in processes():
-        try:
-            times = process.cpu_times()
-            out += times.user + times.system + times.children_user + times.children_system
-        except psutil.Error:
-            continue
-    return out
-
-
-def measure(variant, dataset: Dataset, schema: Schema, readers: int, pool) -> Measured:
-    cpu, mine, began = cpu_seconds(), process_time(), perf_counter()
-    rows = variant(dataset, schema, readers, pool)
-    seconds, mine, cpu = perf_counter() - began, process_time() - mine, cpu_seconds() - cpu
-    assert rows == dataset.rows, (rows, dataset.rows)
+def measure(run: Callable[[], int], rows: int) -> Measured:
+    """Run a variant once and return its figures."""
+    cpu, mine, began = tree_cpu_s(), process_time(), perf_counter()
+    assert run() == rows
+    seconds, mine, cpu = perf_counter() - began, process_time() - mine, tree_cpu_s() - cpu
     return Measured(rows / seconds, cpu / rows * 1e6, mine / seconds)
 
 
 def memory_mib() -> float:
-    """What all these processes hold for themselves, and Ray's object store for them, in MiB."""
+    """Return the private memory of this process and its descendants and of Ray's object store."""
     held = ray.cluster_resources()["object_store_memory"]
     held -= ray.available_resources().get("object_store_memory", 0)
-    for process in processes():
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
         try:
             memory = process.memory_info()
             held += memory.rss - memory.shared
@@ -194,8 +177,8 @@ def memory_mib() -> float:
     return held / 2**20
 
 
-def most_memory(variant, dataset: Dataset, schema: Schema, readers: int) -> float:
-    """The most MiB while a variant runs."""
+def peak_memory_mib(run: Callable[[], int]) -> float:
+    """Return the peak of `memory_mib` during a call."""
     over, most = Event(), [memory_mib()]
 
     def watch() -> None:
@@ -205,7 +188,7 @@ def most_memory(variant, dataset: Dataset, schema: Schema, readers: int) -> floa
     watcher = Thread(target=watch)
     watcher.start()
     try:
-        variant(dataset, schema, readers, None)
+        run()
     finally:
         over.set()
         watcher.join()
@@ -213,19 +196,61 @@ def most_memory(variant, dataset: Dataset, schema: Schema, readers: int) -> floa
 
 
 def repeated(dataset: Dataset, times: int) -> Dataset:
-    """A dataset with the same row groups several times."""
+    """Return a dataset with the same row groups several times."""
     return replace(dataset, groups=dataset.groups * times)
+
+
+def first_batches(
+    source: Dataset, schema: Schema, readers: int, rounds: int, group_rows: tuple[int, ...]
+) -> dict[str, dict[int, float]]:
+    """Return seconds from the start of a stream to its first batch, in a Ray that has had other streams.
+
+    Args:
+        source: Data set whose rows are written again, in row groups of each size.
+        schema: Schema of the data set.
+        readers: Number of reading processes.
+        rounds: Turns of each size.
+        group_rows: Rows of a row group.
+
+    Returns:
+        shuffle → rows of a row group → median.
+    """
+
+    def first(dataset: Dataset, shuffle: str) -> float:
+        began = perf_counter()
+        batches = stream_of(dataset, shuffle, readers).batches()
+        next(batches)
+        taken = perf_counter() - began
+        batches.close()
+        return taken
+
+    rows = pa.concat_tables(pq.read_table(path) for path in sorted({g.path for g in source.groups}))
+    with tempfile.TemporaryDirectory(prefix="ingest-") as folder:
+        turns = {}
+        for size in group_rows:
+            place = Path(folder) / str(size)
+            place.mkdir()
+            whole = pa.concat_tables([rows] * max(1, -(-size // len(rows)))).slice(0, max(size, len(rows)))
+            pq.write_table(whole, place / "part.parquet", size, compression="zstd")
+            dataset = scan(str(place), ReadPlan(schema))
+            for shuffle in ("groups", "window"):
+                turns[shuffle, size] = lambda dataset=dataset, shuffle=shuffle: first(dataset, shuffle)
+        seconds = take_turns(turns, rounds, warm_up=1)  # the first turn starts processes
+    return {
+        shuffle: {size: median(seconds[shuffle, size]) for size in group_rows}
+        for shuffle in ("groups", "window")
+    }
 
 
 def main(
     data: Annotated[str, typer.Argument(help="Folder of Parquet.")] = "data/ingest/train",
-    rounds: Annotated[int, typer.Option(help="Turns of each variant.")] = 3,
+    rounds: harness.Rounds = 3,
     readers: Annotated[int, typer.Option(help="Reading processes.")] = 1,
     times: Annotated[int, typer.Option(help="How often the folder is read as one epoch.")] = 4,
-    only: Annotated[list[str] | None, typer.Option(help="These variants alone (repeatable).")] = None,
-    smallest: Annotated[bool, typer.Option(help="One turn; writes nothing.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="Run these variants alone (repeatable).")] = None,
+    smallest: harness.Smallest = False,
 ) -> None:
-    """Prints the table and, with all variants, writes benchmarks/results/ingest.json."""
+    """Print the tables and, with all variants, write benchmarks/results/ingest.json."""
     rounds, times = (1, 1) if smallest else (rounds, times)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -233,72 +258,54 @@ def main(
     torch.set_num_threads(1)
     schema = Schema.load(str(Path(data).parent / "schema.yaml"))
     once = scan(data, ReadPlan(schema))
-    dataset = repeated(once, times)
-    chosen = {name: VARIANTS[name] for name in only or VARIANTS}
-    turns: dict[str, list[Measured]] = {name: [] for name in chosen}
-    memory = {}
+    dataset, memory = repeated(once, times), {}
     pool = ProcessPoolExecutor(readers, mp_context=get_context("spawn"))
     with ray_session(num_cpus=readers + 1):
-        for size in (once, repeated(once, 8)):  # first, before other variants leave theirs behind
-            memory[size.rows] = most_memory(VARIANTS["stream"], size, schema, readers)
+        for size in (once, repeated(once, 8)):  # first, before other variants leave memory behind
+            memory[size.rows] = peak_memory_mib(partial(VARIANTS["stream"], size, schema, readers, None))
         with pool:
-            for turn in range(rounds + 1):
-                for name, variant in chosen.items():
-                    measured = measure(variant, dataset, schema, readers, pool)
-                    if turn:  # the first starts processes
-                        turns[name].append(measured)
-        waits = waiting(repeated(once, 4 * times), readers, cpu_seconds)
+            runs = {
+                name: partial(VARIANTS[name], dataset, schema, readers, pool) for name in only or VARIANTS
+            }
+            turns = take_turns(
+                {name: lambda run=run: measure(run, dataset.rows) for name, run in runs.items()},
+                rounds,
+                warm_up=1,  # starts processes
+            )
         starts = first_batches(once, schema, readers, rounds, (1000,) if smallest else GROUP_ROWS)
-    tell(waits, starts)
-    others = {"waiting_cpu_ms_per_s": waits, "first_batch_s": starts}
-    write = set(chosen) == set(VARIANTS) and not smallest
-    show(dataset.rows, readers, turns, memory, others if write else None)
-
-
-def show(
-    rows: int,
-    readers: int,
-    turns: dict[str, list[Measured]],
-    memory: dict[int, float],
-    others: dict | None,
-) -> None:
-    """Prints the table; with `others` (further figures), writes the results."""
-    table = Table(title=f"{rows:,} rows, batch {BATCH}, {readers} reading process(es)")
-    for column in ("variant", "rows/s", "of decode", "CPU-µs/row", "consumer CPU"):
-        table.add_column(column, justify="left" if column == "variant" else "right", no_wrap=True)
-    middle = {
-        name: Measured(
-            *(statistics.median(getattr(m, f) for m in each) for f in Measured.__dataclass_fields__)
-        )
-        for name, each in turns.items()
-    }
-    rate = {name: m.rows_per_s for name, m in middle.items()}
-    for name, m in middle.items():
-        share = f"{m.rows_per_s / rate['decode']:.2f}" if "decode" in rate else ""
-        table.add_row(name, f"{m.rows_per_s:,.0f}", share, f"{m.cpu_us:.2f}", f"{m.consumer:.0%}")
-    console = Console()
-    console.print(table)
-    small, large = memory.items()
-    console.print(
-        f"most memory of the stream, all processes and object store: {small[1]:,.0f} MiB for {small[0]:,} "
-        f"rows, {large[1]:,.0f} MiB for {large[0]:,}"
+    rate, cpu_us, consumer = (
+        {name: median(getattr(one, figure) for one in each) for name, each in turns.items()}
+        for figure in Measured.__dataclass_fields__
     )
-    if others is not None:
-        values = {
-            "rows": rows,
+    show(rate, cpu_us, consumer, f"{dataset.rows:,} rows, batch {BATCH}, {readers} reading process(es)")
+    for rows, mib in memory.items():
+        print(f"peak memory of the stream, all processes and object store: {mib:,.0f} MiB for {rows:,} rows")
+    header = ("seconds to the first batch, rows of a row group", *map("{:,}".format, starts["groups"]))
+    lines = [[f"shuffle: {name}", *map("{:.2f}".format, found.values())] for name, found in starts.items()]
+    Grid(header, lines).show()
+    if set(turns) == set(VARIANTS) and not smallest:
+        content = {
+            "rows": dataset.rows,
             "readers": readers,
             "rows_per_s": rate,
-            "cpu_us_per_row": {name: m.cpu_us for name, m in middle.items()},
-            "consumer_cpu": {name: m.consumer for name, m in middle.items()},
+            "cpu_us_per_row": cpu_us,
+            "consumer_cpu": consumer,
             "stream_memory_mib": memory,
-            **others,
+            "first_batch_s": starts,
             "ratios": {
-                "stream_over_decode": rate["stream"] / rate["decode"],
-                "stream_over_numpy_collate": rate["stream"] / rate["numpy_collate"],
+                f"stream_over_{name}": rate["stream"] / rate[name] for name in ("decode", "numpy_collate")
             },
         }
-        RESULTS.parent.mkdir(exist_ok=True)
-        keep(RESULTS, values)
+        harness.store("ingest", content)
+
+
+def show(rate: dict[str, float], cpu_us: dict[str, float], consumer: dict[str, float], title: str) -> None:
+    """Print the table of variants."""
+    rows = []
+    for name, speed in rate.items():
+        share = f"{speed / rate['decode']:.2f}" if "decode" in rate else ""
+        rows.append([name, f"{speed:,.0f}", share, f"{cpu_us[name]:.2f}", f"{consumer[name]:.0%}"])
+    Grid(("variant", "rows/s", "of decode", "CPU-µs/row", "consumer CPU"), rows, title).show()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Words and turns of phrase that raytrec's text does without, with what to write in their place.
+"""Words and phrases that raytrec's text avoids, with their replacements.
 
     python benchmarks/language.py [PATH …]
 
@@ -21,6 +21,7 @@ PLACES = (
     "datasets",
     "jobs",
     "tests",
+    "benchmarks",
     "docs",
     "README.md",
     "ARCHITECTURE.md",
@@ -81,9 +82,12 @@ def _comments(content: str) -> Iterator[tuple[int, str]]:
 
 
 def files(places: list[Path]) -> list[Path]:
-    """The Python and Markdown files in these places."""
+    """Return the Python and Markdown files in these places."""
     found = [place.rglob("*") if place.is_dir() else [place] for place in places]
-    return sorted(path for paths in found for path in paths if path.suffix in (".py", ".md"))
+    kinds, this = (".py", ".md"), Path(__file__).resolve()  # this file names the words
+    return sorted(
+        path for paths in found for path in paths if path.suffix in kinds and path.resolve() != this
+    )
 
 
 def main(arguments: list[str]) -> int:

@@ -21,13 +21,13 @@ WIDTH = 116
 
 
 def rooms() -> list[str]:
-    """Rooms and files at the top of raytrec/, in the order of imports."""
+    """Return the rooms and files at the top of raytrec/, in the order of imports."""
     settings = tomllib.loads((REPO / "pyproject.toml").read_text())
     return settings["tool"]["importlinter"]["contracts"][0]["layers"]
 
 
 def first_sentence(path: Path) -> str:
-    """The first sentence of a module's docstring; empty: it has none."""
+    """Return the first sentence of a module's docstring, or "" without a docstring."""
     text = " ".join(
         (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0].split()
     )
@@ -35,7 +35,7 @@ def first_sentence(path: Path) -> str:
 
 
 def module_map() -> str:
-    """The map as Markdown: a list for each room."""
+    """Return the map as Markdown: a list for each room."""
     parts = []
     for room in rooms():
         place = REPO / "raytrec" / room

@@ -1,4 +1,4 @@
-"""The `raytrec` command, with a note of when it and its ranks have come how far.
+"""The `raytrec` command, which also records when it and its ranks reach certain moments.
 
     START_MOMENTS=FILE python benchmarks/moments.py train CONFIG
 
@@ -21,12 +21,12 @@ RANK, FIRST = "rank began", "first step"
 
 @dataclass(frozen=True)
 class Moment:
-    """When something had been done.
+    """Time at which a part of a start had ended.
 
     Attributes:
-        name: what.
-        unix_s: when.
-        pid: the process.
+        name: Name of the moment.
+        unix_s: Seconds since 1970.
+        pid: Process that recorded the moment.
     """
 
     name: str
@@ -35,13 +35,14 @@ class Moment:
 
 
 def note(name: str) -> None:
+    """Record that a moment has been reached."""
     line = json.dumps(asdict(Moment(name, time.time(), os.getpid()))) + "\n"
     with open(os.environ[FILE], "a", encoding="utf-8") as file:
         file.write(line)
 
 
 def after(owner: Any, name: str, moment: str, once: bool = False) -> None:
-    """Notes a moment when a function has returned."""
+    """Replace a function by one that records a moment whenever, or the first time, it returns."""
     function, seen = getattr(owner, name), []
 
     def noting(*args: Any, **options: Any) -> Any:
@@ -55,7 +56,7 @@ def after(owner: Any, name: str, moment: str, once: bool = False) -> None:
 
 
 def timed_train_worker(task: Any) -> None:
-    """`train_worker` with moments; runs in the ranks."""
+    """Run `train_worker` and record moments; runs in the ranks."""
     note(RANK)
     from raytrec.data.stream import Reading
     from raytrec.worker import build, checkpointing, loop, observers
@@ -78,7 +79,7 @@ def timed_train_worker(task: Any) -> None:
 
 
 def main() -> None:
-    """The command; workers find the function by its name in this module."""
+    """Run the command; workers find the function by its name in this module."""
     from raytrec.cluster.session import begin_early
 
     begin_early()  # as the command does, before its other imports

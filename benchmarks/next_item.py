@@ -1,16 +1,25 @@
-"""SASRec and HSTU by raytrec against plain torch in one process: a part of `benchmarks/sequences.py`.
+"""SASRec and HSTU in raytrec compared with plain torch in one process: a part of `benchmarks/sequences.py`.
 
 Both sides train the same global batch: one process of plain torch (next_item_plain.py), and raytrec's ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
 
-from next_item_side import lengths_of
-from rank_group import Ranks, take_turns
+import numpy as np
+from harness import Grid
+from next_item_plain import PlainStep, padded
+from rank_group import Ranks, compare, rig, run_script, trainer
 
 SIDES = {"plain": True, "raytrec": False}
+PIECES = 4  # batches, which are trained again and again
+HEADER = (
+    *("model", "shape", "workers", "tokens/s: plain torch", "raytrec", ""),
+    *("CPU-µs a token: plain", "raytrec"),
+)
 # Histories are log-normal around `median`, cut to `shortest` and `length`: 157 and 7 ids on average.
 ML1M = {
     "rows": 128,
@@ -49,30 +58,87 @@ CASES = {
 SMALLEST = {("hstu", "MovieLens-1M"): ML1M | {"rows": 4}}
 
 
+def lengths_of(shape: dict[str, Any]) -> np.ndarray:
+    """Return the length of each row's history: a long tail, cut at the length that is read."""
+    drawn = np.random.default_rng(0).lognormal(np.log(shape["median"]), shape["spread"], shape["rows"])
+    return np.clip(drawn, shape["shortest"], shape["length"]).astype(int)
+
+
+def rows_of(shape: dict[str, Any], seed: int) -> tuple[np.ndarray, ...]:
+    """Return (offsets, ids, own item, negatives) of a global batch, with the same number of ids each time."""
+    lengths = np.random.default_rng(seed).permutation(lengths_of(shape))
+    rng = np.random.default_rng(seed)
+    offsets = np.cumsum([0, *lengths])
+    # As in MovieLens, a few items are most of the ids.
+    popular = (shape["items"] * rng.random(offsets[-1] + len(lengths)) ** 2).astype(np.int64)
+    negatives = rng.integers(0, shape["items"], (len(lengths), shape["negatives"]))
+    return offsets, popular[: offsets[-1]], popular[offsets[-1] :], negatives
+
+
+def build_raytrec(shape: dict[str, Any], rank: int, world: int) -> tuple[Any, Iterator[Any]]:
+    """Return raytrec's step and its batches."""
+    sequence = {"table": "item", "pooling": "sequence"}
+    schema = {
+        "sparse": {"item": {"table": "item"}, "history": sequence, "negatives": sequence},
+        "tables": {"item": {"rows": shape["items"], "dim": shape["dim"]}},
+    }
+    names = ("blocks", "heads", "dropout", "share_negatives", *["feedforward"] * (shape["model"] == "sasrec"))
+    model = {
+        "name": shape["model"],
+        "max_length": shape["length"],
+        "negatives": "negatives",
+        "max_negatives": shape["negatives"],
+        "positions": "order",
+        "normalize": True,
+        "temperature": 0.05,
+        **{name: shape[name] for name in names},
+    }
+    tasks = [{"loss": "from_model", "metrics": []}]
+    optim = {"embeddings": {"name": "adam", "lr": 1e-3}, "dense": {"lr": 1e-3}}
+    lists = ["history", "negatives"]
+    made = rig(schema, model, world, shape["rows"], lists, tasks=tasks, optim=optim)
+    mine = slice(rank * shape["rows"] // world, (rank + 1) * shape["rows"] // world)
+    pieces = []
+    for seed in range(PIECES):
+        offsets, ids, own, negatives = rows_of(shape, seed)
+        starts = np.arange(len(own) + 1, dtype=np.int32) * shape["negatives"]
+        bags = [(offsets.astype(np.int32), ids, None), (starts, negatives.ravel(), None)]
+        pieces.append(made.piece([np.ones(len(own), np.float32)], [own], bags)[mine])
+    return made.step, made.repeat(pieces)
+
+
+def build_plain(shape: dict[str, Any]) -> tuple[Any, Iterator[Any]]:
+    """Return the step of plain torch and its batches."""
+    pieces = [rows_of(shape, seed) for seed in range(PIECES)]
+    return PlainStep(shape), (padded(*piece, shape) for piece in cycle(pieces))
+
+
+def build(rank: int, world: int, shape: dict[str, Any], plain: bool) -> tuple[Any, Iterator[Any]]:
+    return build_plain(shape) if plain else build_raytrec(shape, rank, world)
+
+
 def measure(sides: dict[str, Ranks], model: str, shape: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Tokens (ids of histories) a second, and CPU-µs of a token over all processes, of each side."""
+    """Return tokens (ids of histories) per second and CPU-µs of a token over all processes for each side."""
     shape = shape | {"model": model}
-    begun = {side: ranks.tell(shape=shape, plain=SIDES[side])["s"] / 2 for side, ranks in sides.items()}
     tokens = int(lengths_of(shape).sum())
-    found = take_turns(sides, begun, rounds, tokens, turn_s=0.8)
+    asked = {side: {"shape": shape, "plain": plain} for side, plain in SIDES.items()}
     return {
         side: {"tokens_per_s": 1e3 * tokens / of["step_ms"], "cpu_us_per_token": of["cpu_us_per_row"]}
-        for side, of in found.items()
+        for side, of in compare(sides, asked, rounds, tokens, turn_s=0.8).items()
     }
 
 
 def table_of(points: list[dict[str, Any]]) -> str:
-    """A line for each point, as Markdown."""
-    lines = [
-        "| model | shape | workers | tokens/s: plain torch | raytrec | | CPU-µs a token: plain | raytrec |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    """Return the table for docs/benchmarks.md: a row for each point."""
+    rows = []
     for point in points:
         speeds, costs = (
             [point[side][figure] for side in SIDES] for figure in ("tokens_per_s", "cpu_us_per_token")
         )
-        cells = [point["model"], point["shape"], str(point["workers"])]
-        cells += [f"{speed:,.0f}" for speed in speeds] + [f"{speeds[1] / speeds[0]:.2f} ×"]
-        cells += [f"{cost:.1f}" for cost in costs]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells = [point["model"], point["shape"], str(point["workers"]), *(f"{s:,.0f}" for s in speeds)]
+        rows.append([*cells, f"{speeds[1] / speeds[0]:.2f} ×", *(f"{cost:.1f}" for cost in costs)])
+    return Grid(HEADER, rows, left=2).markdown()
+
+
+if __name__ == "__main__":
+    run_script(lambda: None, trainer(build))

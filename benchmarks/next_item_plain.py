@@ -1,7 +1,7 @@
-"""SASRec and HSTU as one writes them by hand in plain torch, for one process: padded, without raytrec.
+"""SASRec and HSTU written by hand in plain torch, for one process: padded, without raytrec.
 
 The same layers, loss, dropout and optimizer as raytrec's (raytrec/models/next_item.py), independently: rows
-are padded to the longest of the batch, oldest id first, so that causal attention needs no mask of its own.
+are padded to the longest of the batch, oldest id first, so that causal attention needs no additional mask.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 
 class PlainModel(nn.Module):
-    """Loss of a batch: every item of a history, and the row's own, predicted from what was before it.
+    """Model whose output is the loss of a batch: each item predicted from the items before it.
 
     Args:
-        shape: of benchmarks/next_item.py.
+        shape: Shape in benchmarks/next_item.py.
     """
 
     def __init__(self, shape: dict):
@@ -35,10 +35,11 @@ class PlainModel(nn.Module):
         self.norm = nn.LayerNorm(self.dim) if shape["model"] == "sasrec" else nn.Identity()
 
     def forward(self, ids: torch.Tensor, there: torch.Tensor, negatives: torch.Tensor) -> torch.Tensor:
-        """The mean over rows of Σ over places ÷ max_length.
+        """Return the mean over rows of Σ over places ÷ max_length.
 
         Args:
-            ids: int64 [B, T + 1], each row's history and its own item. there: bool [B, T].
+            ids: Each row's history and its own item, int64 [B, T + 1].
+            there: True for places with an id, bool [B, T].
             negatives: int64 [B, K].
         """
         vectors = self.items(ids)
@@ -61,7 +62,7 @@ class PlainModel(nn.Module):
 
 
 class SasrecBlock(nn.Module):
-    """Attention, and a network of two layers: [B, T, D] → [B, T, D]."""
+    """Block of attention and a network of two layers: [B, T, D] → [B, T, D]."""
 
     def __init__(self, shape: dict):
         super().__init__()
@@ -82,7 +83,7 @@ class SasrecBlock(nn.Module):
 
 
 class HstuBlock(nn.Module):
-    """Pointwise attention with a bias of each distance: [B, T, D] → [B, T, D]."""
+    """Block of pointwise attention with a bias for each distance: [B, T, D] → [B, T, D]."""
 
     def __init__(self, shape: dict):
         super().__init__()
@@ -106,9 +107,9 @@ class HstuBlock(nn.Module):
 
 
 class PlainStep:
-    """Trains the plain model; `train` as raytrec's Step has it.
+    """Step of the plain model, with the method `train` of raytrec's Step.
 
-    Adam moves every row of the table, as raytrec's does on CPU, where FBGEMM has no kernel for it.
+    Adam updates every row of the table, as in raytrec on CPU, where FBGEMM has no kernel for Adam.
     """
 
     def __init__(self, shape: dict):
@@ -116,7 +117,7 @@ class PlainStep:
         self.optimizer = torch.optim.Adam(self.model.parameters(), fused=True)
 
     def train(self, batches: Iterator[tuple[torch.Tensor, ...]], steps: int) -> Iterator[torch.Tensor]:
-        """Trains on so many batches, yielding the loss after each."""
+        """Train on a number of batches and yield the loss after each."""
         for _ in range(steps):
             loss = self.model(*next(batches))
             self.optimizer.zero_grad()
@@ -126,7 +127,7 @@ class PlainStep:
 
 
 def padded(offsets: np.ndarray, ids: np.ndarray, own: np.ndarray, negatives: np.ndarray, shape: dict):
-    """A batch of the plain model: of rows whose ids are one after the other, the oldest first."""
+    """Return a batch of the plain model from concatenated ids, the oldest first."""
     lengths = np.diff(offsets)
     places = np.arange(lengths.max() + 1)
     there = places[:-1] < lengths[:, None]

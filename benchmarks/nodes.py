@@ -1,4 +1,4 @@
-"""A cluster of several Ray nodes on this machine, which come and go; a disk that can be full."""
+"""A cluster of several Ray nodes on this machine, which are added and killed; a disk that can be filled."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Nodes:
 
     def __init__(self, temporary: Path):
         stay_on_loopback()
-        use_token(create=True)  # as drivers do that find one: nodes without it would not reach them
+        use_token(create=True)  # as drivers do: nodes without the token could not reach them
         paths = [os.environ.get("PYTHONPATH"), str(HERE)]  # workers import recorder
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        # Ray notes there which cluster was started last: not for others on this machine.
+        # Ray records the most recent cluster there; other users of this machine must not find this one.
         os.environ["RAY_TMPDIR"], self._temporary = str(temporary), str(temporary / "ray")
         Path(self._temporary).mkdir(parents=True)
         self._begin()
@@ -45,7 +45,7 @@ class Nodes:
         _end_in_order()
 
     def begin_again(self) -> None:
-        """Another cluster, in the place of this one, with as many nodes."""
+        """Replace this cluster by a new one with as many nodes."""
         number = len(self.all)
         self.close()
         self._begin()
@@ -60,22 +60,22 @@ class Nodes:
         _end_in_order()
 
     def kill(self, node: Any) -> None:
-        """Ends the processes of a node, without notice."""
+        """Kill the processes of a node without notice."""
         self.all.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
 
     def drain(self, node: Any, seconds: float) -> None:
-        """Gives notice that a node will go in so many seconds."""
+        """Give notice that a node will be terminated."""
         deadline = int((time.time() + seconds) * 1000)
         accepted, why = self._gcs.drain_node(node.node_id, PREEMPTION, "chaos", deadline)
         assert accepted, why
 
     def of(self, raylet: int) -> Any | None:
-        """The node of a raylet; None where it has gone."""
+        """Return the node of a raylet, or None if it is gone."""
         return next((node for node in self.all if self._raylet(node) == raylet), None)
 
     def coordinator(self) -> int | None:
-        """The coordinator's process, which is on the driver's node, the head; None while there is none."""
+        """Return the process id of the coordinator on the head node, or None if it is not running."""
         with suppress(psutil.Error):  # a process that ends meanwhile
             for process in psutil.Process(self._raylet(self._cluster.head_node)).children(recursive=True):
                 if "".join(process.cmdline()[:1]).startswith("ray::Coordinator"):
@@ -83,13 +83,13 @@ class Nodes:
         return None
 
     def kill_raylet(self, node: Any) -> None:
-        """Ends the raylet of a node alone, without notice; what is left of the node goes a little later."""
+        """Kill the raylet of a node, and the other processes of the node a little later."""
         os.kill(self._raylet(node), signal.SIGKILL)
         time.sleep(3)
         self.kill(node)
 
     def kill_in_head(self, name: str) -> None:
-        """Ends a process of the head node: gcs_server or raylet."""
+        """Kill a process of the head node: gcs_server or raylet."""
         os.kill(self._cluster.head_node.all_processes[name][0].process.pid, signal.SIGKILL)
 
     def _raylet(self, node: Any) -> int:
@@ -100,13 +100,13 @@ class Nodes:
 
 
 def _end_in_order() -> None:
-    """SIGTERM is a Ctrl-C, so that nothing stays behind; each Ray node brings a handler of its own."""
+    """Handle SIGTERM like Ctrl-C, so that no process stays behind; each Ray node installs another handler."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @contextmanager
 def small_disk(place: Path, mib: int) -> Iterator[None]:
-    """A file system of its own in memory."""
+    """Mount a file system in memory during the block."""
     place.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "chaos", str(place)], check=True)
     try:

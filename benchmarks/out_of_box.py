@@ -1,15 +1,14 @@
-"""What `raytrec inspect` and `raytrec train jobs/own.yaml` reach without a look at the data.
+"""Quality of `raytrec inspect` and `raytrec train jobs/own.yaml` without manual changes.
 
     python benchmarks/out_of_box.py SOURCE [--seeds 5] [--only adult_income,numbers]
 
 SOURCE is the folder with adult/, ml-100k/ and ml-1m/; other data sets are scikit-learn's, or drawn
-(out_of_box_data.py). A data set is written as
-Parquet, inspected, and trained with no other key than its places and run.seed. Beside it are scikit-learn's
-logistic regression (L2, C = 1), with numbers at mean 0 and variance 1 (nulls as the mean) and a column for
-each value of text, ids and lists, and boosted trees (HistGradientBoostingClassifier), with text as ordered
-numbers. Figures are AUC and log loss on the test split.
+(out_of_box_data.py). A data set is written as Parquet, inspected, and trained with no other keys than its
+places and run.seed. It is compared with scikit-learn's logistic regression (L2, C = 1; numbers at mean 0
+and variance 1, nulls as the mean, a column for each value of text, ids and lists) and boosted trees
+(HistGradientBoostingClassifier, text as ordered numbers). Figures are AUC and log loss on the test split.
 
-Prints a table; writes benchmarks/results/out_of_box.json and the table of docs/quality.md.
+Writes benchmarks/results/out_of_box.json and the table of docs/quality.md.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
+import harness
 import numpy as np
 import pandas as pd
 import typer
-from documents import fill, keep
+from harness import QUIET, REPO, Grid
 from out_of_box_data import SETS
 from scipy import sparse
 from sklearn.compose import make_column_transformer
@@ -39,36 +39,30 @@ from raytrec.driver.launch import session_of
 from raytrec.driver.run import train
 from raytrec.inspection.propose import inspect
 
-HERE = Path(__file__).parent
-RESULTS, JOB = HERE / "results" / "out_of_box.json", HERE.parent / "jobs" / "own.yaml"
+JOB = REPO / "jobs" / "own.yaml"
 FIGURES, WHO = ("AUC", "log loss"), ("logistic", "trees", "raytrec")
-QUIET = ["tracking.enabled=false", "tracking.report=false", "tracking.every_steps=null"]
 
 
 def main(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Folder with adult/ and ml-100k/.")],
     seeds: Annotated[int, typer.Option(help="Runs of each data set.")] = 5,
-    only: Annotated[str, typer.Option(help="Data sets alone, with commas between.")] = "",
+    only: Annotated[str, typer.Option(help="Data sets, separated by commas.")] = "",
 ) -> None:
-    """Prints the table."""
-    names = [name for name in only.split(",") if name] or list(SETS)
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name in names:
+    """Print the rows, store the results and write the table."""
+    kept = harness.load("out_of_box")
+    for name in harness.split(only) or list(SETS):
         split = SETS[name](source.expanduser())
-        positive = float(split[0]["label"].mean())
-        found = {
-            "rows": len(split[0]),
-            "positive": positive,
-            **of_scikit_learn(*split),
-            "ours": of_raytrec(*split, seeds),
-        }
-        kept[name] = found
-        print(" | ".join(line(name, found)), flush=True)
-        keep(RESULTS, {key: kept[key] for key in SETS if key in kept})
-    rows = [line(name, kept[name]) for name in SETS if name in kept]
-    header = ["data", "rows", "positive", *(f"{who}: {what}" for what in FIGURES for who in WHO), "seeds"]
-    table = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    fill("docs/quality.md", "out_of_box", "\n".join(f"| {' | '.join(cells)} |" for cells in table))
+        kept[name] = {"rows": len(split[0]), "positive": float(split[0]["label"].mean())}
+        kept[name] |= {**of_scikit_learn(*split), "ours": of_raytrec(*split, seeds)}
+        print(" | ".join(line(name, kept[name])), flush=True)
+        harness.store("out_of_box", {key: kept[key] for key in SETS if key in kept})
+    harness.fill("docs/quality.md", "out_of_box", document(kept))
+
+
+def document(kept: dict) -> str:
+    """Return the table for docs/quality.md."""
+    header = ("data", "rows", "positive", *(f"{who}: {what}" for what in FIGURES for who in WHO), "seeds")
+    return Grid(header, [line(name, kept[name]) for name in SETS if name in kept]).markdown()
 
 
 def line(name: str, found: dict) -> list[str]:
@@ -130,7 +124,7 @@ def of_scikit_learn(trained: pd.DataFrame, tested: pd.DataFrame) -> dict[str, tu
 
 
 def is_id(name: str) -> bool:
-    """Whether a column of whole numbers is of ids in these data sets."""
+    """Return True if a column of integers holds ids in these data sets."""
     return name.endswith("_id") or (name[0] == "c" and name[1:].isdigit())
 
 

@@ -28,8 +28,7 @@ def adult(source: Path, label: Callable[[pd.DataFrame], pd.Series], drop: list[s
 
 
 def ml100k(source: Path) -> Split:
-    """Read MovieLens-100K: ratings ≥ 4 by user, film, the user's columns and the film's genres; a random
-    fifth is the test."""
+    """Read MovieLens-100K: ratings ≥ 4 by user, film and their columns; a random fifth is the test."""
     folder = source / "ml-100k"
     users = pd.read_csv(folder / "u.user", sep="|", names=["user_id", "age", "gender", "occupation", "zip"])
     films = pd.read_csv(folder / "u.item", sep="|", encoding="latin1", header=None)
@@ -79,8 +78,7 @@ def numbers(rows: int = 60_000) -> Split:
 
 
 def clicks(rows: int, trained: int | None = None, seed: int = 1) -> Split:
-    """Draw rows in the form of Criteo: ids by a power law in tables of 5 to 3,000, numbers with long tails.
-    Log-odds are a sum over columns, as logistic regression takes them."""
+    """Draw rows in the form of Criteo: ids by a power law, numbers with long tails, linear log-odds."""
     draw, tables = np.random.default_rng(seed), (5, 9, 17, 50, 500, 3000)
     ids = [draw.zipf(1.6, rows) % count for count in tables]
     weights = [draw.normal(0, 0.6, count) for count in tables]
@@ -154,7 +152,7 @@ def census(rows: int = 90_000) -> Split:
 
 
 def wide_numbers(rows: int = 24_000, count: int = 150) -> Split:
-    """Draw rows of 150 correlated numbers, of which a third count, and an id that says nothing; linear."""
+    """Draw rows of 150 correlated numbers, of which a third count, and an id without information; linear."""
     draw = np.random.default_rng(9)
     values = draw.normal(0, 1, (rows, 20)) @ draw.normal(0, 0.3, (20, count)) + draw.normal(
         0, 1, (rows, count)

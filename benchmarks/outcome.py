@@ -1,16 +1,14 @@
-"""What faults did to a run, as figures and as a table."""
+"""Figures and tables of the effects of faults on a run."""
 
 from __future__ import annotations
 
 import statistics
-import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 from faults import GOES_ON
-from rich.console import Console
-from rich.table import Table
+from harness import Grid
 from watched import Run
 
 TAKEN_APART, MOMENTS = "worker killed", ("failed", "started", "start")
@@ -19,18 +17,18 @@ PARTS = ("notice", "restart", "build and restore", "first step")  # before, betw
 
 @dataclass
 class Fault:
-    """What happened, and what the run made of it.
+    """A fault and the reaction of the run.
 
     Attributes:
-        kind: a key of FAULTS.
-        unix_s: when.
-        step: the last that had been trained then.
-        notice_s: until the run said so in events.jsonl.
-        again_s: until the first step of the next worker group (or the next step, where it goes on).
-        pause_s: between two steps, around the restart.
-        steps_lost: steps that were trained again.
-        workers: before, and when it was over.
-        parts: again_s in pieces, PARTS.
+        kind: Key of FAULTS.
+        unix_s: Time of the fault, seconds since 1970.
+        step: Last step before the fault.
+        notice_s: Seconds until the run recorded the fault in events.jsonl.
+        again_s: Seconds until the first step of the next worker group (or next step if the run continues).
+        pause_s: Seconds between the steps around the restart.
+        steps_lost: Steps that were trained again.
+        workers: Number of workers before the fault and after the recovery.
+        parts: again_s by PARTS.
     """
 
     kind: str
@@ -45,7 +43,7 @@ class Fault:
 
 
 def measure(run: Run, fault: Fault, seen: tuple[str, ...]) -> None:
-    """Fills in what became of it."""
+    """Fill in the reaction of the run."""
     attempts, at = run.record.look(), fault.unix_s
     events = run.events(at)
     if fault.kind in GOES_ON:
@@ -65,34 +63,26 @@ def measure(run: Run, fault: Fault, seen: tuple[str, ...]) -> None:
 
 
 def show(faults: list[Fault], outcome: dict, seconds: float) -> None:
-    """Every fault, the kinds' medians, where the time after a killed worker goes, and what it came to."""
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    """Print every fault, the medians of each kind, the parts of a recovery, and the outcome."""
     names = ("noticed", "training again", "pause", "steps lost")
-    every = _table(f"{len(faults)} faults in {seconds} s", "fault", "step", "workers", *names)
+    every, kinds = [], []
     for f in faults:
-        where = str(f.step), f"{f.workers[0]} → {f.workers[1]}"
-        every.add_row(f.kind, *where, *map(_seconds, (f.notice_s, f.again_s, f.pause_s)), str(f.steps_lost))
-    kinds = _table("medians", "kind", "times", *names)
+        workers, lost = f"{f.workers[0]} → {f.workers[1]}", str(f.steps_lost)
+        every.append([f.kind, str(f.step), workers, *map(_seconds, (f.notice_s, f.again_s, f.pause_s)), lost])
     for kind, m in medians(faults).items():
         times = map(_seconds, (m["notice_s"], m["again_s"], m["pause_s"]))
-        kinds.add_row(kind, str(m["times"]), *times, f"{m['steps_lost']:g}")
-    console.print(every, kinds)
+        kinds.append([kind, str(m["times"]), *times, f"{m['steps_lost']:g}"])
+    Grid(("fault", "step", "workers", *names), every, f"{len(faults)} faults in {seconds} s").show(110)
+    Grid(("kind", "times", *names), kinds, "medians").show(110)
     if parts := recovery(faults):
         pieces = ", ".join(f"{part} {value:.1f} s" for part, value in parts.items())
-        console.print(f"after a killed worker (medians): {pieces}", highlight=False)
+        print(f"after a killed worker (medians): {pieces}")
     for name, value in outcome.items():
-        console.print(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value:,}")
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title)
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if i else "left", no_wrap=True)
-    return table
+        print(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value:,}")
 
 
 def medians(faults: list[Fault]) -> dict[str, dict]:
-    """By kind."""
+    """Return the medians of each kind."""
     out = {}
     for kind in sorted({fault.kind for fault in faults}):
         each = [fault for fault in faults if fault.kind == kind]
@@ -104,7 +94,7 @@ def medians(faults: list[Fault]) -> dict[str, dict]:
 
 
 def recovery(faults: list[Fault]) -> dict[str, float]:
-    """Where the time between SIGKILL and the next step goes: the median of each part."""
+    """Return the median of each part of the time between SIGKILL and the next step."""
     each = [fault.parts for fault in faults if fault.parts]
     return {part: statistics.median(parts[part] for parts in each) for part in PARTS} if each else {}
 

@@ -1,55 +1,53 @@
-"""Predicted against measured: memory and time of plans on CPU, with 1 to 4 ranks.
+"""Predicted and measured memory and time of plans on CPU, with 1 to 4 ranks.
 
     python benchmarks/plan.py [--rounds 5] [--smallest]
 
-The ranks that train a plan also measure the machine's rates, in turns with its steps; from the medians of all
-these rates each plan's memory and step are predicted. Where the machine has other work (its load is above 1.5
-when this begins), a step counts by seconds of CPU: the busiest rank's, or those of all ranks ÷ cores, if that
-is more; otherwise by seconds. Memory is the most that a rank's process had, less what it had before.
+The ranks that train a plan also measure the machine's rates, in turns with the plan's steps; each plan's
+memory and step are predicted from the medians of all these rates. If the machine has other work (its load
+is above 1.5 at the start), a step counts by CPU seconds: those of the busiest rank, or of all ranks ÷
+cores if this is more; otherwise by seconds. Memory is the peak of a rank's process, less its memory before
+the plan.
 
-Prints a table; writes benchmarks/results/plan.json and the table of docs/planning.md.
+Writes benchmarks/results/plan.json and the table of docs/planning.md.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from time import perf_counter, process_time
 from typing import Annotated, Any
 
+import harness
 import numpy as np
 import typer
-from documents import fill, keep
-from plan_cases import CASES, SCHEMAS, WAYS, config_of
-from rank_group import Ranks
-from rich.console import Console
-from rich.table import Table
+from harness import Grid
+from plan_cases import CASES, SCHEMAS, WAYS, Trained, config_of, release
+from rank_group import Ranks, run_script
 
 from raytrec.planning.dry_run import Predictor
 from raytrec.planning.machines import Cluster
 from raytrec.planning.memory import PlannedTable
-from raytrec.planning.probe import rates_from
+from raytrec.planning.probe import Probe, rates_from
 from raytrec.worker.build import unsharded
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "plan.json"
 BUSY = 1.5
 CLOCKS = ("s", "cpu s")  # by which steps and collectives count
 NOT_HERE = ("process", "read ahead", "checkpoint copies")  # parts that no rank of this benchmark has
 STEPS = 12
 FIGURES = ("ms", "predicted_ms", "mib", "predicted_mib")
 MiB = 2**20
+HEADER = ("ranks", "schema", "sharding", "ms", "predicted", "", "MiB", "predicted", "")
 
 
 @dataclass
 class Row:
-    """A plan; milliseconds and MiB of the rank with most.
+    """A plan; milliseconds, and MiB of the rank with the largest memory.
 
-    `plan` is what it is: two ways that lead to one plan have been measured twice.
+    `plan` identifies the plan: two ways that lead to one plan are measured twice.
     """
 
     ranks: int
@@ -70,42 +68,15 @@ class Row:
         return self.predicted_mib / self.mib - 1
 
 
-def main(
-    rounds: Annotated[int, typer.Option(help="Turns of each plan.")] = 3,
-    smallest: Annotated[bool, typer.Option(help="Two plans of two ranks; writes nothing.")] = False,
-    again: Annotated[
-        bool, typer.Option("--again", help="Predict again what plan.json has measured.")
-    ] = False,
-) -> None:
-    """Prints the table."""
-    ways = {2: ("table_wise", "row_wise")} if smallest else WAYS
-    schemas, rounds = (["clicks"], 1) if smallest else (list(SCHEMAS), rounds)
-    if again:
-        kept = json.loads(RESULTS.read_text())
-        clock, measured = kept["clock"], [Measured(**each) for each in kept["measured"]]
-    else:
-        clock = CLOCKS[os.getloadavg()[0] > BUSY]
-        measured = []
-        for world in ways:
-            measured.append(measure(world, schemas, ways[world], rounds, clock))
-            if not smallest:  # for --again, whatever comes next
-                keep(RESULTS, {"clock": clock, "measured": [asdict(each) for each in measured]})
-    rows = [row for each in measured for row in predict(each, clock)]
-    found = summary(rows)
-    show(rows, found, clock)
-    if not smallest:
-        keep(RESULTS, {"clock": clock, "summary": found, "measured": [asdict(each) for each in measured]})
-        fill("docs/planning.md", "plan", document(rows, found))
-
-
 @dataclass
 class Measured:
-    """What ranks have seen.
+    """Measurements of the ranks.
 
     Attributes:
-        samples: of each rank, the median of its looks at rates.
-        turns: plan → of each turn, of each rank [seconds, seconds of CPU] of a step.
-        memory: plan → bytes that the fullest rank had, at most, in the turn in which it was least.
+        world: Number of ranks.
+        samples: For each rank, the medians of its samples of rates.
+        turns: Plan → for each turn and rank [seconds, CPU seconds] of a step.
+        memory: Plan → peak bytes of the fullest rank, in the turn in which this is lowest.
     """
 
     world: int
@@ -114,13 +85,37 @@ class Measured:
     memory: dict[str, float]
 
 
+def side(rank: int, world: int) -> Any:
+    """Return the function that answers a rank's requests.
+
+    {"sample": clock} measures the machine's rates ("cpu s": collectives by CPU time), {"case": name} builds
+    a plan, {"steps": n} trains it, {"memory": true} returns its peak bytes.
+    """
+    import torch
+
+    probe, made = Probe(torch.device("cpu")), list[Trained]()
+
+    def answer(sample: str = "", case: str = "", steps: int = 6, memory: bool = False) -> Any:
+        if sample:
+            return probe.sample(process_time if sample == "cpu s" else perf_counter)
+        if memory:
+            return made[0].memory()
+        if case:
+            made.clear()
+            release()
+            made.append(Trained(case, rank, world))
+        return made[0].train(steps)
+
+    return answer
+
+
 def measure(world: int, schemas: list[str], ways: tuple[str, ...], rounds: int, clock: str) -> Measured:
-    """All plans of so many ranks, in turns with rates."""
+    """Train all plans on a number of ranks, in turns with samples of rates."""
     names = [f"{schema} {way}" for schema in schemas for way in ways]
     out, samples = Measured(world, [], {name: [] for name in names}, {}), []
     with ExitStack() as stack:
-        ranks = Ranks("plan_side.py", HERE.parent, world, stack)
-        ranks.ask(sample=clock)  # sets everything up
+        ranks = Ranks("plan.py", world, stack)
+        ranks.ask(sample=clock)  # one-time costs
         for _ in range(rounds):
             for name in names:
                 samples.append(ranks.ask(sample=clock))
@@ -134,7 +129,7 @@ def measure(world: int, schemas: list[str], ways: tuple[str, ...], rounds: int, 
 
 
 def predict(measured: Measured, clock: str) -> list[Row]:
-    """Each plan's memory and step, from the ranks' rates."""
+    """Predict memory and step of each plan from the ranks' rates."""
     world, rows = measured.world, []
     rates = rates_from([[sample] for sample in measured.samples])
     for name, turns in measured.turns.items():
@@ -151,7 +146,7 @@ def predict(measured: Measured, clock: str) -> list[Row]:
 
 
 def placement(tables: list[PlannedTable]) -> str:
-    """What a plan is, whatever its ranks are called: they are equal, and on one host."""
+    """Return a text that identifies a plan up to the numbers of its ranks, which are on one host."""
     names: dict[int, int] = {}
     of_tables = [
         (table.sharding_type, [(names.setdefault(rank, len(names)), *size) for rank, *size in table.shards])
@@ -161,19 +156,19 @@ def placement(tables: list[PlannedTable]) -> str:
 
 
 def took(turns: list[Any], clock: str) -> float:
-    """Seconds of a step: the median of the turns."""
+    """Return the seconds of a step: the median of the turns."""
     if clock == CLOCKS[0]:
         return statistics.median(max(seconds for seconds, _ in turn) for turn in turns)
     return critical(np.median([[cpu for _, cpu in turn] for turn in turns], axis=0).tolist())
 
 
 def critical(busy: list[float]) -> float:
-    """Of ranks that are busy so long, on this machine's cores."""
+    """Return the seconds of a step whose ranks are busy for these seconds, on this machine's cores."""
     return max(*busy, sum(busy) / len(os.sched_getaffinity(0)), 0.0)
 
 
 def summary(rows: list[Row]) -> dict[str, float]:
-    """The figures that count."""
+    """Return the figures of the summary."""
     groups: dict[tuple, list[Row]] = {}
     plans = of_plans(rows)
     for row in plans:
@@ -197,7 +192,7 @@ def summary(rows: list[Row]) -> dict[str, float]:
 
 
 def of_plans(rows: list[Row]) -> list[Row]:
-    """Rows of different plans: of one that several ways have led to, the mean of their figures."""
+    """Return a row for each plan, with the mean of the figures if several ways lead to it."""
     same: dict[tuple, list[Row]] = {}
     for row in rows:
         same.setdefault((row.ranks, row.schema, row.plan), []).append(row)
@@ -207,23 +202,8 @@ def of_plans(rows: list[Row]) -> list[Row]:
     ]
 
 
-def cells(row: Row) -> list[str]:
-    times = f"{row.ms:.1f}", f"{row.predicted_ms:.1f}", f"{row.time_error:+.0%}"
-    return [
-        str(row.ranks),
-        row.schema,
-        row.way,
-        *times,
-        f"{row.mib:.0f}",
-        f"{row.predicted_mib:.0f}",
-        f"{row.memory_error:+.1%}",
-    ]
-
-
-HEADER = ["ranks", "schema", "sharding", "ms", "predicted", "", "MiB", "predicted", ""]
-
-
 def words(found: dict[str, float]) -> str:
+    """Return the summary as a sentence."""
     memory, time = found["memory_error_max"], found["time_error_median"]
     picked, places = found["best_picked"], found["rank_correlation"]
     parts = (
@@ -237,20 +217,20 @@ def words(found: dict[str, float]) -> str:
 
 
 def show(rows: list[Row], found: dict[str, float], clock: str) -> None:
-    table = Table(title=f"A step by {clock}, and memory of the fullest rank")
-    for column in HEADER:
-        table.add_column(column, justify="right", no_wrap=True)
+    """Print all rows and the summary."""
+    cells = []
     for row in rows:
-        table.add_row(*cells(row))
-    console = Console(width=120)
-    console.print(table)
-    console.print(words(found))
+        times = f"{row.ms:.1f}", f"{row.predicted_ms:.1f}", f"{row.time_error:+.0%}"
+        memory = f"{row.mib:.0f}", f"{row.predicted_mib:.0f}", f"{row.memory_error:+.1%}"
+        cells.append([str(row.ranks), row.schema, row.way, *times, *memory])
+    Grid(HEADER, cells, f"A step by {clock}, and memory of the fullest rank", left=3).show()
+    print(words(found))
 
 
 def document(rows: list[Row], found: dict[str, float]) -> str:
-    """Errors by ways of sharding; all rows are what --again prints."""
-    header = ["sharding", "plans", "ms a step", "time off by: median", "worst", "memory off by: worst"]
-    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    """Return the text for docs/planning.md: errors by way of sharding; --again prints all rows."""
+    header = ("sharding", "plans", "ms a step", "time off by: median", "worst", "memory off by: worst")
+    lines = []
     for way in dict.fromkeys(row.way for row in rows):
         of = [row for row in rows if row.way == way]
         times, memory = ([getattr(row, name) for row in of] for name in ("time_error", "memory_error"))
@@ -258,8 +238,35 @@ def document(rows: list[Row], found: dict[str, float]) -> str:
         middle = statistics.median(map(abs, times))
         worst = f"{max(times, key=abs):+.0%}", f"{max(memory, key=abs):+.1%}"
         lines.append([way, str(len(of)), span, f"{middle:.0%}", *worst])
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", words(found) + "."])
+    return f"{Grid(header, lines).markdown()}\n\n{words(found)}."
+
+
+def main(
+    rounds: harness.Rounds = 3,
+    smallest: harness.Smallest = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Predict the measured plans of plan.json again.")
+    ] = False,
+) -> None:
+    """Print the table."""
+    ways = {2: ("table_wise", "row_wise")} if smallest else WAYS
+    schemas, rounds = (["clicks"], 1) if smallest else (list(SCHEMAS), rounds)
+    if again:
+        kept = harness.load("plan")
+        clock, measured = kept["clock"], [Measured(**each) for each in kept["measured"]]
+    else:
+        clock, measured = CLOCKS[os.getloadavg()[0] > BUSY], []
+        for world in ways:
+            measured.append(measure(world, schemas, ways[world], rounds, clock))
+            if not smallest:  # for --again, if a later step fails
+                harness.store("plan", {"clock": clock, "measured": [asdict(each) for each in measured]})
+    rows = [row for each in measured for row in predict(each, clock)]
+    found = summary(rows)
+    show(rows, found, clock)
+    if not smallest:
+        content = {"clock": clock, "summary": found, "measured": [asdict(each) for each in measured]}
+        harness.publish("plan", content, document(rows, found), "docs/planning.md")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main, side)

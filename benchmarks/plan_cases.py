@@ -1,16 +1,28 @@
-"""The plans of `benchmarks/plan.py`: three schemas, each sharded in several ways."""
+"""Plans of `benchmarks/plan.py` (three schemas, several ways of sharding) and the rank that trains a plan."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter, process_time
 from typing import Any
+
+import numpy as np
+import torch
+from harness import status_bytes
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
+from raytrec.data.batch import Batch
+from raytrec.embeddings.tables import tables
+from raytrec.worker.build import build_step
 
 
 def _schema(dense: int, features: list[tuple[int, int, int]]) -> Schema:
-    """Features with a table each: (rows, columns, ids of a bag)."""
+    """Return a schema with a table for each feature, given as (rows, columns, ids of a bag)."""
     names = [f"f{i}" for i in range(len(features))]
     known = {
         name: {"mean_length": ids, "p99_length": ids, "max_length": ids, "distinct": rows}
@@ -30,7 +42,7 @@ def _schema(dense: int, features: list[tuple[int, int, int]]) -> Schema:
     )
 
 
-# Many tables with an id a row; few with wide rows and long bags; tables of very uneven sizes and loads.
+# Many tables with one id per row; few tables with wide rows and long bags; tables of uneven sizes and loads.
 SCHEMAS: dict[str, tuple[Schema, dict[str, Any], int]] = {
     "clicks": (
         _schema(13, [(150_000 if i < 20 else 400, 16, 1) for i in range(26)]),
@@ -75,13 +87,15 @@ CASES = {
 
 
 def ids_of(case: PlanCase, feature: str) -> int:
-    """Ids of a bag."""
+    """Return the number of ids of a bag."""
     return round(case.schema.statistics[feature].mean_length)
 
 
 def config_of(case: PlanCase, world: int) -> RunConfig:
-    """Its configuration. planned: as the planner chooses; mixed: the largest tables by rows, the
-    smallest copied, the rest whole."""
+    """Return the configuration of a case.
+
+    planned: as the planner chooses; mixed: the largest tables by rows, the smallest copied, the others whole.
+    """
     ways = {name: case.way for name in case.schema.tables}
     if case.way == "mixed":
         sizes = {name: table.rows * table.dim for name, table in case.schema.tables.items()}
@@ -101,3 +115,55 @@ def config_of(case: PlanCase, world: int) -> RunConfig:
         "tracking": {"every_steps": None},
     }
     return load_config(values)
+
+
+def release() -> None:
+    """Return free memory to the system and reset the peak."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+class Trained:
+    """A plan on this rank that trains on batches in memory."""
+
+    def __init__(self, name: str, rank: int, world: int):
+        case = CASES[name]
+        self._before = status_bytes("VmRSS")
+        config, schema = config_of(case, world), case.schema
+        rows = config.data.global_batch_size // world
+        self._step, _ = build_step(config, schema, torch.device("cpu"), fill=False)
+        for table in tables(self._step.model).values():
+            for part in (table.weight, *table.state.values()):
+                for shard in part.local:  # touches its pages
+                    shard.values.fill_(0.01)
+        made = np.random.default_rng(rank)
+        lengths = torch.tensor([ids_of(case, name) for name in schema.sparse], dtype=torch.int32)
+        bounds = [schema.tables[spec.table].rows for spec in schema.sparse.values()]
+        self._batches = []
+        for _ in range(4):
+            ids = [made.integers(0, n, rows * int(k)) for n, k in zip(bounds, lengths, strict=True)]
+            sparse = KeyedJaggedTensor(
+                list(schema.sparse),
+                torch.from_numpy(np.concatenate(ids)),
+                lengths=lengths.repeat_interleave(rows),
+                length_per_key=[len(of) for of in ids],
+            )
+            labels = torch.from_numpy(made.integers(0, 2, (rows, 1)).astype(np.float32))
+            dense = torch.from_numpy(made.normal(size=(rows, len(schema.dense))).astype(np.float32))
+            self._batches.append(Batch(dense, sparse, labels, torch.ones(rows), rows * world))
+
+    def train(self, steps: int) -> list[float]:
+        """Train and return the median [seconds, CPU seconds] of a step."""
+        batches = (self._batches[i % 4] for i in range(steps))
+        times = [(perf_counter(), process_time()) for _ in self._step.train(batches, steps)]
+        return np.median(np.diff(times, axis=0), axis=0).tolist()
+
+    def memory(self) -> int:
+        """Return the peak bytes of the plan, without the batches that the pipeline does not hold."""
+        spare = sum(t.numel() * t.element_size() for t in _tensors(self._batches[0]))
+        return status_bytes("VmHWM") - self._before - spare
+
+
+def _tensors(batch: Batch) -> list[torch.Tensor]:
+    return [batch.dense, batch.labels, batch.weights, batch.sparse.values(), batch.sparse.lengths()]

@@ -1,4 +1,4 @@
-"""A dataset whose rows have numbers, and a configuration to train it with."""
+"""A data set with numbered rows, and a configuration to train on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USERS, TAGS = 1000, 50
 
 
 def table(rows: int, seed: int, ids: np.ndarray) -> pa.Table:
-    """Rows whose label follows from user, tags and price, with some noise."""
+    """Return rows whose label depends on user, tags and price, with some noise."""
     rng = np.random.default_rng(seed)
     user, price = rng.integers(0, USERS, rows), rng.normal(size=rows).astype(np.float32)
     lengths = rng.integers(1, 4, rows)
@@ -35,11 +35,11 @@ def table(rows: int, seed: int, ids: np.ndarray) -> pa.Table:
 
 
 def prepare(folder: Path, steps: int) -> int:
-    """Data for so many steps in EPOCHS epochs; how many rows. The last batch of an epoch is a small one."""
+    """Write data for a number of steps in EPOCHS epochs, whose last batches are small; return the rows."""
     rows = steps // EPOCHS * BATCH - BATCH // 3
     for name, count, ids in (
         ("train", rows, np.arange(rows)),
-        ("test", TEST_ROWS, np.full(TEST_ROWS, rows)),  # a row of the table that is never trained
+        ("test", TEST_ROWS, np.full(TEST_ROWS, rows)),  # an untrained row of the table
     ):
         (folder / name).mkdir(parents=True)
         whole, part = table(count, len(name), ids), -(-count // 4)
@@ -65,7 +65,7 @@ def prepare(folder: Path, steps: int) -> int:
 
 
 def configure(folder: Path, data: Path, workers: int | dict[str, int]) -> Path:
-    """The configuration, as a file."""
+    """Write the configuration and return its file."""
     values = {
         "data": {
             "train": str(data / "train"),
@@ -75,7 +75,7 @@ def configure(folder: Path, data: Path, workers: int | dict[str, int]) -> Path:
             "buffer_gib": 0.06,
         },
         "model": {"bottom_mlp": [64], "top_mlp": [128, 64]},
-        # Sums over ranks are rounded differently with another number of ranks; a large step makes more of it.
+        # Sums over other numbers of ranks round differently; a large learning rate amplifies the difference.
         "optim": {"dense": {"lr": 3e-4}},
         "train": {"epochs": EPOCHS, "log_every_steps": 50},
         "checkpoint": {"every_steps": 25, "keep_last": 2},

@@ -1,45 +1,39 @@
-"""What lower precision costs in AUC: of tables (fp16), and of what workers send one another (plan.qcomms).
+"""AUC with fp16 tables and with quantized collectives (plan.qcomms).
 
     raytrec prepare synthetic --out data/synthetic
     python benchmarks/precision.py [CONFIG] [section.key=value]... [--seeds 5]
 
-Each precision is trained with the same seeds, so that a seed's run differs from its fp32 run in nothing else,
-and the table has the mean of these differences beside its standard error. A run is kept in
-benchmarks/results/precision.json as soon as it is done: the same command again goes on with those that are
-missing. Prints a table, and writes it into docs/benchmarks.md.
+Each precision is trained with the same seeds, so that the run of a seed differs from its fp32 run in the
+precision alone. The table has the mean of these differences ± its standard error. A run is stored in
+benchmarks/results/precision.json when it has ended: the same command continues with the missing runs.
+Writes the table into docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
 from math import sqrt
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Annotated
 
+import harness
 import typer
-from documents import fill, keep
-from rich.console import Console
-from rich.table import Table
+from harness import QUIET, Grid
 
 from raytrec.config.run_config import load_config
 from raytrec.driver.launch import session_of
 from raytrec.driver.run import train
 
-RESULTS = Path(__file__).parent / "results" / "precision.json"
-QUIET = ["tracking.enabled=false", "tracking.report=false", "tracking.every_steps=null"]
 HALF = "plan.tables={'*': {dtype: fp16}}"
 COLUMNS = ("tables", "embeddings", "gradients", "test AUC", "difference to fp32", "NE", "rows/s")
-LEFT = 3  # columns of names
 
 
 def sent(forward: str, backward: str) -> list[str]:
-    """Settings of quantized collectives."""
+    """Return the settings of quantized collectives."""
     return [f"plan.qcomms.forward_precision={forward}", f"plan.qcomms.backward_precision={backward}"]
 
 
-# (tables, embeddings on their way, gradients on their way back) → settings
+# (tables, embeddings sent forward, gradients sent backward) → settings
 VARIANTS = {
     ("fp32", "fp32", "fp32"): [],
     ("fp32", "fp16", "fp16"): sent("fp16", "fp16"),
@@ -54,77 +48,66 @@ Runs = dict[str, dict[str, dict[str, float]]]  # variant → seed → figures
 
 
 def run(config: str, settings: list[str]) -> dict[str, float]:
-    """{auc, ne, rows_per_s} of one training."""
+    """Train once and return {auc, ne, rows_per_s}."""
     with tempfile.TemporaryDirectory() as folder:
         result = train(config, [*settings, f"run.dir={folder}/run"]).metrics
     return {"auc": result["eval.auc"], "ne": result["eval.ne"], "rows_per_s": result["train.samples_per_s"]}
 
 
 def kept(about: dict) -> Runs:
-    """The runs of before, if they are of this configuration."""
-    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    """Return the stored runs if they have this configuration."""
+    before = harness.load("precision")
     return before["runs"] if before and before | about == before else {}
 
 
 def rows_of(runs: Runs) -> list[list[str]]:
-    """The table's rows, of the variants that there are runs of."""
+    """Return the rows of the table, for the variants that have runs."""
     exact, out = runs[" ".join(next(iter(VARIANTS)))], []
     for names in VARIANTS:
         if not (found := runs.get(" ".join(names))):
             continue
-        figures = {key: mean(one[key] for one in found.values()) for key in ("auc", "ne", "rows_per_s")}
+        auc, ne, speed = (mean(one[key] for one in found.values()) for key in ("auc", "ne", "rows_per_s"))
         apart = [one["auc"] - exact[seed]["auc"] for seed, one in found.items() if seed in exact]
         error = stdev(apart) / sqrt(len(apart)) if len(apart) > 1 else float("nan")
         difference = "" if found is exact else f"{mean(apart):+.1e} ± {error:.1e}"
-        out.append(
-            [
-                *names,
-                f"{figures['auc']:.5f}",
-                difference,
-                f"{figures['ne']:.5f}",
-                f"{figures['rows_per_s']:,.0f}",
-            ]
-        )
+        out.append([*names, f"{auc:.5f}", difference, f"{ne:.5f}", f"{speed:,.0f}"])
     return out
 
 
+def grid(rows: list[list[str]], title: str) -> Grid:
+    return Grid(COLUMNS, rows, title, left=3)
+
+
 def document(rows: list[list[str]], title: str) -> str:
-    """The table for docs/benchmarks.md."""
-    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * LEFT}{'---:|' * (len(COLUMNS) - LEFT)}"]
-    return "\n".join([f"{title}:", "", *lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    """Return the text for docs/benchmarks.md."""
+    return f"{title}:\n\n{grid(rows, title).markdown()}"
 
 
 def main(
     config: Annotated[str, typer.Argument(metavar="CONFIG")] = "jobs/synthetic.yaml",
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each precision.")] = 5,
-    smallest: Annotated[bool, typer.Option(help="Few steps of few precisions; writes nothing.")] = False,
+    smallest: harness.Smallest = False,
 ) -> None:
-    """Trains what is missing, prints the table, writes it into the documents."""
+    """Train the missing runs, print the table and write it into the documents."""
     settings = ["plan.sharding_types=[table_wise]", *QUIET, *(overrides or [])]
     settings += ["train.epochs=1", "train.max_steps=3"] if smallest else []
-    variants = list(VARIANTS)[::4] if smallest else list(VARIANTS)
+    variants, seeds = (list(VARIANTS)[::4], 1) if smallest else (list(VARIANTS), seeds)
     about = {"config": config, "settings": settings}
     runs = {} if smallest else kept(about)
     with session_of(load_config(config, settings)):
-        for seed in map(str, range(1 if smallest else seeds)):
+        for seed in map(str, range(seeds)):
             for names in variants:
                 of_variant = runs.setdefault(" ".join(names), {})
                 if seed not in of_variant:
-                    own = [*settings, *VARIANTS[names], f"run.seed={seed}"]
-                    of_variant[seed] = run(config, own)
+                    of_variant[seed] = run(config, [*settings, *VARIANTS[names], f"run.seed={seed}"])
                     if not smallest:
-                        keep(RESULTS, about | {"runs": runs})
+                        harness.store("precision", about | {"runs": runs})
     rows, workers = rows_of(runs), load_config(config, settings).scaling.max_workers
-    title = f"`{config}`, {workers} workers, table-wise, {1 if smallest else seeds} seeds"
-    table = Table(title=title)
-    for place, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if place < LEFT else "right")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=120).print(table)
+    title = f"`{config}`, {workers} workers, table-wise, {seeds} seeds"
+    grid(rows, title).show()
     if not smallest:
-        fill("docs/benchmarks.md", "precision", document(rows, title))
+        harness.fill(harness.BENCHMARKS_PAGE, "precision", document(rows, title))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Every model on public data, with several seeds, beside the figures that others have published.
+"""Every model on public data with several seeds, next to published figures.
 
     python benchmarks/quality.py [SOURCE] [--seeds 5] [--only dlrm,toys] [--budget-s 3600] [--smallest]
     python benchmarks/quality.py SOURCE --exports [--only ml100k_dlrm,adult_mmoe]
 
-The rows, their data sets and published figures are benchmarks/quality.yaml; a row's configuration is
-jobs/quality/DATA_MODEL.yaml. SOURCE is the folder with the original data (ml-100k, ml-1m, toys, adult); what
-is not there is left out. Data sets are prepared by their recipes, into data/quality.
+The rows, their data sets and published figures are in benchmarks/quality.yaml; the configuration of a row
+is jobs/quality/DATA_MODEL.yaml. SOURCE is the folder with the original data (ml-100k, ml-1m, toys, adult);
+missing data is left out. Data sets are prepared by their recipes, into data/quality.
 
-A run of a seed is kept in benchmarks/results/quality.json as soon as it is done: the same command again goes
-on with the seeds that are missing, and begins a row anew whose configuration, data or recipe has changed. A
-row whose runs have taken its budget (an hour) gets no more seeds. Prints a table, and writes docs/quality.md.
+The run of a seed is stored in benchmarks/results/quality.json when it has ended: the same command
+continues with the missing seeds, and begins a row again if its configuration, data or recipe has changed.
+A row whose runs have taken its budget (an hour) gets no more seeds. Writes the table into docs/quality.md.
 
-With --exports, rows are trained once more with seed 0 and exported with tables of each precision
+With --exports, rows are trained once with seed 0 and exported with tables of each precision
 (benchmarks/results/quality_exports.json).
 """
 
@@ -25,11 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import documents
+import harness
 import typer
 import yaml
+from harness import HERE, QUIET, REPO
 from quality_baselines import measure_logistic, measure_popularity
-from quality_table import document, exports_document, print_table
+from quality_table import document, exports_document, grid
 from rich.console import Console
 
 from raytrec.common.errors import RaytrecError
@@ -39,15 +40,12 @@ from raytrec.driver.launch import session_of
 from raytrec.driver.run import train
 from raytrec.exporting.export import export
 
-HERE = Path(__file__).parent
-REPO = HERE.parent
-ROWS, RESULTS, JOBS = HERE / "quality.yaml", HERE / "results" / "quality.json", REPO / "jobs" / "quality"
-EXPORTS = HERE / "results" / "quality_exports.json"
+ROWS, JOBS = HERE / "quality.yaml", REPO / "jobs" / "quality"
+PAGE = "docs/quality.md"
 PREPARED = "data/quality"
 BUDGET_S = 3600
 BASELINES = {"logistic regression": measure_logistic, "popularity": measure_popularity}  # without seeds
 SHORT = ["train.epochs=1", "train.max_steps=3", "train.eval_every_steps=null", "train.early_stopping=null"]
-QUIET = ["tracking.enabled=false", "tracking.report=false", "tracking.every_steps=null"]
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,16 @@ class Row:
     """A model on a data set.
 
     Attributes:
-        metrics: what the table calls a figure → its key in result.json; of logistic regression: → the label.
-        published: what others report of these figures, and where they do.
-        recipe: of its data set, without --out; {source} is the folder with the original data.
-        features: of logistic regression, its features with one id a row; none: all, and the dense columns.
-        budget_s: it gets no more seeds after so many seconds of runs.
+        model: Name of the model.
+        data: Name of the data set.
+        metrics: Figure in the table → its key in result.json; of logistic regression: → the label.
+        recipe: Recipe of the data set, without --out; {source} is the folder with the original data.
+        title: Title of the data set.
+        published: Published values of these figures, and their source.
+        job: Name of the configuration; default: from data and model.
+        note: Text in the table after the model.
+        features: Features of logistic regression with one id a row; empty: all, and the dense columns.
+        budget_s: Seconds of runs after which the row gets no more seeds.
     """
 
     model: str
@@ -75,55 +78,51 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What results know it by."""
+        """Return the key of the row in the results."""
         return self.job or f"{self.data}_{self.model.split()[0]}"
 
     @property
     def config(self) -> Path:
-        """Its configuration."""
+        """Return the file of the row's configuration."""
         return JOBS / f"{self.name}.yaml"
 
 
 def main(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Folder with the original data.")] = Path(
-        "."
-    ),
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder with the original data.")] = ".",
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each row.")] = 5,
-    only: Annotated[str, typer.Option(help="Rows, models or data sets alone, with commas between.")] = "",
+    only: Annotated[str, typer.Option(help="Rows, models or data sets, separated by commas.")] = "",
     budget_s: Annotated[
-        float | None, typer.Option(help="After so many seconds a row gets no more seeds; default: its own.")
+        float | None, typer.Option(help="Seconds after which a row gets no more seeds; default: the row's.")
     ] = None,
-    smallest: Annotated[
-        bool, typer.Option(help="One run of three steps for each row, on made-up data; writes nothing.")
-    ] = False,
+    smallest: harness.Smallest = False,
     exports: Annotated[
-        bool, typer.Option("--exports", help="What tables of fewer bits cost, instead.")
+        bool, typer.Option("--exports", help="Measure exports with fewer bits instead.")
     ] = False,
 ) -> None:
-    """Trains what is missing, prints the table, writes it into the documents."""
+    """Train the missing runs, print the table and write it into docs/quality.md.
+
+    The smallest form trains three steps of each row on made-up data.
+    """
     rows = chosen(read_rows(), only)
     if smallest:
         return measure_smallest(rows)
-    source = source.expanduser().absolute()
     for row in rows:
-        folder = prepare(row, source, REPO / PREPARED)
+        folder = prepare(row, Path(source).expanduser().absolute(), REPO / PREPARED)
         if folder is not None and exports:
             measure_exports(row, folder)
         elif folder is not None:
             measure(row, folder, seeds, row.budget_s if budget_s is None else budget_s)
     if exports:
-        table = exports_document(read_rows(), json.loads(EXPORTS.read_text()))
+        table = exports_document(read_rows(), harness.load("quality_exports"))
         print(table)
-        documents.fill("docs/quality.md", "quality_exports", table)
-        return None
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    print_table(read_rows(), results)
-    documents.fill("docs/quality.md", "quality", document(read_rows(), results))
-    return None
+        return harness.fill(PAGE, "quality_exports", table)
+    results = harness.load("quality")
+    grid(read_rows(), results).show()
+    return harness.fill(PAGE, "quality", document(read_rows(), results))
 
 
 def read_rows() -> list[Row]:
-    """The rows of quality.yaml."""
+    """Return the rows of quality.yaml."""
     values = yaml.safe_load(ROWS.read_text())
     published = values["published"]
     return [
@@ -136,12 +135,12 @@ def read_rows() -> list[Row]:
 
 
 def chosen(rows: list[Row], only: str) -> list[Row]:
-    """Those that are named, by row, model or data set.
+    """Return the rows that are named by row, model or data set.
 
     Raises:
-        typer.BadParameter: a name is none of theirs.
+        typer.BadParameter: A name is unknown.
     """
-    names = set(filter(None, only.split(",")))
+    names = set(harness.split(only))
     if unknown := names - {name for row in rows for name in (row.name, row.model, row.data)}:
         raise typer.BadParameter(
             f"there is no {', '.join(sorted(unknown))}; rows are {', '.join(r.name for r in rows)}"
@@ -150,7 +149,7 @@ def chosen(rows: list[Row], only: str) -> list[Row]:
 
 
 def prepare(row: Row, source: Path, into: Path) -> Path | None:
-    """The folder with a row's data set, which is prepared unless it is there; None: its source is missing."""
+    """Prepare a row's data set if necessary; return its folder, or None if its source is missing."""
     from raytrec_datasets import app
 
     arguments = shlex.split(row.recipe.format(source=shlex.quote(str(source))))
@@ -163,7 +162,7 @@ def prepare(row: Row, source: Path, into: Path) -> Path | None:
 
 
 def settings_of(row: Row, folder: Path) -> list[str]:
-    """Overrides by which a row's configuration reads its data set here."""
+    """Return the overrides by which a row's configuration reads its data set in this folder."""
     values = load_config(row.config)
     settings = [f"data.{split}={folder}/{split}" for split in ("train", "valid", "test")]
     if values.data.schema_path:
@@ -174,7 +173,7 @@ def settings_of(row: Row, folder: Path) -> list[str]:
 
 
 def measure(row: Row, folder: Path, seeds: int, budget_s: float) -> None:
-    """Trains the seeds of a row that are missing, each kept at once."""
+    """Train the missing seeds of a row and store each when it has ended."""
     baseline = BASELINES.get(row.model)
     about = {
         "config": json.dumps([row.metrics, row.features]) if baseline else row.config.read_text(),
@@ -200,20 +199,18 @@ def measure(row: Row, folder: Path, seeds: int, budget_s: float) -> None:
 
 
 def kept_runs(row: Row, about: dict) -> list[dict]:
-    """The runs of before, if they are of the same configuration, data and recipe."""
-    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    known = before.get(row.name, {})
+    """Return the stored runs if they have the same configuration, data and recipe."""
+    known = harness.load("quality").get(row.name, {})
     return known["runs"] if known and known | about == known else []
 
 
 def keep(row: Row, result: dict) -> None:
-    """Writes a row's runs; those of others stay."""
-    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    documents.keep(RESULTS, before | {row.name: result})
+    """Store a row's runs and keep the runs of other rows."""
+    harness.store("quality", harness.load("quality") | {row.name: result})
 
 
 def run(row: Row, settings: list[str], seed: int) -> dict:
-    """{seed, figures, parameters, rows_per_s, steps, seconds} of one training."""
+    """Train once and return {seed, figures, parameters, rows_per_s, steps, seconds}."""
     began = time.monotonic()
     result = train(row.config, [*settings, f"run.seed={seed}"]).metrics
     config = load_config(row.config, settings)
@@ -230,7 +227,7 @@ def run(row: Row, settings: list[str], seed: int) -> dict:
 
 
 def measure_exports(row: Row, folder: Path) -> None:
-    """Trains seed 0 of a row, and keeps its figures as {figure: {precision of tables: value}}."""
+    """Train seed 0 of a row and store {figure: {precision of tables: value}}."""
     settings = [*settings_of(row, folder), *QUIET, "run.seed=0"]
     with tempfile.TemporaryDirectory() as scratch:
         trained = train(row.config, [*settings, f"run.dir={scratch}/run"])
@@ -239,12 +236,11 @@ def measure_exports(row: Row, folder: Path) -> None:
             metrics = export(trained.path, f"{scratch}/{precision}", quantize=precision).metrics
             for name, key in row.metrics.items():
                 found[name][precision] = metrics[f"{key}.{precision}"]
-    before = json.loads(EXPORTS.read_text()) if EXPORTS.exists() else {}
-    documents.keep(EXPORTS, before | {row.name: found})
+    harness.store("quality_exports", harness.load("quality_exports") | {row.name: found})
 
 
 def parameters(config: RunConfig, schema: Schema) -> int:
-    """Numbers that are learned: of the tables that features look up, and of the dense layers."""
+    """Return the number of parameters of the tables and of the dense layers."""
     from raytrec.models import build_model
     from raytrec.tasks.task import columns_of, needs_vectors, resolve_tasks
 
@@ -256,10 +252,10 @@ def parameters(config: RunConfig, schema: Schema) -> int:
 
 
 def measure_smallest(rows: list[Row]) -> None:
-    """Whether every row still runs.
+    """Train a few steps of every row.
 
     Raises:
-        typer.Exit: one does not; the others have been tried.
+        typer.Exit: A row failed; the others have been run.
     """
     from quality_sources import write_sources
 
@@ -283,7 +279,7 @@ def measure_smallest(rows: list[Row]) -> None:
 
 
 def run_smallest(row: Row, scratch: Path) -> dict:
-    """What `run` gives of three steps on made-up data."""
+    """Train three steps of a row on made-up data and return its figures."""
     folder = prepare(row, scratch, scratch / "prepared")
     assert folder is not None
     if baseline := BASELINES.get(row.model):

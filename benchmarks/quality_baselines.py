@@ -1,6 +1,6 @@
-"""Baselines of `make quality`: logistic regression, and what has been popular in the last days.
+"""Baselines of `make quality`: logistic regression, and the popularity of items in the last days.
 
-Each is {seed: 0, figures, parameters, seconds} of a prepared data set; figures have the table's names.
+Each returns {seed: 0, figures, parameters, seconds} of a prepared data set; figures have the table's names.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ DAY_S, DAYS, TOP = 86_400, (1, 3, 7, 14, 30, 100), 10
 
 
 def measure_logistic(folder: Path, labels: dict[str, str], features: list[str]) -> dict[str, Any]:
-    """Of scikit-learn's, one model for each label.
+    """Fit scikit-learn's logistic regression for each label and return the figures.
 
-    It has each dense column at mean 0 and variance 1, and a column of 0 and 1 for each value of a feature
-    with one id a row; L2 penalty, C = 1.
+    A model reads each dense column at mean 0 and variance 1, and a column of 0 and 1 for each value of a
+    feature with one id a row; L2 penalty, C = 1.
 
     Args:
-        labels: what the table calls a figure, the AUC on the test split → its label.
-        features: sparse features; none: all that have one id a row, and the dense columns.
+        folder: Folder of the data set.
+        labels: Figure in the table, the AUC on the test split → its label.
+        features: Sparse features; empty: all that have one id a row, and the dense columns.
     """
     from sklearn.compose import make_column_transformer
     from sklearn.linear_model import LogisticRegression
@@ -51,14 +52,15 @@ def measure_logistic(folder: Path, labels: dict[str, str], features: list[str]) 
 
 
 def measure_popularity(folder: Path, names: dict[str, str], features: list[str]) -> dict[str, Any]:
-    """Of the items that most users met in the days before a row's time, without those that its own has seen.
+    """Rank items by the users that met them in the days before a row, without items that the user has seen.
 
-    How many days is chosen by NDCG in valid, out of DAYS. Where as many users met two items, the one that
-    was met more often ever comes first.
+    The number of days is chosen from DAYS by NDCG on the valid split. Among items with equal counts, the item
+    that was met more often over all time comes first.
 
     Args:
-        names: what the table calls HR@10 and NDCG@10, in this order.
-        features: none.
+        folder: Folder of the data set.
+        names: Names of HR@10 and NDCG@10 in the table, in this order.
+        features: Unused.
     """
     began = time.monotonic()
     parts = {name: pq.read_table(folder / name).to_pandas() for name in ("train", "valid", "test")}
@@ -74,7 +76,7 @@ def measure_popularity(folder: Path, names: dict[str, str], features: list[str])
 
 
 def _popular(rows: pd.DataFrame, items: np.ndarray, times: np.ndarray, days: int) -> tuple[float, float]:
-    """HR@10 and NDCG@10 of what was popular in the days before each row."""
+    """Return HR@10 and NDCG@10 of the items that were popular in the days before each row."""
     rows = rows.sort_values("time")
     counts, ever, found = np.zeros(items.max() + 1), np.zeros(items.max() + 1), []
     firsts, ends = (np.searchsorted(times, rows["time"] - span) for span in (days * DAY_S, 0))

@@ -12,7 +12,7 @@ USERS, ITEMS, EACH = 60, 150, 30
 
 
 def write_sources(folder: Path) -> None:
-    """ml-100k/, ml-1m/, toys/ and adult/ below a folder."""
+    """Write ml-100k/, ml-1m/, toys/ and adult/ into a folder."""
     rng = np.random.default_rng(0)
     lists = [rng.permutation(ITEMS)[:EACH] for _ in range(USERS)]
     for name, write in (("ml-100k", _ml100k), ("ml-1m", _ml1m), ("toys", _toys), ("adult", _adult)):
@@ -37,7 +37,7 @@ def _ml100k(folder: Path, lists: list[np.ndarray], rng: np.random.Generator) -> 
 
 
 def _ml1m(folder: Path, lists: list[np.ndarray], rng: np.random.Generator) -> None:
-    """As it lies without values and times of ratings: datasets/movielens/candidates.py."""
+    """Write the form without values and times of ratings: datasets/movielens/candidates.py."""
     number: dict[int, int] = {}
     for item in np.concatenate(lists):
         number.setdefault(int(item), len(number))

@@ -1,94 +1,72 @@
-"""The table of docs/quality.md, from benchmarks/results/quality.json."""
+"""Tables of docs/quality.md, from benchmarks/results/quality.json."""
 
 from __future__ import annotations
 
 import statistics
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from harness import Grid
 
 COLUMNS = (
-    "data",
-    "model",
-    "metric",
-    "mean ± spread",
-    "seeds",
-    "published",
-    "parameters",
-    "rows/s",
-    "s a run",
+    *("data", "model", "metric", "mean ± spread", "seeds", "published"),
+    *("parameters", "rows/s", "s a run"),
 )
+PRECISIONS = ("fp16", "int8", "int4")
 
 
 def lines_of(rows: list, results: dict) -> list[tuple[str, ...]]:
-    """A line for each figure of each row that has runs."""
+    """Return a line for each figure of each row that has runs."""
     lines = []
     for row in rows:
         runs = results.get(row.name, {}).get("runs", [])
         for place, name in enumerate(row.metrics if runs else []):
             values = [run["figures"][name] for run in runs]
-            first = (
-                (row.data, f"{row.model}, {row.note}" if row.note else row.model) if not place else ("", "")
-            )
+            model = f"{row.model}, {row.note}" if row.note else row.model
             fastest = min(runs, key=lambda run: run["seconds"])
             speed = f"{fastest['rows_per_s']:,}" if "rows_per_s" in fastest else ""
             costs = f"{runs[0]['parameters']:,}", speed, f"{fastest['seconds']:,.0f}"
-            beside = row.published.get("figures", {}).get(name)
-            figures = (name, spread(values), str(len(values)), "" if beside is None else f"{beside:.4g}")
-            lines.append((*first, *figures, *(costs if not place else ("", "", ""))))
+            published = row.published.get("figures", {}).get(name)
+            figures = name, spread(values), str(len(values)), "" if published is None else f"{published:.4g}"
+            first, last = ((row.data, model), costs) if not place else (("", ""), ("", "", ""))
+            lines.append((*first, *figures, *last))
     return lines
 
 
 def spread(values: list[float]) -> str:
-    """Mean ± standard deviation over seeds; the value of one run."""
+    """Return mean ± standard deviation over seeds, or the value of one run."""
     if len(values) < 2:
         return "".join(f"{value:.4f}" for value in values)
     return f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}"
 
 
+def grid(rows: list, results: dict) -> Grid:
+    """Return the table."""
+    return Grid(COLUMNS, lines_of(rows, results), "make quality", left=4)
+
+
 def document(rows: list, results: dict) -> str:
-    """The table as Markdown, then data sets, and where published figures are from."""
-    lines = lines_of(rows, results)
-    if not lines:
-        return ""
-    head = [f"| {' | '.join(COLUMNS)} |", f"|---|---|---|---|{'---:|' * (len(COLUMNS) - 4)}"]
-    table = [*head, *(f"| {' | '.join(line)} |" for line in lines)]
+    """Return the text for docs/quality.md: the table, data sets, and the sources of published figures."""
     there: list[Any] = [row for row in rows if results.get(row.name, {}).get("runs")]
-    notes = [f"- `{row.data}`: {row.title}: `raytrec prepare {_shown(row.recipe)}`" for row in there]
-    models: dict[tuple[str, str], list[str]] = {}  # (data set, source) → models beside which its figure is
+    if not there:
+        return ""
+    notes = [
+        f"- `{row.data}`: {row.title}: `raytrec prepare {row.recipe.replace('{source}/', 'SOURCE/')}`"
+        for row in there
+    ]
+    models: dict[tuple[str, str], list[str]] = {}  # (data set, source) → models with figures of the source
     for row in there:
         if row.published:
             models.setdefault((row.data, row.published["source"]), []).append(row.model)
     sources = [f"- `{data}`, {', '.join(names)}: {source}" for (data, source), names in models.items()]
-    parts = [
-        table,
-        list(dict.fromkeys(notes)),
-        ["Published figures:", "", *sources] if sources else [],
-    ]
-    return "\n\n".join("\n".join(part) for part in parts if part)
+    parts = [grid(rows, results).markdown(), "\n".join(dict.fromkeys(notes))]
+    return "\n\n".join([*parts, *(["\n".join(["Published figures:", "", *sources])] if sources else [])])
 
 
 def exports_document(rows: list, results: dict) -> str:
-    """The table of exports as Markdown: values with tables of fp32, and what those of fewer bits change."""
-    lines = ["| data | model | metric | fp32 | fp16 | int8 | int4 |", f"|---|---|---|{'---:|' * 4}"]
-    for row in rows:
-        for name, values in results.get(row.name, {}).items():
-            fp32 = values["fp32"]
-            changes = [f"{values[precision] - fp32:+.1e}" for precision in ("fp16", "int8", "int4")]
-            lines.append(f"| {' | '.join((row.data, row.model, name, f'{fp32:.5f}', *changes))} |")
-    return "\n".join(lines)
-
-
-def _shown(recipe: str) -> str:
-    return recipe.replace("{source}/", "SOURCE/")
-
-
-def print_table(rows: list, results: dict) -> None:
-    """The table on the terminal."""
-    table = Table(title="make quality")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in COLUMNS[:4] else "right")
-    for line in lines_of(rows, results):
-        table.add_row(*line)
-    Console().print(table)
+    """Return the table of exports: values with fp32 tables, and the changes with fewer bits."""
+    lines = [
+        [row.data, row.model, name, f"{of['fp32']:.5f}", *(f"{of[p] - of['fp32']:+.1e}" for p in PRECISIONS)]
+        for row in rows
+        for name, of in results.get(row.name, {}).items()
+    ]
+    return Grid(("data", "model", "metric", "fp32", *PRECISIONS), lines, left=3).markdown()

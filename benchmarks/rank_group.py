@@ -1,42 +1,142 @@
-"""Ranks of a benchmark that starts them itself, without Ray."""
+"""Ranks of a benchmark without Ray: groups of processes that answer requests or run one function."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import cycle
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
-HERE = Path(__file__).parent
+import typer
+from harness import HERE, REPO, take_turns
+
+Answer = Callable[..., Any]
+FIRST_STEPS = 2  # steps of a new model, from which the length of a turn is estimated
+
+
+def join_group(rank: int, world: int, store: str | Path, device: str = "cpu") -> Any:
+    """Make this process a rank of a group on this machine and return its device.
+
+    The rank uses one thread and prints neither warnings nor log messages below errors.
+
+    Args:
+        rank: Number of the rank.
+        world: Number of ranks.
+        store: File that does not exist yet, the same for all ranks.
+        device: "cpu" (gloo) or "cuda" (NCCL, one GPU per rank).
+    """
+    import torch
+    import torch.distributed as dist
+
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)
+    here = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(here)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=300),
+    )
+    torch.manual_seed(rank)
+    return here
+
+
+# Ranks that run one function
+
+
+def on_ranks(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    device: str = "cpu",
+    meanwhile: Callable[[], None] | None = None,
+) -> list[Any]:
+    """Run function(rank, device, *args) on new ranks and return the value of each rank.
+
+    Args:
+        world: Number of ranks.
+        function: Function of a module that the ranks can import.
+        args: Arguments of the function, which are pickled.
+        device: "cpu" or "cuda".
+        meanwhile: Function that this process calls again and again until the ranks have ended.
+    """
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        group = mp.spawn(_run_rank, (world, device, folder, function, args), nprocs=world, join=False)
+        while not group.join(timeout=0.01 if meanwhile else None):
+            if meanwhile:
+                meanwhile()
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world)]
+
+
+def _run_rank(rank: int, world: int, device: str, folder: str, function: Answer, args: tuple) -> None:
+    import torch.distributed as dist
+
+    here = join_group(rank, world, f"{folder}/store", device)
+    Path(folder, str(rank)).write_bytes(pickle.dumps(function(rank, here, *args)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def group_seconds(call: Callable[[], Any], device: Any = None) -> float:
+    """Return the seconds of a call until it has ended on all ranks, GPU work included.
+
+    Args:
+        call: Function that every rank calls.
+        device: Device of this rank; None: the CPU.
+    """
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    began = perf_counter()
+    call()
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    return perf_counter() - began
+
+
+# Ranks that answer requests
 
 
 class Ranks:
-    """The processes of one side of a benchmark: each is told a line of JSON, and answers with one.
+    """The processes of one side of a benchmark, each of which answers a line of JSON with another line.
 
     Args:
-        script: in benchmarks/, what each of them runs with RANK WORLD STORE.
-        tree: of the code, which may be an older one.
+        script: Script in benchmarks/ that calls `run_script` with the function of its side.
+        world: Number of ranks.
+        stack: Stack at whose end the processes end.
     """
 
-    def __init__(self, script: str, tree: Path, world: int, stack: ExitStack):
+    def __init__(self, script: str, world: int, stack: ExitStack):
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
-        path, place = os.pathsep.join([str(tree), str(HERE)]), str(HERE / script)
+        path = os.pathsep.join([str(REPO), str(HERE)])
+        command = [sys.executable, "-W", "ignore", str(HERE / script), "side"]
         self._ranks = [
             stack.enter_context(
                 subprocess.Popen(
-                    [sys.executable, "-W", "ignore", place, str(rank), str(world), f"{folder}/store"],
+                    [*command, str(rank), str(world), f"{folder}/store"],
                     env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                    cwd=tree,
+                    cwd=REPO,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
@@ -46,13 +146,8 @@ class Ranks:
             for rank in range(world)
         ]
 
-    def tell(self, **values: Any) -> dict[str, float]:
-        """What they answer of seconds: those of the slowest, CPU seconds of all."""
-        answers = self.ask(**values)
-        return {"s": max(s for s, _ in answers), "cpu_s": sum(cpu for _, cpu in answers)}
-
-    def ask(self, **values: Any) -> list[list[float]]:
-        """What each of them answers."""
+    def ask(self, **values: Any) -> list[Any]:
+        """Send a request to all ranks and return the answer of each."""
         for rank in self._ranks:
             rank.stdin.write(json.dumps(values) + "\n")
             rank.stdin.flush()
@@ -61,72 +156,175 @@ class Ranks:
             raise RuntimeError(f"a rank has ended: {values}")
         return answers
 
-
-def time_steps(step: Any, batches: Iterator[Any], steps: int) -> tuple[float, float]:
-    """(seconds, CPU seconds) of so many steps of training, in a rank."""
-    began, used = perf_counter(), process_time()
-    for _ in step.train(batches, steps):
-        pass
-    return perf_counter() - began, process_time() - used
+    def time(self, **values: Any) -> dict[str, float]:
+        """Send a request and return the seconds of the slowest rank and the CPU seconds of all ranks."""
+        answers = self.ask(**values)
+        return {"s": max(s for s, _ in answers), "cpu_s": sum(cpu for _, cpu in answers)}
 
 
-def batches_of(collate: Any, pieces: list[Any], rows: int, global_rows: int) -> Iterator[Any]:
-    """Batches of these pieces of rows, over and over, without end."""
-    return (collate([piece], rows, global_rows, at) for at, piece in enumerate(cycle(pieces)))
-
-
-def serve_steps(
-    rank: int, world: int, store: str, build: Callable[[dict], tuple[Any, Iterator[Any]]]
-) -> None:
-    """Does what the lines of JSON say, until there are none: {"steps"} trains so many steps; of any other,
-    `build` makes a Step and its batches, of which two are trained."""
-    join_group(rank, world, store)
-    for line in sys.stdin:
-        told = json.loads(line)
-        if "steps" not in told:
-            step, batches = build(told)
-        print(json.dumps(time_steps(step, batches, told.get("steps", 2))), flush=True)
-
-
-def take_turns(
-    sides: dict[str, Ranks], step_s: dict[str, float], rounds: int, rows: int, turn_s: float = 0.4
+def compare(
+    sides: dict[str, Ranks],
+    requests: dict[str, dict],
+    rounds: int,
+    rows: int,
+    turn_s: float = 0.4,
+    first_steps: int = FIRST_STEPS,
 ) -> dict[str, dict[str, float]]:
-    """ms of a step and CPU-µs of a row, of each side: the best of its turns.
+    """Return milliseconds of a step and CPU-µs of a row for each side: the best of its turns.
 
     Args:
-        step_s: about how long a step of each takes.
-        rows: of a step.
-        turn_s: about how long a turn takes.
+        sides: Name of a side → its ranks, which answer as `trainer` does.
+        requests: Name of a side → request that builds the side's model.
+        rounds: Turns of each side.
+        rows: Rows of a step.
+        turn_s: Approximate length of a turn in seconds.
+        first_steps: Steps that a side trains when its model is built.
     """
-    turns: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
-    for _ in range(rounds):
-        for side, ranks in sides.items():
-            steps = max(2, min(40, round(turn_s / step_s[side])))
-            told = ranks.tell(steps=steps)
-            turns[side].append({name: value / steps for name, value in told.items()})
+    steps = {}
+    for side, ranks in sides.items():
+        built = ranks.time(**requests[side])["s"] / first_steps
+        steps[side] = max(2, min(40, round(turn_s / built)))
+    turns = take_turns(
+        {side: lambda side=side: sides[side].time(steps=steps[side]) for side in sides}, rounds
+    )
     return {
         side: {
-            "step_ms": 1e3 * min(turn["s"] for turn in of_side),
-            "cpu_us_per_row": 1e6 * min(turn["cpu_s"] for turn in of_side) / rows,
+            "step_ms": 1e3 * min(turn["s"] for turn in of_side) / steps[side],
+            "cpu_us_per_row": 1e6 * min(turn["cpu_s"] for turn in of_side) / steps[side] / rows,
         }
         for side, of_side in turns.items()
     }
 
 
-def join_group(rank: int, world: int, store: str) -> None:
-    """Makes this process a quiet rank, with one thread, of a gloo group on this machine.
+def trainer(build: Callable[..., tuple[Any, Iterator[Any]]]) -> Callable[[int, int], Answer]:
+    """Return the side of a script whose ranks train.
+
+    The request {"steps": n} trains n steps. Any other request is passed to `build` and trains FIRST_STEPS
+    steps of the new model. The answer is [seconds, CPU seconds], collating included.
 
     Args:
-        store: a file that does not exist yet, the same for all ranks.
+        build: Function of (rank, world, **request) that returns a Step and its batches.
+    """
+
+    def side(rank: int, world: int) -> Answer:
+        made: list[Any] = []
+
+        def answer(steps: int | None = None, **request: Any) -> tuple[float, float]:
+            if steps is None:
+                made[:] = build(rank, world, **request)
+            return time_steps(*made, steps or FIRST_STEPS)
+
+        return answer
+
+    return side
+
+
+def run_script(main: Callable[..., None], side: Callable[[int, int], Answer]) -> None:
+    """Run a script: its command, or one of its ranks after `side RANK WORLD STORE`.
+
+    Args:
+        main: Command of the scenario.
+        side: Function of (rank, world) that returns the function which answers a request.
+    """
+    if sys.argv[1:2] != ["side"]:
+        return typer.run(main)
+    rank, world, store = sys.argv[2:]
+    join_group(int(rank), int(world), store)
+    answer = side(int(rank), int(world))
+    for line in sys.stdin:
+        print(json.dumps(answer(**json.loads(line))), flush=True)
+
+
+# A model on a rank
+
+
+@dataclass
+class Rig:
+    """raytrec's training step on this rank, and the parts that make its batches.
+
+    Attributes:
+        step: Step of raytrec/worker.
+        form: Form of the rows that are read.
+        collate: Function that makes a batch from pieces of rows.
+        rows: Rows of the global batch.
+    """
+
+    step: Any
+    form: Any
+    collate: Any
+    rows: int
+
+    def piece(self, labels: list[Any], singles: list[Any], bags: Iterable[Any] = ()) -> Any:
+        """Return rows with these columns; the arguments are those of `batch`."""
+        from raytrec.data.canonical import canonical_table
+
+        return self.pieces(canonical_table(self.form, labels, [], singles, list(bags), len(labels[0])))
+
+    def pieces(self, table: Any) -> Any:
+        """Return the rows of a pyarrow Table in canonical form."""
+        from raytrec.data.assemble import Rows
+
+        return Rows.of(table.combine_chunks().to_batches()[0])
+
+    def batch(self, labels: Any, singles: list[Any], bags: Iterable[Any] = (), number: int = 0) -> Any:
+        """Return a batch of this rank.
+
+        Args:
+            labels: float32 [B].
+            singles: Ids of each feature with one id a row, [B].
+            bags: (offsets, ids, weights or None) of each list feature.
+            number: Step of the batch, counted from 0.
+        """
+        return self.collate([self.piece([labels], singles, bags)], len(labels), self.rows, number)
+
+    def repeat(self, pieces: list[Any]) -> Iterator[Any]:
+        """Yield batches of these pieces of rows, one after the other, without end."""
+        for number, piece in enumerate(cycle(pieces)):
+            yield self.collate([piece], len(piece), self.rows, number)
+
+
+def rig(
+    schema: dict[str, Any],
+    model: dict[str, Any],
+    world: int,
+    rows: int,
+    lists: Iterable[str] = (),
+    **sections: Any,
+) -> Rig:
+    """Build a model on this rank (CPU).
+
+    Args:
+        schema: Content of a schema; one label `y` and no dense columns unless stated otherwise.
+        model: Section `model` of the configuration.
+        world: Number of ranks.
+        rows: Rows of the global batch.
+        lists: Features with a list of ids in each row.
+        sections: Other sections of the configuration.
     """
     import torch
-    import torch.distributed as dist
 
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    os.environ |= {"LOCAL_WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=300)
-    )
-    torch.manual_seed(rank)
+    from raytrec.config.features import resolve_features
+    from raytrec.config.run_config import RunConfig
+    from raytrec.config.schema import Schema
+    from raytrec.data.batch import Collator
+    from raytrec.data.form import Form, ReadPlan
+    from raytrec.worker.build import build_step
+
+    parsed = Schema.parse({"labels": ["y"], "dense": [], **schema}, "benchmark")
+    values = {
+        "data": {"train": "unused", "global_batch_size": rows},
+        "scaling": {"num_workers": world},
+        "model": model,
+    }
+    config = RunConfig.model_validate(values | sections)
+    form = Form(ReadPlan(parsed), lists=frozenset(lists) & set(parsed.sparse))
+    step, _ = build_step(config, parsed, torch.device("cpu"))
+    return Rig(step, form, Collator(form, resolve_features(parsed, config.model)), rows)
+
+
+def time_steps(step: Any, batches: Iterator[Any], steps: int) -> tuple[float, float]:
+    """Train and return (seconds, CPU seconds) of this rank."""
+    began, used = perf_counter(), process_time()
+    for _ in step.train(batches, steps):
+        pass
+    return perf_counter() - began, process_time() - used

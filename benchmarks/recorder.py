@@ -1,14 +1,14 @@
-"""Which rows a run trains: the `raytrec` command with a record of every step, and the reading of it.
+"""The `raytrec` command with a record of the rows of every step, and the reader of the record.
 
     python benchmarks/recorder.py train CONFIG run.dir=RUN
 
-Every rank appends a line for each step to a file of its own, ATTEMPT-RANK-PID.jsonl in the folder that the
-environment variable CHAOS_RECORDS names and, there, the run's name, before anything else can happen at that
-step: number of ranks, raylet, step, time, ids of the rows, their loss; not in the run folder, whose disk may
-be full. The ids come from the batch that has been trained, so the data needs a sparse feature `row` with one
-id, the row's own.
+Every rank appends a line for each step to the file CHAOS_RECORDS/RUN/ATTEMPT-RANK-PID.jsonl (an
+environment variable and the name of the run) before anything else happens at the step: number of ranks,
+raylet, step, time, ids of the rows, their loss. The run folder is not used, because its disk may be full.
+The ids are read from the trained batch, so the data needs a sparse feature `row` with the number of the
+row as its id.
 
-The file `pace` there, if there is one, has the seconds that each step is to take longer.
+The file `pace` there, if it exists, has the seconds by which each step is longer.
 """
 
 from __future__ import annotations
@@ -28,19 +28,17 @@ FEATURE, PACE, RECORDS = "row", "pace", "CHAOS_RECORDS"
 
 
 def records_of(run: str | Path) -> Path:
-    """Where what a run records lies."""
+    """Return the folder of a run's record."""
     return Path(os.environ[RECORDS]) / Path(run).name
 
 
 class Writer:
-    """One rank's file."""
+    """File of one rank."""
 
     def __init__(self, checkpoints: Any):
         context = checkpoints._run.context
         self._folder, self._world = records_of(context.task.config.run.dir), context.world
-        self._attempt = (
-            context.heartbeat._attempt
-        )  # the same word on all ranks, and another one after a restart
+        self._attempt = context.heartbeat._attempt  # the same on all ranks, another one after a restart
         name = f"{self._attempt}-{context.index}-{os.getpid()}.jsonl"
         self._file = open(self._folder / name, "ab", buffering=0)  # noqa: SIM115 (lives as long as the process)
 
@@ -61,7 +59,7 @@ class Writer:
 
 
 def recorded_train_worker(task: Any) -> None:
-    """`train_worker` with a record; runs in the workers."""
+    """Run `train_worker` with a record; runs in the workers."""
     from raytrec.worker.checkpointing import CheckpointManager
     from raytrec.worker.loop import train_worker
 
@@ -79,15 +77,16 @@ def recorded_train_worker(task: Any) -> None:
 
 @dataclass
 class Attempt:
-    """What one worker group has recorded.
+    """Record of one worker group.
 
     Attributes:
-        ranks: rank → process id.
-        raylets: rank → process id of its node's raylet, which its parents do not show: it may have been
-            forked by a process that has ended since.
-        rows: step → rank → ids of the rows.
-        times: step → when the first rank had trained it.
-        losses: step → rank → sum of the rows' losses, before the step's update.
+        name: Name of the attempt.
+        world: Number of ranks.
+        ranks: Rank → process id.
+        raylets: Rank → process id of its node's raylet. (The rank's parent process may have ended.)
+        rows: Step → rank → ids of the rows.
+        times: Step → time at which the first rank had trained it.
+        losses: Step → rank → sum of the rows' losses before the step's update.
     """
 
     name: str
@@ -112,10 +111,10 @@ class Attempt:
 
 
 class Record:
-    """All attempts of a run, read as they grow.
+    """All attempts of a run, read while they grow.
 
     Args:
-        folder: of the run.
+        folder: Folder of the run.
     """
 
     def __init__(self, folder: Path):
@@ -124,7 +123,7 @@ class Record:
         self._attempts: dict[str, Attempt] = {}
 
     def look(self) -> list[Attempt]:
-        """Reads what is new; all attempts, the earliest first."""
+        """Read new lines and return all attempts, the earliest first."""
         for path in self._folder.glob("*.jsonl"):
             with open(path, "rb") as file:
                 file.seek(self._read.get(path, 0))
@@ -145,18 +144,18 @@ class Record:
         attempt.times[step] = min(unix_s, attempt.times.get(step, unix_s))
 
     def trained(self) -> dict[int, np.ndarray]:
-        """Step → rows, sorted, as the final model has seen them: a step counts as it was trained last."""
+        """Return step → sorted rows of the last attempt that trained the step."""
         last = {step: ranks for attempt in self.look() for step, ranks in attempt.rows.items()}
         return {step: np.sort(np.concatenate(list(ranks.values()))) for step, ranks in last.items()}
 
     def losses(self) -> dict[int, float]:
-        """Step → mean loss of its rows, as it was trained last."""
+        """Return step → mean loss of its rows in the last attempt that trained the step."""
         last = {step: (ranks, a.rows[step]) for a in self.look() for step, ranks in a.losses.items()}
         return {s: sum(ls.values()) / sum(map(len, rows.values())) for s, (ls, rows) in last.items()}
 
 
 def compare(trained: dict[int, np.ndarray], other: dict[int, np.ndarray], rows: int, epochs: int) -> dict:
-    """Whether every row was trained once in each epoch, and in the same step as in another run."""
+    """Count rows that were not trained once in each epoch, and steps with other rows than in another run."""
     each = len(other) // epochs
     lost = doubled = 0
     for epoch in range(epochs):
@@ -173,7 +172,7 @@ def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
 
 
 def main() -> None:
-    """The `raytrec` command; workers find the function by its name in this module."""
+    """Run the `raytrec` command; workers find the function by its name in this module."""
     import recorder
 
     from raytrec import cli

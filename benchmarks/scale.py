@@ -1,11 +1,13 @@
-"""The control plane with 256 and 1,024 ranks and 1,000 tables: what each part costs, and how it grows.
+"""Cost of the control plane with 256 and 1,024 ranks and 1,000 tables, by part, and its growth.
 
     python benchmarks/scale.py [--smallest]
 
-The ranks are simulated: a client sends what so many ranks would send. What is measured is real: the planner,
-the coordinator's actor, the recorder with its run folder, the feed and store of MLflow, the report, the
-cursor, and the planner and index of checkpoints. Each part runs in its own process (scale_parts.py). Writes
-benchmarks/results/scale.json; seconds are of CPU unless they are called "wall".
+The ranks are simulated: a client sends the messages of all ranks. The measured parts are real: the
+planner, the coordinator's actor, the recorder with its run folder, the feed and store of MLflow, the
+report, the cursor, and the planner and index of checkpoints. Each part runs in a separate process
+(scale_parts.py). Seconds are CPU seconds unless they are called "wall".
+
+Writes benchmarks/results/scale.json.
 """
 
 from __future__ import annotations
@@ -16,15 +18,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
 
+import harness
 import typer
-from documents import keep
-from rich.console import Console
-from rich.table import Table
+from harness import HERE, Grid
 
-HERE = Path(__file__).parent
-RESULT = HERE / "results" / "scale.json"
 PARTS = ("plan", "cursor", "beats", "records", "mlflow", "report", "checkpoint")
 SIZES = ((8, 26), (256, 1000), (1024, 1000))
 SMALLEST = ((16, 12),)
@@ -32,7 +30,7 @@ LIMIT_S = 300  # of wall-clock time for one part
 
 
 def measure(part: str, world: int, tables: int, folder: Path) -> dict:
-    """The figures of one part; {"missing": why} where it has none."""
+    """Run one part and return its figures, or {"missing": reason} if it failed."""
     command = [sys.executable, "-W", "ignore", str(HERE / "scale_parts.py"), part, str(world), str(tables)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
@@ -47,45 +45,37 @@ def measure(part: str, world: int, tables: int, folder: Path) -> dict:
 
 
 def show(found: dict[str, dict[str, dict]]) -> None:
-    """A row for each figure, a column for each size."""
-    table = Table(title="the control plane, ranks × tables")
-    sizes = list(found)
-    table.add_column("part", no_wrap=True, min_width=10)
-    table.add_column("figure", no_wrap=True, min_width=36)
-    for size in sizes:
-        table.add_column(size, justify="right", no_wrap=True)
+    """Print a row for each figure and a column for each size."""
+    rows, sections = [], set()
     for part in PARTS:
-        names = dict.fromkeys(name for size in sizes for name in found[size].get(part, {}))
-        for name in names:
-            cells = [_text(found[size].get(part, {}).get(name))[:24] for size in sizes]
-            table.add_row(part, name.replace("_", " "), *cells)
-        table.add_section()
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+        for name in dict.fromkeys(name for of_size in found.values() for name in of_size.get(part, {})):
+            cells = [text_of(of_size.get(part, {}).get(name))[:24] for of_size in found.values()]
+            rows.append([part, name.replace("_", " "), *cells])
+        sections.add(len(rows) - 1)
+    Grid(("part", "figure", *found), rows, "the control plane, ranks × tables", 2, sections).show(110)
 
 
-def _text(value: float | str | None) -> str:
+def text_of(value: float | str | None) -> str:
+    """Return the text of a figure."""
     if value is None or isinstance(value, str):
         return value or "–"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
 
 
-def main(
-    smallest: Annotated[bool, typer.Option(help="Few ranks and tables; nothing is written.")] = False,
-    only: Annotated[str, typer.Option(help="These parts alone, with commas between.")] = "",
-) -> None:
-    """Prints a table."""
+def main(smallest: harness.Smallest = False, only: harness.Only = ",".join(PARTS)) -> None:
+    """Print the table; with all parts, write benchmarks/results/scale.json."""
     found: dict[str, dict[str, dict]] = {}
+    # The other parts need the plan, and some need the records.
+    chosen = [part for part in PARTS if part in ("plan", "records", *harness.split(only))]
     for world, tables in SMALLEST if smallest else SIZES:
         of_size = found.setdefault(f"{world:,} × {tables:,}", {})
         with tempfile.TemporaryDirectory(prefix="scale-", ignore_cleanup_errors=True) as place:
-            for part in PARTS:
-                if only and part not in ("plan", "records", *only.split(",")):
-                    continue  # the others need the plan, and some the records
+            for part in chosen:
                 of_size[part] = measure(part, world, tables, Path(place))
                 print(f"{world} × {tables}: {part} {of_size[part]}", file=sys.stderr, flush=True)
     show(found)
-    if not smallest and not only:
-        keep(RESULT, found)
+    if not smallest and len(chosen) == len(PARTS):
+        harness.store("scale", found)
     missing = any("missing" in figures for of_size in found.values() for figures in of_size.values())
     raise typer.Exit(int(missing))
 

@@ -1,7 +1,7 @@
-"""The parts of benchmarks/scale.py, each in a process of its own: PART RANKS TABLES FOLDER → figures as JSON.
+"""The parts of benchmarks/scale.py, each in a separate process: PART RANKS TABLES FOLDER → figures as JSON.
 
-`plan` comes first: it leaves the plan in the folder, from which the others know what each rank holds.
-`records` leaves a run folder, which `mlflow` and `report` read.
+`plan` comes first: it writes the plan, from which the other parts read the tables of each rank. `records`
+writes a run folder, which `mlflow` and `report` read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def part(function: Callable[..., dict]) -> Callable[..., dict]:
 
 
 def schema_of(world: int, tables: int) -> Schema:
-    """Tables of 100 to 5e8 rows, as many bytes of them as a quarter of the GPUs' memory."""
+    """Return a schema with tables of 100 to 5e8 rows that take a quarter of the GPUs' memory."""
     rows = np.exp(np.random.default_rng(0).uniform(np.log(1e3), np.log(5e8), tables))
     rows = np.maximum(100, rows * min(1.0, 20e9 * world / WEIGHT / rows.sum())).astype(int)
     values = {
@@ -50,17 +50,17 @@ def schema_of(world: int, tables: int) -> Schema:
 
 
 def config_of(world: int) -> RunConfig:
-    """The defaults, and a batch of 1,024 rows a GPU."""
+    """Return the default configuration with a batch of 1,024 rows per GPU."""
     return RunConfig.model_validate({"data": {"train": "x", "global_batch_size": 1024 * world}})
 
 
 def planned(folder: Path) -> dict[str, list[int]]:
-    """Table → ranks that hold a part of it."""
+    """Return table → ranks that hold a part of the table."""
     return json.loads((folder / "ranks.json").read_text())
 
 
 class Cpu:
-    """Seconds of CPU of this process in a block."""
+    """CPU seconds of this process in a block."""
 
     def __enter__(self) -> Cpu:
         self._began = time.process_time()
@@ -91,7 +91,7 @@ def plan(world: int, tables: int, folder: Path) -> dict:
 
 @part
 def cursor(world: int, tables: int, folder: Path) -> dict:
-    """A rank's work for an epoch of a billion rows, and the arithmetic of one of its steps."""
+    """Measure a rank's work for an epoch of a billion rows, and the arithmetic of one step."""
     from raytrec.data.fragments import Dataset, RowGroup
     from raytrec.data.order import Order
 
@@ -108,7 +108,7 @@ def cursor(world: int, tables: int, folder: Path) -> dict:
 
 @part
 def beats(world: int, tables: int, folder: Path) -> dict:
-    """The coordinator's actor, with heartbeats of all ranks as fast as it answers them."""
+    """Measure the coordinator's actor with heartbeats of all ranks as fast as it answers."""
     import ray
 
     from raytrec.driver.coordinator import start_coordinator
@@ -137,7 +137,7 @@ def beats(world: int, tables: int, folder: Path) -> dict:
 
 
 def _process_of(actor: Any) -> Any:
-    """The actor's process, once it answers: the only worker of this Ray that has its class's name."""
+    """Return the actor's process when it answers: the only worker of this Ray with the name of its class."""
     import psutil
     import ray
 
@@ -147,7 +147,7 @@ def _process_of(actor: Any) -> Any:
 
 
 def entry(draw: random.Random, rows: int) -> dict[str, Any]:
-    """What a rank says of a shard (worker.statistics)."""
+    """Return random statistics of a shard (worker.statistics)."""
     shares = ("dead_share", "collision_rate", "unique_ratio", "changed_share")
     norms = ("weight_norm", "gradient_norm", "update_norm", "state_norm", "max_abs", "row_norm_max")
     some = {name: draw.random() for name in (*shares, *norms, "row_norm_p05", "row_norm_p50", "row_norm_p95")}
@@ -158,7 +158,7 @@ def entry(draw: random.Random, rows: int) -> dict[str, Any]:
 
 
 def lines_of(world: int, ranks: dict[str, list[int]], step: int) -> list[RankLine]:
-    """The lines that the recorded ranks send at a step."""
+    """Return the lines that the recorded ranks send at a step."""
     draw, mine = random.Random(step), defaultdict(dict)
     for table, on in ranks.items():
         for rank in on:
@@ -175,12 +175,7 @@ def lines_of(world: int, ranks: dict[str, list[int]], step: int) -> list[RankLin
             steps=100,
             seconds=5.0,
             phases_s=dict.fromkeys(PHASES, 0.5),
-            system={
-                "cpu_percent": 90.0,
-                "rss_bytes": 10**10,
-                "gpu_percent": 80.0,
-                "gpu_memory_bytes": 10**10,
-            },
+            system=dict.fromkeys(("cpu_percent", "rss_bytes", "gpu_percent", "gpu_memory_bytes"), 10.0**10),
             tables=mine[rank],
         )
         out.append(line)
@@ -189,8 +184,7 @@ def lines_of(world: int, ranks: dict[str, list[int]], step: int) -> list[RankLin
 
 @part
 def records(world: int, tables: int, folder: Path) -> dict:
-    """From the actor's queue to the run folder."""
-
+    """Measure the way from the actor's queue to the run folder."""
     from raytrec.driver.coordinator import start_coordinator
     from raytrec.driver.recorder import Record, Watch
 
@@ -231,7 +225,7 @@ def _lines(run: Path) -> int:
 
 @part
 def mlflow(world: int, tables: int, folder: Path) -> dict:
-    """From the run folder to an sqlite store."""
+    """Measure the way from the run folder to an sqlite store."""
     from raytrec.tracking.feed import Feed
     from raytrec.tracking.store import Store
 
@@ -256,7 +250,7 @@ def mlflow(world: int, tables: int, folder: Path) -> dict:
 
 @part
 def report(world: int, tables: int, folder: Path) -> dict:
-    """The whole page."""
+    """Measure the whole page."""
     from raytrec.report.report import build
     from raytrec.tracking.run_folder import RunFolder
 
@@ -264,18 +258,13 @@ def report(world: int, tables: int, folder: Path) -> dict:
         RunFolder.read(folder / "run")
     with Cpu() as drawing:
         page, _ = build(folder / "run")
-    size = page.stat().st_size / 1e6
-    return {
-        "read_s": reading.seconds,
-        "whole_s": drawing.seconds,
-        "page_mb": size,
-        "memory_mib": peak_mib(),
-    }
+    sizes = {"page_mb": page.stat().st_size / 1e6, "memory_mib": peak_mib()}
+    return {"read_s": reading.seconds, "whole_s": drawing.seconds, **sizes}
 
 
 @part
 def checkpoint(world: int, tables: int, folder: Path) -> dict:
-    """The plans of all ranks at rank 0, the commit, and reading the index again."""
+    """Measure the plans of all ranks on rank 0, the commit, and reading the index."""
     import torch
     from torch.distributed.checkpoint import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -294,10 +283,8 @@ def checkpoint(world: int, tables: int, folder: Path) -> dict:
             for number, rank in enumerate(on):
                 offsets = torch.Size([rows * number, *(0 for _ in columns)])
                 chunk = ChunkStorageMetadata(offsets, torch.Size([rows, *columns]))
-                index, data = (
-                    MetadataIndex(f"tables/{table}/{kind}", offsets),
-                    TensorWriteData(chunk, properties, whole),
-                )
+                index = MetadataIndex(f"tables/{table}/{kind}", offsets)
+                data = TensorWriteData(chunk, properties, whole)
                 items[rank].append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
     plans = [SavePlan(items[rank]) for rank in range(world)]
     sent = [len(pickle.dumps(plan)) for plan in plans]

@@ -1,65 +1,101 @@
-"""What a step over sequences costs: as they get longer, and by models of the next item.
+"""Cost of a step over sequences as their length grows, and of models of the next item.
 
     python benchmarks/sequences.py [--only lengths,models] [--lengths 10,50,100,200,500] [--workers 1,2]
 
-lengths: sequences that are read id by id, against the mean of all ids. models: next_item.py.
+lengths: sequences that are read id by id, compared with the mean of all ids. models: next_item.py.
 
-Id by id, TorchRec's EmbeddingCollection gives the vector of each of at most L ids; the mean is pooled by its
-EmbeddingBagCollection, and only sums travel between ranks. Both sides train 512 rows a rank on CPU, out of
-memory, with a row-wise table of 100,000 × 16 and next to no dense work; collating is counted.
-They take turns of some steps each, and of each side the best turn counts. `full` lists have as many ids as
-the model reads (half as many to half as many again), `short` ones a tenth of it.
+Id by id, TorchRec's EmbeddingCollection returns the vector of each of at most L ids; the mean is pooled by
+its EmbeddingBagCollection, and only sums travel between ranks. Both sides train 512 rows per rank on CPU
+with batches in memory, a row-wise table of 100,000 × 16 and almost no dense work; collating is included.
+The sides take turns, and the best turn of each counts. `full` lists have half to one and a half times as
+many ids as the model reads, `short` lists a tenth of these.
 
-Prints tables; writes benchmarks/results/sequences.json, docs/images/sequences.png and a table of
-docs/benchmarks.md.
+Writes benchmarks/results/sequences.json, docs/images/sequences.png and a table of docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Annotated, Any
 
-import documents
+import harness
 import next_item
+import numpy as np
+import torch
 import typer
-from rank_group import Ranks, take_turns
-from sequences_side import BATCH
+from harness import Grid
+from rank_group import Ranks, compare, rig, run_script, trainer
+from torch import nn
 
-HERE = Path(__file__).parent
-RESULTS, PICTURE = HERE / "results" / "sequences.json", HERE.parent / "docs" / "images" / "sequences.png"
 SIDES = {"mean": "mean of all ids", "by_id": "id by id"}
 FILLS = {"full": 1.0, "short": 0.1}
+HEADER = (
+    *("workers", "ids read", "in a list", "ms a step: mean", "id by id", ""),
+    *("CPU-µs a row: mean", "id by id", ""),
+)
+DIM, ROWS, BATCH, PIECES = 16, 100_000, 512, 4
+LENGTHS = "10,50,100,200,500"
 
 
-def measure(sides: dict[str, Ranks], length: int, ids: int, world: int, rounds: int) -> dict[str, Any]:
-    """ms of a step and CPU-µs of a row, of each side."""
-    begun = {
-        side: ranks.tell(length=length, ids=ids, by_id=side == "by_id")["s"] / 2
-        for side, ranks in sides.items()
+class Means(nn.Module):
+    """Model with a linear layer over the mean of a sequence and its target: almost no dense work."""
+
+    def __init__(self, schema: Any, config: Any):
+        super().__init__()
+        self.logit = nn.Linear(2 * DIM, 1)
+
+    def forward(self, dense: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        mean_BD = inputs["history"]
+        if not isinstance(mean_BD, torch.Tensor):
+            history = mean_BD
+            mean_BD = history.vectors.sum(1) / history.present.sum(1, keepdim=True).clamp(min=1)
+        return self.logit(torch.cat([mean_BD, inputs["item"]], 1)).squeeze(1)
+
+
+def build(rank: int, world: int, length: int | None, ids: int) -> tuple[Any, Iterator[Any]]:
+    """Return a step and its batches.
+
+    Args:
+        rank: Number of the rank.
+        world: Number of ranks.
+        length: Number of ids that are read at most; None: the mean of all ids.
+        ids: Mean number of ids in a list.
+    """
+    schema = {
+        "sparse": {"item": {"table": "item"}, "history": {"table": "item", "pooling": "sequence"}},
+        "tables": {"item": {"rows": ROWS, "dim": DIM}},
     }
-    return take_turns(sides, begun, rounds, BATCH * world)
+    plan = {"tables": {"item": {"sharding_type": "row_wise"}}}
+    model = {"name": "sequences:Means", "max_length": length}
+    made = rig(schema, model, world, BATCH * world, ["history"], plan=plan)
+    pieces = []
+    for seed in range(PIECES * rank, PIECES * (rank + 1)):
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(max(1, ids // 2), ids + (ids + 1) // 2 + 1, BATCH)
+        offsets = np.cumsum([0, *lengths]).astype(np.int32)
+        bags = [(offsets, rng.integers(0, ROWS, offsets[-1]), None)]
+        labels = rng.integers(0, 2, BATCH).astype(np.float32)
+        pieces.append(made.piece([labels], [rng.integers(0, ROWS, BATCH)], bags))
+    return made.step, made.repeat(pieces)
 
 
-def table_of(points: list[dict[str, Any]]) -> str:
-    """A line for each point, as Markdown."""
-    lines = [
-        "| workers | ids read | in a list | ms a step: mean | id by id | | CPU-µs a row: mean | id by id | |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+def lengths_table(points: list[dict[str, Any]]) -> Grid:
+    """Return a row for each point of the lengths."""
+    rows = []
     for point in points:
         cells = [str(point["workers"]), str(point["length"]), str(point["ids"])]
         for figure in ("step_ms", "cpu_us_per_row"):
             mean, by_id = (point[side][figure] for side in SIDES)
             cells += [f"{mean:,.1f}", f"{by_id:,.1f}", f"{by_id / mean:.1f} ×"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return Grid(HEADER, rows, left=0)
 
 
 def draw(points: list[dict[str, Any]]) -> None:
-    """Time of a step over length, a panel for each number of workers."""
+    """Plot the time of a step over length, with a panel for each number of workers."""
     import matplotlib.pyplot as plt
 
     worlds = sorted({point["workers"] for point in points})
@@ -72,61 +108,77 @@ def draw(points: list[dict[str, Any]]) -> None:
                 color = "C3" if side == "mean" else "C0"
                 panel.plot(x, y, style, color=color, label=f"{name}, {fill} lists", markersize=4)
         panel.set(title=f"{world} worker{'s' * (world > 1)}", xscale="log", yscale="log")
-        panel.set(xlabel="ids that are read, at most", ylabel="ms a step")
+        panel.set(xlabel="maximum number of ids read", ylabel="ms a step")
         panel.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(PICTURE, dpi=130)
+    figure.savefig(harness.IMAGES / "sequences.png", dpi=130)
 
 
 def document(found: dict[str, Any]) -> str:
-    """The table of docs/benchmarks.md, of results; empty before models have been measured."""
+    """Return the table of models for docs/benchmarks.md; empty before models have been measured."""
     return next_item.table_of(found["models"]) if found.get("models") else ""
 
 
-def put(points: list[dict[str, Any]], point: dict[str, Any], *keys: str) -> None:
-    """Adds a point in the place of an older one of the same keys."""
-    points[:] = [p for p in points if any(p[key] != point[key] for key in keys)] + [point]
-    print(json.dumps(point), flush=True)
+def measure_lengths(worlds: list[int], lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+    """Return ms of a step and CPU-µs of a row of each side, for each number of workers, fill and length."""
+    points = []
+    for world in worlds:
+        with ExitStack() as stack:
+            sides = {side: Ranks("sequences.py", world, stack) for side in SIDES}
+            for fill, share in FILLS.items():
+                for length in lengths:
+                    ids = max(1, round(length * share))
+                    asked = {
+                        "mean": {"length": None, "ids": ids},
+                        "by_id": {"length": length, "ids": ids},
+                    }
+                    figures = compare(sides, asked, rounds, BATCH * world)
+                    points.append({"workers": world, "length": length, "fill": fill, "ids": ids, **figures})
+                    print(json.dumps(points[-1]), flush=True)
+    return points
+
+
+def measure_models(
+    worlds: list[int], cases: dict[tuple[str, str], dict], rounds: int
+) -> list[dict[str, Any]]:
+    """Return the figures of each side, for each number of workers and case."""
+    points = []
+    for world in worlds:
+        with ExitStack() as stack:
+            sides = {
+                side: Ranks("next_item.py", 1 if plain else world, stack)
+                for side, plain in next_item.SIDES.items()
+            }
+            for (model, shape), sizes in cases.items():
+                figures = next_item.measure(sides, model, sizes, rounds)
+                points.append({"model": model, "shape": shape, "workers": world, **figures})
+                print(json.dumps(points[-1]), flush=True)
+    return points
 
 
 def main(
-    only: Annotated[str, typer.Option(help="What is measured.")] = "lengths,models",
-    lengths: Annotated[str, typer.Option(help="Ids that are read, at most.")] = "10,50,100,200,500",
-    workers: Annotated[str, typer.Option(help="Numbers of ranks.")] = "1,2",
-    rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 5,
-    smallest: Annotated[bool, typer.Option("--smallest", help="One point each, and write nothing.")] = False,
+    only: harness.Only = "lengths,models",
+    lengths: Annotated[str, typer.Option(help="Maximum numbers of ids read.")] = LENGTHS,
+    workers: harness.Workers = "1,2",
+    rounds: harness.Rounds = 5,
+    smallest: harness.Smallest = False,
 ) -> None:
-    """Prints the tables; writes benchmarks/results/sequences.json."""
-    rounds, tree = 1 if smallest else rounds, HERE.parent
-    chosen = [int(text) for text in ("3" if smallest else lengths).split(",")] * ("lengths" in only)
-    cases = (next_item.SMALLEST if smallest else next_item.CASES) if "models" in only else {}
-    found = {} if smallest or not RESULTS.exists() else json.loads(RESULTS.read_text())
-    points, of_models = found.get("points", []), found.get("models", [])
-    for world in [int(text) for text in ("1" if smallest else workers).split(",")]:
-        with ExitStack() as stack:
-            sides = {side: Ranks("sequences_side.py", tree, world, stack) for side in SIDES}
-            for length in chosen:
-                for fill, share in FILLS.items():
-                    ids = max(1, round(length * share))
-                    figures = measure(sides, length, ids, world, rounds)
-                    point = {"workers": world, "length": length, "fill": fill, "ids": ids, **figures}
-                    put(points, point, "workers", "length", "fill")
-        with ExitStack() as stack:
-            worlds = {"plain": 1, "raytrec": world}
-            sides = {side: Ranks("next_item_side.py", tree, n, stack) for side, n in worlds.items()}
-            for (model, shape), sizes in cases.items():
-                figures = next_item.measure(sides, model, sizes, rounds)
-                point = {"model": model, "shape": shape, "workers": world, **figures}
-                put(of_models, point, "model", "shape", "workers")
-    points.sort(key=lambda p: (p["workers"], p["fill"], p["length"]))
-    of_models.sort(key=lambda p: (p["workers"], [*next_item.CASES].index((p["model"], p["shape"]))))
-    found = {"cpus": os.cpu_count(), "points": points, "models": of_models}
-    print(table_of(points), document(found), sep="\n\n")
-    if not smallest:
-        documents.keep(RESULTS, found)
-        documents.fill("docs/benchmarks.md", "sequences", document(found))
-        draw(points)
+    """Print the tables; with all lengths and workers, write benchmarks/results/sequences.json."""
+    whole = not smallest and (lengths, workers) == (LENGTHS, "1,2")
+    lengths, workers, rounds = ("3", "1", 1) if smallest else (lengths, workers, rounds)
+    found, worlds = {"cpus": os.cpu_count()}, harness.integers(workers)
+    if "lengths" in harness.split(only):
+        found["points"] = measure_lengths(worlds, harness.integers(lengths), rounds)
+        lengths_table(found["points"]).show()
+    if "models" in harness.split(only):
+        cases = next_item.SMALLEST if smallest else next_item.CASES
+        found["models"] = measure_models(worlds, cases, rounds)
+        print(document(found))
+    if whole:
+        found = harness.load("sequences") | found
+        harness.publish("sequences", found, document(found))
+        draw(found["points"])
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main, trainer(build))

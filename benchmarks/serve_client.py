@@ -1,8 +1,8 @@
-"""Clients of `benchmarks/serve.py`: one process, many connections that each ask again when they are answered.
+"""Clients of `benchmarks/serve.py`: one process with many connections, each of which repeats requests.
 
     python benchmarks/serve_client.py PORT CLIENTS SECONDS TYPE BODIES
 
-BODIES is a file: a line with sizes as JSON, then the bodies. It prints requests/s and milliseconds as JSON.
+BODIES is a file: a line with sizes as JSON, then the bodies. Prints requests/s and milliseconds as JSON.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from time import perf_counter
 import numpy as np
 import uvloop
 
-STEP = 7  # by which a client goes through the bodies
+STEP = 7  # bodies from one request of a client to its next
 
 
 async def ask(
     port: int, head: bytes, bodies: list[bytes], first: int, until: float, took: list[float]
 ) -> None:
-    """Asks until the time is over; seconds of each request go to `took`."""
+    """Send requests until the time is over and append the seconds of each to `took`."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     while perf_counter() < until:
         body = bodies[first % len(bodies)]
@@ -44,7 +44,7 @@ async def ask(
 
 
 async def run(port: int, clients: int, seconds: float, kind: str, bodies: list[bytes]) -> dict[str, float]:
-    """Requests/s, and milliseconds in the median and in the slowest hundredth."""
+    """Return requests/s and the 50th and 99th percentile of milliseconds."""
     head = (
         f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nAccept: {kind}\r\n"
         "Content-Length: %d\r\n\r\n"

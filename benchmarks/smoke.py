@@ -1,9 +1,9 @@
-"""The smallest form of every make target, one after the other: does it still run at all?
+"""Run the smallest form of every make target, one after the other.
 
     python benchmarks/smoke.py [--only train,parity]
 
 One fault, few cases, seconds of data; nothing is written into benchmarks/results or the repository. The exit
-code is 1 if one of them fails; what it said is printed then.
+code is 1 if a target fails, and the end of its output is printed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from harness import REPO, Grid, Only, split
 
-REPO = Path(__file__).parents[1]
 LIMIT_S = 300
 
-# What follows `python`, by target (and part of it). {folder} has data of a few rows, and is removed.
+# Target (and part of it) → arguments of `python`. {folder} has data of a few rows, and is removed.
 PYTEST = "-m pytest -q -p no:cacheprovider"
 DATA = "data.train={folder}/data/train data.valid={folder}/data/valid data.test={folder}/data/test"
 COMBINATIONS = "tests/parity/test_suite.py::test_every_combination"
@@ -74,41 +71,38 @@ TARGETS = {
     "--no-compiled",
     "lint": "-m ruff check benchmarks",
 }
-# These change the checkout or the environment, or run others, and have nothing smaller.
+# Targets that change the checkout or the environment, or run other targets, and have no smaller form.
 NONE = ("format", "map", "lock", "clean", "smoke", "test-all", "test-next", "quality-smoke")
 
 
 def target_of(name: str) -> str:
-    """The make target of an entry."""
+    """Return the make target of an entry."""
     return name.partition(":")[0]
 
 
 def run(smallest: str, folder: Path) -> tuple[float, subprocess.CompletedProcess]:
-    """(seconds, what came of it)."""
+    """Run a smallest form and return (seconds, completed process)."""
     began = time.monotonic()
     command = [sys.executable, *shlex.split(smallest.replace("{folder}", shlex.quote(str(folder))))]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=REPO, env=environment, start_new_session=True, **pipes) as process:
         try:
-            said = process.communicate(timeout=LIMIT_S)[0]
+            output = process.communicate(timeout=LIMIT_S)[0]
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            said = f"{process.communicate()[0]}\nit has not ended within {LIMIT_S} s"
-    done = subprocess.CompletedProcess(command, process.returncode, said)
+            output = f"{process.communicate()[0]}\nnot done within {LIMIT_S} s"
+    done = subprocess.CompletedProcess(command, process.returncode, output)
     return time.monotonic() - began, done
 
 
-def main(only: Annotated[str, typer.Option(help="These targets alone, with commas between.")] = "") -> None:
-    """Prints a table: target, seconds, whether it passed."""
-    wanted = set(filter(None, only.split(",")))
+def main(only: Only = "") -> None:
+    """Print a table of targets, seconds and results."""
+    wanted = set(split(only))
     chosen = {name: command for name, command in TARGETS.items() if not only or target_of(name) in wanted}
     if unknown := wanted - {target_of(name) for name in TARGETS}:
         raise typer.BadParameter(f"no target {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
-    table = Table(title="make smoke")
-    for column in ("target", "s", "result"):
-        table.add_column(column, justify="right" if column == "s" else "left", no_wrap=True)
-    failed = []
+    rows, failed = [], []
     with tempfile.TemporaryDirectory(prefix="smoke-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
         data = "-m raytrec prepare synthetic --rows 6000 --out {folder}/data"
@@ -117,11 +111,11 @@ def main(only: Annotated[str, typer.Option(help="These targets alone, with comma
             seconds, done = run(smallest, folder)
             passed = done.returncode == 0
             print(f"{name}: {'passed' if passed else 'FAILED'}, {seconds:.0f} s", flush=True)
-            table.add_row(name, f"{seconds:.0f}", "[green]passed[/]" if passed else "[red]FAILED[/]")
+            rows.append([name, "[green]passed[/]" if passed else "[red]FAILED[/]", f"{seconds:.0f}"])
             if not passed:
                 failed.append(name)
                 print("\n".join(done.stdout.splitlines()[-40:]), flush=True)
-    Console().print(table)
+    Grid(("target", "result", "s"), rows, "make smoke", left=2).show()
     raise typer.Exit(bool(failed))
 
 

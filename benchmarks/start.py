@@ -1,14 +1,14 @@
-"""How long a run takes to start, and to train again when a worker has been killed, and what takes the time.
+"""Time of a run's start and of its restart after a worker was killed, by part.
 
     python benchmarks/start.py [--rounds 5]
 
-`raytrec train` runs on a local Ray of this machine, on CPU, with two workers and little data. Its process and
-its ranks note moments in a file (moments.py). When it has saved a few times, a random worker is killed with
-SIGKILL; when it trains again, the run is ended, and the next one begins. Prints the medians, and the CPU
-seconds that all processes of the run had taken by the first step; writes benchmarks/results/start.json and
-the table in docs/benchmarks.md.
+`raytrec train` runs on a local Ray of this machine, on CPU, with two workers and little data. Its process
+and its ranks record moments in a file (moments.py). When the run has saved twice, a random worker is
+killed with SIGKILL; when the run trains again, it is ended, and the next round begins. The table has
+medians, and the CPU seconds of all processes of the run until the first step. The goal is 10 s and 3 s on
+an idle machine with two cores.
 
-The goal is 10 s and 3 s on an idle machine with two cores.
+Writes benchmarks/results/start.json and the table in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -25,20 +25,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
-import psutil
+import harness
 import typer
-from documents import fill, keep
+from harness import HERE, Grid, run_raytrec, tree_cpu_s
 from moments import FILE, FIRST, RANK, Moment
-from rich.console import Console
-from rich.table import Table
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "start.json"
 LONGEST_S = 240.0
 ROWS, BATCH = 20_000, 512
-# What ends at a moment, in its words.
+# Moment → the part of a start that it ends.
 START = {
     "driver imported": "Python, raytrec",
     "data read": "configuration, schema, footers",
@@ -57,15 +53,16 @@ AGAIN = {"noticed": "until it is noticed", **dict(list(START.items())[5:])}
 
 
 class Failed(Exception):
-    """A run did not do what it had to."""
+    """The run ended or took too long."""
 
 
 @contextmanager
 def begun(config: Path, folder: Path) -> Iterator[tuple[subprocess.Popen, Path]]:
-    """A block while which a run goes on: its driver, and the file of its moments.
+    """Run the command during the block; yield its process and the file of its moments.
 
     Args:
-        folder: is made; what the driver says goes into a file beside it.
+        config: Configuration of the run.
+        folder: New folder of the run. The output of the driver goes to a file next to it.
     """
     folder.mkdir()
     moments = folder / "moments.jsonl"
@@ -84,15 +81,15 @@ def begun(config: Path, folder: Path) -> Iterator[tuple[subprocess.Popen, Path]]
 
 
 def one_round(config: Path, folder: Path, rng: random.Random) -> dict[str, Any]:
-    """Parts of a start and of a restart, in seconds.
+    """Start a run and kill a worker; return the parts of the start and of the restart in seconds.
 
     Raises:
-        Failed: the run ended, or took too long.
+        Failed: The run ended or took too long.
     """
     with begun(config, folder) as (process, moments):
         began = time.time()
         first = wait(process, folder, lambda: _steps(moments))
-        cpu_s = _cpu_seconds(process.pid)
+        cpu_s = round(tree_cpu_s(process.pid), 2)
         wait(process, folder, lambda: _saved(folder / "run") >= 2)
         killed = time.time()
         os.kill(rng.choice(first).pid, signal.SIGKILL)
@@ -108,20 +105,20 @@ def one_round(config: Path, folder: Path, rng: random.Random) -> dict[str, Any]:
 
 
 def parts(names: dict[str, str], began: float, moments: list[Moment]) -> dict[str, float]:
-    """What ends at a moment → seconds since the moment before; of ranks, the last one's moment counts."""
+    """Return part → seconds since the previous moment. The moment of the last rank counts."""
     found, before = {}, began
     for name, part in names.items():
-        at = max(_first_of_each(moments, name), default=before)
+        firsts: dict[int, float] = {}
+        for moment in moments:
+            if moment.name == name:
+                firsts[moment.pid] = min(moment.unix_s, firsts.get(moment.pid, moment.unix_s))
+        at = max(firsts.values(), default=before)
         found[part], before = round(at - before, 3), at
     return found | {"in all": round(before - began, 3)}
 
 
-def _first_of_each(moments: list[Moment], name: str) -> list[float]:
-    pids = {m.pid for m in moments if m.name == name}
-    return [min(m.unix_s for m in moments if m.name == name and m.pid == pid) for pid in pids]
-
-
 def read_moments(file: Path) -> list[Moment]:
+    """Return the recorded moments."""
     with suppress(FileNotFoundError):
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         return [Moment(**json.loads(line)) for line in lines if line.endswith("\n")]
@@ -129,7 +126,7 @@ def read_moments(file: Path) -> list[Moment]:
 
 
 def _steps(file: Path) -> list[Moment]:
-    """First steps, once both ranks of a group have made theirs."""
+    """Return the moments of first steps, or none until both ranks of a group have one."""
     found = [moment for moment in read_moments(file) if moment.name == FIRST]
     return found if len(found) % 2 == 0 else []
 
@@ -140,21 +137,11 @@ def _saved(run: Path) -> int:
     return 0
 
 
-def _cpu_seconds(pid: int) -> float:
-    """Of a process and all below it."""
-    total = 0.0
-    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-        with suppress(psutil.Error):
-            times = process.cpu_times()
-            total += times.user + times.system + times.children_user + times.children_system
-    return round(total, 2)
-
-
 def wait(process: subprocess.Popen, folder: Path, found: Callable[[], Any]) -> Any:
-    """Waits until something is found.
+    """Wait until `found` returns a true value, and return it.
 
     Raises:
-        Failed: the driver has ended, or it takes too long.
+        Failed: The driver ended, or LONGEST_S have passed.
     """
     until = time.monotonic() + LONGEST_S
     while not (value := found()):
@@ -165,14 +152,14 @@ def wait(process: subprocess.Popen, folder: Path, found: Callable[[], Any]) -> A
 
 
 def prepare(folder: Path, save: str) -> Path:
-    """Little data, and a configuration that trains it for ever.
+    """Write little data, and a configuration that trains on it without end.
 
     Args:
-        save: when to save, a key of the section `checkpoint` and its value.
+        folder: Folder of both.
+        save: When to save, a key of the section `checkpoint` and its value.
     """
-    command = [sys.executable, "-m", "raytrec", "prepare", "synthetic", "--out", str(folder / "data")]
-    command += ["--rows", str(ROWS), "--sparse", "8", "--multi-hot", "2", "--table-rows", "1000"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    sizes = ["--rows", str(ROWS), "--sparse", "8", "--multi-hot", "2", "--table-rows", "1000"]
+    run_raytrec("prepare", "synthetic", "--out", folder / "data", *sizes)
     config = folder / "start.yaml"
     config.write_text(
         f"data: {{train: {folder}/data/train, valid: {folder}/data/valid, global_batch_size: {BATCH}}}\n"
@@ -182,57 +169,40 @@ def prepare(folder: Path, save: str) -> Path:
     return config
 
 
-def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    return {part: round(median(each[part] for each in rounds), 2) for part in rounds[0]}
-
-
-def rows_of(values: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(part, seconds of the start, of the restart); the sum last."""
+def grid(values: dict[str, Any]) -> Grid:
+    """Return the table: a row for each part, and the sum."""
+    rows = []
     for part in [*dict.fromkeys([*START.values(), *AGAIN.values()]), "in all"]:
-        start, restart = (values[which].get(part) for which in ("start", "restart"))
-        yield part, *("" if value is None else f"{value:.2f}" for value in (start, restart))
+        seconds = (values[which].get(part) for which in ("start", "restart"))
+        rows.append([part, *("" if value is None else f"{value:.2f}" for value in seconds)])
+    return Grid(("what ends", "start, s", "restart, s"), rows)
 
 
 def document(values: dict[str, Any]) -> str:
-    """The table for docs/benchmarks.md, and what it is of."""
-    lines = ["| what ends | start, s | restart, s |", "|---|---:|---:|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows_of(values)]
+    """Return the text for docs/benchmarks.md."""
     of = f"Medians of {len(values['rounds'])} runs; {values['cpu_s']:.1f} CPU seconds until the first step."
-    return "\n".join([*lines, "", of])
+    return f"{grid(values).markdown()}\n\n{of}"
 
 
-def show(values: dict[str, Any], rounds: int) -> None:
-    table = Table("", "start, s", "restart, s")
-    for row in rows_of(values):
-        table.add_row(*row)
-    Console().print(table)
-    print(
-        f"medians of {rounds}; {values['cpu_s']:.1f} CPU seconds until the first step; load {values['load']}"
-    )
-
-
-def main(
-    rounds: Annotated[int, typer.Option(help="How often a run is started, and a worker killed.")] = 5,
-    smallest: Annotated[bool, typer.Option("--smallest", help="Once, and write nothing.")] = False,
-) -> None:
-    """Prints the table; writes benchmarks/results/start.json."""
+def main(rounds: harness.Rounds = 5, smallest: harness.Smallest = False) -> None:
+    """Print the table and write benchmarks/results/start.json."""
     load, done, rng = round(os.getloadavg()[0], 1), [], random.Random(0)
     with tempfile.TemporaryDirectory(prefix="start-") as place:
-        folder = Path(place)
-        config = prepare(folder, save="every_steps: 100")
+        config = prepare(Path(place), save="every_steps: 100")
         for number in range(1 if smallest else rounds):
-            done.append(one_round(config, folder / f"{number}", rng))
-            took = (f"{done[-1][which]['in all']:.1f} s" for which in ("start", "restart"))
-            print(f"round {number + 1}: start {next(took)}, restart {next(took)}", flush=True)
+            done.append(one_round(config, Path(place, str(number)), rng))
+            start, restart = (done[-1][which]["in all"] for which in ("start", "restart"))
+            print(f"round {number + 1}: start {start:.1f} s, restart {restart:.1f} s", flush=True)
     values: dict[str, Any] = {
-        which: medians([each[which] for each in done]) for which in ("start", "restart")
+        which: {part: round(median(each[which][part] for each in done), 2) for part in done[0][which]}
+        for which in ("start", "restart")
     }
     values |= {"cpu_s": median(each["cpu_s"] for each in done), "load": load, "cpus": os.cpu_count()}
-    show(values, len(done))
+    values |= {"rounds": done}
+    grid(values).show()
+    print(f"medians of {len(done)}; {values['cpu_s']:.1f} CPU seconds until the first step; load {load}")
     if not smallest:
-        values |= {"rounds": done}
-        keep(RESULTS, values)
-        fill("docs/benchmarks.md", "start", document(values))
+        harness.publish("start", values, document(values))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""What `benchmarks/step.py` has measured, as figures, tables, a picture and parts of the documents."""
+"""Figures, tables and picture of `benchmarks/step.py`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from documents import fill
-from rich.table import Table
+from harness import BENCHMARKS_PAGE, Grid
 
 SIDES = {
     "limit": "TorchRec, batches in memory",
@@ -15,31 +14,32 @@ SIDES = {
     "raytrec": "raytrec train",
 }
 NAMES = {"dlrm": "DLRM", "dcn": "DCN-V2"}
-FIGURES = ("samples_per_s", "cpu_us_per_row", "peak_mib", "first_step_s", "after_last_step_s")
+FIGURES = ("samples_per_s", "cpu_us_per_row", "peak_mib", "first_step_s")
 OTHERS = ("limit", "by_hand", "ray_recipe")
+COLUMNS = ("side", "rows/s", "CPU-µs a row", "× limit", "peak MiB", "first step after, s")
 
 
 def cases_of(models: list[str], workers: list[int]) -> dict[str, tuple[str, int]]:
-    """Name → (model, number of workers)."""
+    """Return name of a case → (model, number of workers)."""
     return {f"{model}_{ranks}": (model, ranks) for model in models for ranks in workers}
 
 
 def case_title(case: str) -> str:
-    """For people."""
+    """Return the title of a case, such as "DLRM, 2 workers"."""
     model, _, ranks = case.rpartition("_")
     return f"{NAMES.get(model, model)}, {ranks} worker{'s' * (ranks != '1')}"
 
 
 def summarize(title: str, found: dict[str, dict[str, list[Any]]]) -> dict[str, Any]:
-    """The content of step.json.
+    """Return the content of step.json.
 
     Args:
-        found: case → side → Measured of each round.
+        title: Sizes and rounds.
+        found: Case → side → figures of each round.
 
     Returns:
-        Each figure as side → case → the best of the rounds: whatever else a machine does only slows a side.
-        `rounds`: case → side → rows/s of each. `ratios` of rows/s as the lowest over all cases, `cpu_ratio`
-        as the highest, all of them in `by_case`.
+        Each figure as side → case → best of the rounds. `rounds`: case → side → rows/s of each round.
+        `ratios` of rows/s are the lowest over all cases, `cpu_ratio` is the highest; `by_case` has all.
     """
     sides = list(next(iter(found.values())))
     results: dict[str, Any] = {"title": title}
@@ -51,10 +51,6 @@ def summarize(title: str, found: dict[str, dict[str, list[Any]]]) -> dict[str, A
         }
     results["rounds"] = {
         case: {side: [round(m.samples_per_s) for m in of[side]] for side in sides}
-        for case, of in found.items()
-    }
-    results["cpu_us_by_role"] = {
-        case: {side: min(of[side], key=lambda m: m.cpu_us_per_row).cpu_us_by_role for side in sides}
         for case, of in found.items()
     }
     by_case = {case: _compare(results, case) for case in found}
@@ -70,7 +66,7 @@ def summarize(title: str, found: dict[str, dict[str, list[Any]]]) -> dict[str, A
 
 
 def _compare(results: dict[str, Any], case: str) -> dict[str, float]:
-    """raytrec against the others, in one case."""
+    """Return the ratios of raytrec to the other sides in one case."""
     speeds, cpu_us = (
         {side: of[case] for side, of in results[figure].items()}
         for figure in ("samples_per_s", "cpu_us_per_row")
@@ -86,64 +82,42 @@ def _compare(results: dict[str, Any], case: str) -> dict[str, float]:
 
 
 def rows_of(results: dict[str, Any], case: str) -> list[tuple[str, ...]]:
-    """Cells of a case's table, side by side of one another: side, then figures."""
+    """Return the cells of a case's table: a row for each side."""
     rows = []
     for side, speeds in results["samples_per_s"].items():
         of = {figure: results[figure][side][case] for figure in FIGURES}
         limit = results["cpu_us_per_row"].get("limit", {}).get(case)
-        rows.append(
-            (
-                SIDES[side],
-                f"{speeds[case]:,.0f}",
-                f"{of['cpu_us_per_row']:.1f}",
-                f"{of['cpu_us_per_row'] / limit:.2f}" if limit else "",
-                f"{of['peak_mib']:,.0f}",
-                f"{of['first_step_s']:.1f}",
-            )
-        )
+        cells = SIDES[side], f"{speeds[case]:,.0f}", f"{of['cpu_us_per_row']:.1f}"
+        share = f"{of['cpu_us_per_row'] / limit:.2f}" if limit else ""
+        rows.append((*cells, share, f"{of['peak_mib']:,.0f}", f"{of['first_step_s']:.1f}"))
     return rows
 
 
-COLUMNS = ("", "rows/s", "CPU-µs a row", "× limit", "peak MiB", "first step after, s")
-
-
-def table_of(results: dict[str, Any], case: str) -> Table:
-    """For a terminal."""
-    table = Table(title=f"{case_title(case)}: {results['title']}")
-    for column in COLUMNS:
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for row in rows_of(results, case):
-        table.add_row(*row)
-    return table
+def table_of(results: dict[str, Any], case: str) -> Grid:
+    """Return the table of a case for the terminal."""
+    return Grid(COLUMNS, rows_of(results, case), title=f"{case_title(case)}: {results['title']}")
 
 
 def markdown(results: dict[str, Any], cases: list[str]) -> str:
-    """A table for a document, with a line for each case and side."""
-    lines = ["| model, workers | side | " + " | ".join(COLUMNS[1:]) + " |", "|---|---|" + "---:|" * 5]
+    """Return a table for a document: a row for each case and side."""
+    rows = []
     for case in cases:
-        for number, row in enumerate(rows_of(results, case)):
-            name = case_title(case) if number == 0 else ""
-            lines.append(f"| {name} | " + " | ".join(row) + " |")
-    return "\n".join(lines)
+        titles = [case_title(case)] + [""] * len(SIDES)
+        rows += [(title, *cells) for title, cells in zip(titles, rows_of(results, case), strict=False)]
+    return Grid(("model, workers", *COLUMNS), rows, left=2).markdown()
 
 
 def documents(results: dict[str, Any]) -> dict[str, str]:
-    """Document → what it has of the results."""
+    """Return document → text between its markers."""
     picture = f"![rows/s and CPU time of each side: {results['title']}](images/step.png)"
     return {
         "README.md": markdown(results, ["dlrm_2"]),
-        "docs/benchmarks.md": f"{markdown(results, list(results['by_case']))}\n\n{picture}",
+        BENCHMARKS_PAGE: f"{markdown(results, list(results['by_case']))}\n\n{picture}",
     }
 
 
-def write_tables(results: dict[str, Any]) -> None:
-    """Puts the tables where the documents have their place for them."""
-    for page, text in documents(results).items():
-        fill(page, "step", text)
-
-
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Rows/s and CPU time of each case and side, as bars."""
+    """Plot rows/s and CPU time of each case and side as bars."""
     from raytrec.report.figures.style import BLUE, GREEN, GREY, ORANGE, WHOLE, new_figure, save_png, styled
 
     colours = dict(zip(SIDES, (GREY, GREEN, ORANGE, BLUE), strict=True))

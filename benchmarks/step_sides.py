@@ -1,16 +1,16 @@
-"""The trainers that `benchmarks/step.py` compares raytrec with, each as people write it by hand.
+"""The trainers with which `benchmarks/step.py` compares raytrec, each written by hand.
 
     python benchmarks/step_sides.py limit|by_hand|ray_recipe SETTINGS.json
 
-All of them have raytrec's dense model and optimizers, TorchRec's planner, DistributedModelParallel and
+Each trainer has raytrec's dense model and optimizers, TorchRec's planner, DistributedModelParallel and
 TrainPipelineSparseDist, one thread a rank, and the mean of the local losses:
 
-limit       batches in memory, read before the first step: what no trainer can beat
+limit       batches in memory, read before the first step: the upper bound of any trainer
 by_hand     a torch DataLoader with one reading process a rank, over pyarrow's row groups
 ray_recipe  Ray's TorchTrainer with get_dataset_shard, iter_torch_batches and a collate over NumPy
 
-SETTINGS.json has the fields of Settings. Rank 0 appends a line to `steps` after the first step and every
-twentieth: its number, and the time.
+SETTINGS.json has the fields of Settings. After the first step and every twentieth step, rank 0 appends a line
+with the number of the step and the time to `steps`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ IN_MEMORY = 64  # batches of the side `limit`: 70 MB, more than any cache has
 
 @dataclass
 class Settings:
-    """What one run of a side does.
+    """Settings of one run of a side.
 
     Attributes:
-        data: folder of Parquet, with schema.yaml in the folder above.
-        model: the section of a configuration.
-        batch: rows of a rank's batch.
-        total: steps.
-        steps: the file of lines.
+        data: Folder of Parquet, with schema.yaml in the folder above.
+        model: Section `model` of a configuration.
+        workers: Number of ranks.
+        batch: Rows of a rank's batch.
+        total: Number of steps.
+        steps: File with the time of steps.
     """
 
     data: str
@@ -63,21 +64,18 @@ class Settings:
 
 
 def train(settings: Settings, batches: Iterator[Any], rank: int) -> None:
-    """The loop: what TorchRec's examples do, with the time noted now and then."""
-    from step_profile import Probe
-
-    pipeline, probe = build(settings), Probe(rank)
+    """Run the loop of TorchRec's examples and record the time every EVERY steps."""
+    pipeline = build(settings)
     with open(settings.steps, "a", encoding="utf-8") as file:
         for step in range(1, settings.total + 1):
             pipeline.progress(batches)
-            probe.step(step)
             if rank == 0 and (step == 1 or step % EVERY == 0):
                 file.write(json.dumps({"step": step, "unix_s": time()}) + "\n")
                 file.flush()
 
 
 def build(settings: Settings) -> Any:
-    """A train pipeline, as TorchRec's examples have it; a collective."""
+    """Return a train pipeline as in TorchRec's examples; a collective."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -140,7 +138,7 @@ def build(settings: Settings) -> Any:
 
 
 def read_batches(settings: Settings, rank: int) -> Iterator[Any]:
-    """Batches of a rank's row groups, in a new order each epoch, for ever.
+    """Yield batches of a rank's row groups without end, in a new order each epoch.
 
     Columns become tensors without a copy, and one KeyedJaggedTensor by concatenation.
     """
@@ -160,7 +158,7 @@ def read_batches(settings: Settings, rank: int) -> Iterator[Any]:
 
 
 def collate(table: Any, schema: Any) -> Any:
-    """Arrow → Batch."""
+    """Return the batch of an Arrow table."""
     import numpy as np
     import pyarrow as pa
     import torch
@@ -189,7 +187,7 @@ def collate(table: Any, schema: Any) -> Any:
 
 
 def batch_of(dense: Any, sparse: Any, labels: Any) -> Any:
-    """A batch that TorchRec's pipeline takes."""
+    """Return a batch for TorchRec's pipeline."""
     import step_batch
 
     return step_batch.Batch(dense, sparse, labels)
@@ -210,7 +208,7 @@ def by_hand(settings: Settings, rank: int) -> None:
 
 
 def ray_recipe(settings: Settings) -> None:
-    """The driver of Ray Train, as its documentation has it, on a local Ray."""
+    """Run Ray Train as in its documentation, on a local Ray."""
     import ray.data
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -247,7 +245,7 @@ def train_on_ray(settings: Settings) -> None:
 
 
 def join(settings: Settings, rank: int) -> None:
-    """Makes this process a rank of a group on this machine."""
+    """Make this process a rank of a group on this machine."""
     import torch
     import torch.distributed as dist
 
@@ -263,7 +261,7 @@ def join(settings: Settings, rank: int) -> None:
 
 
 def main(side: str, path: str, rank: str | None = None) -> None:
-    """A driver of Ray; else a rank, or what starts the ranks, as torchrun does."""
+    """Run a side: as the driver of Ray, as a rank, or as the process that starts the ranks, like torchrun."""
     settings = Settings.load(path)
     if side == "ray_recipe":
         return ray_recipe(settings)

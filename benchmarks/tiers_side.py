@@ -1,4 +1,4 @@
-"""The rank that benchmarks/tiers.py measures."""
+"""Model and table of the rank that benchmarks/tiers.py measures."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
 import torch
-from rank_group import join_group
+from harness import status_bytes
 
 from raytrec.checkpoint.restore import restore
 from raytrec.checkpoint.save import Saver
@@ -24,12 +23,12 @@ from raytrec.worker.build import build_step
 
 DIM, FEATURES, BATCH, BATCHES = 32, 8, 2048, 16
 ROW_BYTES = DIM * 4 + 4  # float32, and one value of state
-IDS = {"uniform": 1.0, "skewed": 5.0}  # the power to which a uniform number is raised
+IDS = {"uniform": 1.0, "skewed": 5.0}  # power to which a uniform number is raised
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one run of one kernel."""
+    """Settings of one run of one kernel."""
 
     kernel: str
     rows: int
@@ -39,10 +38,10 @@ class Settings:
 
 
 class Trained:
-    """A rank with a model over one table, and batches for it."""
+    """Model over one table on this rank, and its batches."""
 
     def __init__(self, settings: Settings, rows: int, *, fill: bool):
-        self.config, self.schema = described(settings, rows)
+        self.config, self.schema = describe(settings, rows)
         self._folder = f"{settings.folder}/checkpoints"
         self.step, _ = build_step(self.config, self.schema, torch.device("cpu"), fill=fill)
         self.state = LogicalState(self.step.model, self.step.optimizer)
@@ -52,12 +51,12 @@ class Trained:
         }
 
     def train(self, steps: int, ids: str = "uniform") -> list[float]:
-        """The losses of all steps, which begin with the first batch."""
+        """Train, beginning with the first batch, and return the losses."""
         batches = islice(cycle(self._batches[ids]), steps)
         return [float(outputs.loss.detach()) for outputs in self.step.train(batches, steps)]
 
     def random_batches(self, ids_of: Callable[[torch.Tensor, int], torch.Tensor], seed: int = 1) -> list[Any]:
-        """Batches with ids that `ids_of` makes of uniform numbers and the number of rows."""
+        """Return batches whose ids `ids_of` makes from uniform numbers and the number of rows."""
         found = []
         for whole in random_batches(self.schema, BATCH, BATCHES, seed=seed):
             batch, rows = local_batch(whole, self.schema, [0, BATCH], 0), self.schema.tables["t"].rows
@@ -68,11 +67,11 @@ class Trained:
         return found
 
     def save(self) -> None:
-        """Saves, in the place of what was saved before."""
+        """Save a checkpoint that replaces the previous one."""
         self._end_save(self._begin_save())
 
     def save_while_training(self) -> list[float]:
-        """The same while training goes on, all batches at a time; the losses."""
+        """Save a checkpoint during training and return the losses."""
         saver, losses = self._begin_save(RowSnapshot(self.step.model, self.state.tables)), []
         while saver.busy or not losses:
             losses += self.train(BATCHES)
@@ -92,28 +91,27 @@ class Trained:
         saver.close()
 
     def restore(self) -> None:
-        """Reads what was saved."""
+        """Restore the checkpoint."""
         assert restore(self._folder, self.state).folder
 
 
 def skewed(uniform: torch.Tensor, rows: int, power: float) -> torch.Tensor:
-    """Ids of which small ones are the more frequent the higher the power, spread over the table."""
+    """Return ids spread over the table; a higher power makes small uniform numbers more frequent."""
     return scattered((uniform**power * rows).long(), rows)
 
 
 def scattered(ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """The same ids, renamed: those that are used often are not side by side."""
+    """Return the ids permuted, so that frequent ids are not neighbours."""
     return ids * 2_654_435_761 % rows
 
 
 def own_memory() -> int:
-    """Bytes of this process's memory that are of no file."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+    """Return the bytes of this process's memory that belong to no file."""
+    return status_bytes("RssAnon", "RssShmem")
 
 
-def described(settings: Settings, rows: int) -> tuple[Any, Any]:
-    """The configuration and the schema."""
+def describe(settings: Settings, rows: int) -> tuple[Any, Any]:
+    """Return the configuration and the schema."""
     sparse = {f"f{i}": {"table": "t"} for i in range(FEATURES)}
     tables = {"t": {"rows": rows, "dim": DIM}}
     schema = Schema.parse({"labels": ["y"], "dense": ["a"], "sparse": sparse, "tables": tables}, "tiers")
@@ -129,9 +127,8 @@ def described(settings: Settings, rows: int) -> tuple[Any, Any]:
     return RunConfig.model_validate(values), schema
 
 
-def begin(store: str, settings: Settings) -> None:
-    """Joins a group of one, and sets everything up that is set up once."""
-    join_group(0, 1, store)
+def set_up_once(settings: Settings) -> None:
+    """Train, save and restore a small table, so that one-time costs are not measured."""
     keep_memory()
     small = Trained(replace(settings, folder=f"{settings.folder}/small"), 1000, fill=True)
     small.train(3)

@@ -1,4 +1,4 @@
-"""A run of `raytrec train` as a process of its own, watched from outside."""
+"""A run of `raytrec train` in a separate process, observed from outside."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from raytrec.checkpoint.index import INDEX
 
 T = TypeVar("T")
 MOST = 2  # workers
-LONGEST_S, FINISH_S = 240.0, 900.0  # that the run may take for anything, and for all that is left
-SETTLED_STEPS = 30  # in a row, and a checkpoint: then the run has got over a fault
+LONGEST_S, FINISH_S = 240.0, 900.0  # limits of a single wait, and of the rest of the run
+SETTLED_STEPS = 30  # consecutive steps, which with a checkpoint show that the run has recovered
 
 
 class Problem(Exception):
-    """The run did not do what it had to."""
+    """The run did not behave as required."""
 
 
 class Run:
-    """`raytrec train` in a process of its own, watched from outside.
+    """`raytrec train` in a separate process, observed from outside.
 
     Args:
-        folder: of the run.
-        checkpoints: where it saves.
-        config: the file.
-        until: the moment (monotonic) at which this all has to be over.
+        folder: Folder of the run.
+        checkpoints: Folder of its checkpoints.
+        config: File of its configuration.
+        nodes: Cluster on which it runs.
+        until: Monotonic time at which the benchmark must have ended.
     """
 
     def __init__(self, folder: Path, checkpoints: Path, config: Path, nodes: Nodes, until: float):
@@ -52,7 +53,7 @@ class Run:
                 command,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # a Ctrl-C is for this process here, which ends the other
+                start_new_session=True,  # a Ctrl-C reaches this process alone, which ends the run
                 env=os.environ | {"RAY_ADDRESS": self.nodes.address},
             )
 
@@ -61,7 +62,7 @@ class Run:
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Starts it; it ends with the block."""
+        """Run the command until the end of the block."""
         command = [str(self._config), f"run.dir={self.folder}", f"checkpoint.dir={self.checkpoints}"]
         self.start(*command)
         try:
@@ -70,10 +71,10 @@ class Run:
             self.kill()
 
     def finish(self) -> None:
-        """Waits for its end.
+        """Wait for the end of the run.
 
         Raises:
-            Problem: it has failed.
+            Problem: The run failed.
         """
         self.wait("the end of the run", lambda: self.ended() is not None, FINISH_S, alive=False)
         if self.ended() or not (self.folder / "result.json").exists():
@@ -84,7 +85,7 @@ class Run:
         return json.loads((self.folder / "result.json").read_text())
 
     def signal(self, number: int, group: bool = False) -> int:
-        """Sends the driver, or its whole process group, a signal and waits for its end; the exit code."""
+        """Send the driver or its process group a signal, wait for its end and return the exit code."""
         if group:
             os.killpg(self._process.pid, number)
         else:
@@ -92,18 +93,18 @@ class Run:
         return self.end()
 
     def end(self, seconds: float = 90) -> int:
-        """Waits for the driver's end; the exit code.
+        """Wait for the driver's end and return the exit code.
 
         Raises:
-            Problem: it goes on.
+            Problem: The driver did not end.
         """
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise Problem(f"the driver has not ended within {seconds:.0f} s\n{self.tail()}") from None
 
-    def said(self, since: int = 0) -> str:
-        """What it has written on the terminal, from that character on."""
+    def output(self, since: int = 0) -> str:
+        """Return the output of the run from a character on."""
         return self.log.read_text(errors="replace")[since:]
 
     def kill(self) -> None:
@@ -120,10 +121,10 @@ class Run:
         print(f"{time.monotonic() - self._began:6.1f} s  step {step:5}  {text}", flush=True)
 
     def wait(self, what: str, found: Callable[[], T], seconds: float = LONGEST_S, alive: bool = True) -> T:
-        """Waits until something is found.
+        """Wait until `found` returns a true value, and return it.
 
         Raises:
-            Problem: it takes too long, or the driver has ended although it should be alive.
+            Problem: The time is over, or the driver ended although it should be alive.
         """
         end = min(time.monotonic() + seconds, self._until)
         while not (value := found()):
@@ -138,7 +139,7 @@ class Run:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
 
     def events(self, since: float = 0) -> list[dict[str, Any]]:
-        """What the run has noted about itself."""
+        """Return the recorded events of the run."""
         out = []
         with suppress(FileNotFoundError):
             for line in (self.folder / "events.jsonl").read_text().splitlines():
@@ -150,11 +151,11 @@ class Run:
         return self.record.look()[-1]
 
     def since(self, unix_s: float) -> list[Attempt]:
-        """Attempts that have begun since."""
+        """Return the attempts that began after a time."""
         return [attempt for attempt in self.record.look() if attempt.began > unix_s]
 
     def settled(self) -> bool:
-        """Whether there are as many workers as can be, steps have been trained, and one of them saved."""
+        """Return True if the largest possible number of workers has trained steps and saved one of them."""
         attempts = self.record.look()
         if not attempts or attempts[-1].world != min(MOST, len(self.nodes.all)):
             return False
@@ -165,34 +166,34 @@ class Run:
         )
 
     def pace(self, seconds: float) -> None:
-        """How much longer a step takes from now on."""
+        """Set the seconds by which each further step is longer."""
         partial = records_of(self.folder) / (PACE + ".partial")
         partial.write_text(str(seconds))
         partial.replace(partial.with_name(PACE))
 
     def worker(self, rng: random.Random) -> tuple[int, int]:
-        """(rank, process id) of any worker."""
+        """Return (rank, process id) of a random worker."""
         return rng.choice(sorted(self.attempt().ranks.items()))
 
     def node(self, rng: random.Random) -> Any:
-        """The node of any worker."""
+        """Return the node of a random worker."""
         return self.wait(
             "a worker's node",
             lambda: self.nodes.of(rng.choice(sorted(self.attempt().raylets.items()))[1]),
         )
 
     def saved(self) -> list[int]:
-        """Steps of complete checkpoints, the newest first."""
+        """Return the steps of complete checkpoints, the newest first."""
         return [
             s for s in steps(self.checkpoints) if os.path.exists(f"{folder_of(self.checkpoints, s)}/{INDEX}")
         ]
 
     def half_saved(self) -> str | None:
-        """A checkpoint that is being written, if there is one."""
+        """Return the folder of a checkpoint that is being written, if any."""
         folders = [folder_of(self.checkpoints, step) for step in steps(self.checkpoints)[:1]]
         return next((folder for folder in folders if not os.path.exists(f"{folder}/{INDEX}")), None)
 
     def new_checkpoint(self) -> int:
-        """Waits for the next one; its step."""
+        """Wait for the next checkpoint and return its step."""
         before = self.saved()[:1]
         return self.wait("a new checkpoint", lambda: self.saved()[:1] != before and self.saved())[0]

@@ -1,37 +1,36 @@
-"""What it costs to watch a run: steps with recording and checks off, as they come, and all the time.
+"""Cost of monitoring: steps without recording and checks, with the defaults, and with both every 10 steps.
 
     python benchmarks/watching.py [--workers 2] [--device cpu|cuda] [--rounds 15]
 
-Three copies of one model (tables half table-wise, half row-wise, half of them means) take turns in the same
-processes, 100 steps each: without tracking and checks; with their defaults (statistics every 100 steps,
-checks every 500); with statistics and checks every 10 steps. What ranks say goes to a process that writes
-the run folder and an MLflow store on sqlite, on the same cores: what a side has said in one turn is written
-during its next, and a turn begins when nothing of another side's is left. Compared are the times of each
-round.
+Three copies of one model (tables half table-wise, half row-wise, half of them means) take turns of 100
+steps in the same processes: without tracking and checks; with their defaults (statistics every 100 steps,
+checks every 500); with statistics and checks every 10 steps. The messages of the ranks go to a process
+that writes the run folder and an MLflow store on sqlite, on the same cores: the messages of a side's turn
+are written during its next turn, and a turn begins when no message of another side is queued. The times
+within each round are compared.
+
+Writes benchmarks/results/watching.json.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty
-from time import perf_counter, sleep
+from statistics import fmean, stdev
+from time import sleep
 from typing import Annotated, Any
 
+import harness
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
-from documents import keep
-from overhead import batches_of, config_of, join, schema_of
-from rich.console import Console
-from rich.progress import Progress as Bar
-from rich.table import Table
+from harness import Grid, take_turns
+from overhead import batches_of, config_of, schema_of
+from rank_group import group_seconds, on_ranks
 
 from raytrec.checkpoint.state import LogicalState
 from raytrec.common.messages import Message
@@ -48,7 +47,6 @@ from raytrec.worker.nonfinite import RecentBatches
 from raytrec.worker.observers import make_observers
 from raytrec.worker.progress import Progress, RankRun
 
-RESULTS = Path(__file__).parent / "results" / "watching.json"
 STEPS = 100
 CHECKS = ("same_environment", "shards", "replicas", "parity", "conservation", "numerics")
 SIDES: dict[str, dict[str, Any]] = {
@@ -60,7 +58,7 @@ SIDES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Mailbox:
-    """In the place of the coordinator: what ranks of a side say goes to the process that started them."""
+    """Stand-in for the coordinator that sends the messages of a side's ranks to the main process."""
 
     queue: Any
     side: int
@@ -74,14 +72,14 @@ class Mailbox:
 
 
 class Unheard:
-    """In the place of a heartbeat."""
+    """Stand-in for a heartbeat."""
 
     def tick(self, phase: str | None = None, step: int | None = None) -> None:
         pass
 
 
 class Side:
-    """One of the copies, with its own model, pipeline and observers."""
+    """A copy of the model with its own pipeline and observers."""
 
     def __init__(self, config: RunConfig, rank: int, device: torch.device, mailbox: Mailbox):
         schema, world, rows = schema_of("half"), config.scaling.max_workers, config.data.global_batch_size
@@ -99,16 +97,13 @@ class Side:
         self._observers.begin()
 
     def turn(self) -> float:
-        """Seconds of STEPS steps."""
-        dist.barrier()
-        began = perf_counter()
+        """Return the seconds of STEPS steps."""
+        return group_seconds(self._train, self._device)
+
+    def _train(self) -> None:
         for outputs in self._step.train(self._batches, STEPS):
             self._progress.count(self._rows, outputs)
             self._observers.after_step(self._rows)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-        return perf_counter() - began
 
 
 def _endless(batches: list[Batch]) -> Iterator[Batch]:
@@ -119,90 +114,84 @@ def _endless(batches: list[Batch]) -> Iterator[Batch]:
 
 
 def measure(
-    rank: int, workers: int, device: str, rounds: int, batch: int, folder: str, queue: Any, turns: Any
-) -> None:
-    """One rank; rank 0 leaves the seconds of every turn in the folder."""
-    here = join(rank, workers, device, folder)
+    rank: int, device: torch.device, workers: int, rounds: int, batch: int, queue: Any, turns: Any
+) -> dict[str, list[float]]:
+    """Return side → seconds of each turn."""
     plain = config_of("both", workers, batch).model_dump(by_alias=True)
-    sides = [
-        Side(RunConfig.model_validate(plain | changes), rank, here, Mailbox(queue, number))
-        for number, changes in enumerate(SIDES.values())
-    ]
-    seconds = []
-    with Bar(disable=rank > 0) as bar:
-        for turn in bar.track(range(rounds + 1), description="rounds"):
-            order = [(turn + i) % len(sides) for i in range(len(sides))]
-            of_round = {}
-            for side in order:
-                if rank == 0:
-                    queue.put((side, None))
-                    turns.acquire()  # until the other sides' have been written
-                of_round[side] = sides[side].turn()
-            seconds.append([of_round[side] for side in range(len(sides))])
-    if rank == 0:
-        (Path(folder) / "times.json").write_text(json.dumps(seconds[1:]))  # the first warms up
-    dist.barrier()
-    dist.destroy_process_group()
+
+    def turn(number: int, side: Side) -> float:
+        if rank == 0:
+            queue.put((number, None))
+            turns.acquire()  # until the messages of the other sides have been written
+        return side.turn()
+
+    sides = {
+        name: Side(RunConfig.model_validate(plain | changes), rank, device, Mailbox(queue, number))
+        for number, (name, changes) in enumerate(SIDES.items())
+    }
+    calls = {
+        name: lambda number=number, side=side: turn(number, side)
+        for number, (name, side) in enumerate(sides.items())
+    }
+    return take_turns(calls, rounds, warm_up=1)
 
 
 def main(
     workers: Annotated[int, typer.Option(help="Ranks, each a process (on CUDA: a GPU).")] = 2,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 15,
+    device: harness.Device = "cpu",
+    rounds: harness.Rounds = 15,
     batch: Annotated[int, typer.Option(help="Rows of a batch on each rank.")] = 512,
-    smallest: Annotated[bool, typer.Option(help="The smallest sizes; writes nothing.")] = False,
+    smallest: harness.Smallest = False,
 ) -> None:
-    """Prints the table and writes benchmarks/results/watching.json."""
+    """Print the table and write benchmarks/results/watching.json."""
     rounds = 2 if smallest else rounds  # an interval needs two
     with tempfile.TemporaryDirectory() as name:
-        folder, queue = Path(name), mp.get_context("spawn").Queue()
+        folder, spawn = Path(name), mp.get_context("spawn")
         tracked = {"uri": f"sqlite:///{folder}/mlflow.db", "experiment": "benchmark"}
         run = {"name": "watching", "dir": name}
         config = load_config({"run": run, "data": {"train": "none"}, "tracking": tracked})
         (folder / "config.yaml").write_text(config.to_yaml())
         follower = Follower(config, print)
         follower.ready()
-        record, turns = Record(folder), mp.get_context("spawn").Semaphore(0)
-        said: dict[int, list[Message]] = {side: [] for side in range(len(SIDES))}
-        ranks = mp.spawn(
-            measure, (workers, device, rounds, batch, name, queue, turns), nprocs=workers, join=False
-        )
-        while not ranks.join(timeout=0.01):
+        record, queue, turns = Record(folder), spawn.Queue(), spawn.Semaphore(0)
+        messages: dict[int, list[Message]] = {side: [] for side in range(len(SIDES))}
+
+        def write() -> None:
             with suppress(Empty):
                 side, message = queue.get(timeout=0.5)
                 if message is not None:
-                    said[side].append(message)
-                    continue
+                    messages[side].append(message)
+                    return
                 while Feed(folder).waiting:
                     sleep(0.05)
                 turns.release()
-                for earlier in said.pop(side):
-                    record.keep(earlier)
-                said[side] = []
+                earlier, messages[side] = messages[side], []
+                for each in earlier:
+                    record.keep(each)
+
+        args = (workers, rounds, batch, queue, turns)
+        seconds = on_ranks(workers, measure, *args, device=device, meanwhile=write)[0]
         lost = follower.close("FINISHED")
-        seconds = json.loads((folder / "times.json").read_text())
     title = f"{workers} × {device}, {batch} rows a rank, {rounds} turns of {STEPS} steps"
-    results = _show(seconds, title)
+    results = show(seconds, title)
     if not smallest:
-        keep(RESULTS, {"title": title, "sides": results})
+        harness.store("watching", {"title": title, "sides": results})
     if lost:
         print(lost)
 
 
-def _show(seconds: list[list[float]], title: str) -> dict[str, dict[str, float]]:
-    table = Table(title=title)
-    for column in ("recording and checks", "ms a step", "added", "95 % interval"):
-        table.add_column(column, justify="left" if column.startswith("rec") else "right", no_wrap=True)
-    results = {}
-    for side, name in enumerate(SIDES):
+def show(seconds: dict[str, list[float]], title: str) -> dict[str, dict[str, float]]:
+    """Print the table and return the figures of each side."""
+    results, rows = {}, []
+    for name, of_side in seconds.items():
         # Checks come in one turn of five: means, not medians.
-        ratios = [of_round[side] / of_round[0] - 1 for of_round in seconds]
-        mean, error = statistics.fmean(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5
-        ms = statistics.fmean(of_round[side] for of_round in seconds) / STEPS * 1e3
-        results[name] = {"ms": ms, "added": mean, "low": mean - 2 * error, "high": mean + 2 * error}
-        interval = f"{mean - 2 * error:+.1%} to {mean + 2 * error:+.1%}" if side else ""
-        table.add_row(name, f"{ms:.1f}", f"{mean:+.1%}" if side else "", interval)
-    Console().print(table)
+        added = [one / off - 1 for one, off in zip(of_side, seconds["off"], strict=True)]
+        mean, error, ms = fmean(added), stdev(added) / len(added) ** 0.5, 1e3 * fmean(of_side) / STEPS
+        low, high = mean - 2 * error, mean + 2 * error
+        results[name] = {"ms": ms, "added": mean, "low": low, "high": high}
+        compared = ["", ""] if name == "off" else [f"{mean:+.1%}", f"{low:+.1%} to {high:+.1%}"]
+        rows.append([name, f"{ms:.1f}", *compared])
+    Grid(("recording and checks", "ms a step", "added", "95 % interval"), rows, title).show()
     return results
 
 

@@ -1,8 +1,8 @@
-"""What the tree weighs: code, files, configuration keys, prose and tests.
+"""Size of the tree: code, files, configuration keys, prose and tests.
 
     python benchmarks/weight.py [--against COMMIT]
 
-Lines of code are those with code on them: docstrings, comments and blank lines do not count. Keys are those
+Lines of code are lines with code: docstrings, comments and blank lines do not count. Keys are those
 of the configuration and of a schema's managed ids; the keys of single models and transforms are left out.
 
 With `--against`, the exit code is 1 if raytrec/ has grown by more code lines than CHANGELOG.md allows. A
@@ -58,7 +58,7 @@ print(len({*keys(RunConfig, ""), *keys(ManagedIds, "ids.")}))
 
 
 def lines_of_code(text: str) -> int:
-    """Lines of a Python file with code on them."""
+    """Return the number of lines of a Python file with code."""
     lines: set[int] = set()
     statement: list[tokenize.TokenInfo] = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -73,7 +73,7 @@ def lines_of_code(text: str) -> int:
 
 
 def weigh(tree: Path) -> dict[str, int]:
-    """Figure → its value, for a checkout of raytrec."""
+    """Return figure → value for a checkout of raytrec."""
     texts = {path: path.read_text() for path in sorted((tree / "raytrec").rglob("*.py"))}
     code = {path: lines_of_code(text) for path, text in texts.items()}
     rooms = Counter(path.parent for path in texts)

@@ -1,23 +1,17 @@
 """`make bench-sequences` holds raytrec against the same model in plain torch."""
 
-import sys
-from pathlib import Path
-
 import pytest
+from next_item import ML1M, build_plain, build_raytrec
 from ranks import on_ranks
-
-BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 
 
 def losses(rank, world, shape):
     """[of raytrec, of plain torch] of the first steps, from the same weights without dropout."""
-    sys.path.append(BENCHMARKS)
     import torch
-    from next_item_side import plain_of, raytrec_of
 
     from raytrec.embeddings.tables import tables
 
-    (ours, batches), (plain, padded) = raytrec_of(shape, 0, 1), plain_of(shape)
+    (ours, batches), (plain, padded) = build_raytrec(shape, 0, 1), build_plain(shape)
     dense = ours.head.model.state_dict()
     with torch.no_grad():
         (table,) = tables(ours.model).values()
@@ -50,10 +44,7 @@ def hstu_order(blocks):
 
 @pytest.mark.parametrize("model", ["sasrec", "hstu"])
 @pytest.mark.parametrize("share_negatives", [False, True])
-def test_both_sides_learn_the_same(model, share_negatives, monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from next_item import ML1M
-
+def test_both_sides_learn_the_same(model, share_negatives):
     more = {"model": model, "share_negatives": share_negatives, "items": 3000}
     shape = ML1M | more | {"rows": 6, "negatives": 3, "dropout": 0.0}
     ((ours, plain),) = on_ranks(1, losses, shape)

@@ -1,25 +1,14 @@
 """The table of `make bench-precision`, from runs that are made up."""
 
-from pathlib import Path
-
-import pytest
-
-REPO = Path(__file__).parents[1]
-
-
-@pytest.fixture
-def precision(monkeypatch):
-    monkeypatch.syspath_prepend(REPO / "benchmarks")
-    import precision
-
-    return precision
+import harness
+import precision
 
 
 def of(*aucs):
     return {str(seed): {"auc": auc, "ne": 0.8, "rows_per_s": 1234.5} for seed, auc in enumerate(aucs)}
 
 
-def test_differences_are_taken_seed_by_seed(precision):
+def test_differences_are_taken_seed_by_seed():
     runs = {"fp32 fp32 fp32": of(0.80, 0.82, 0.84), "fp32 fp16 fp16": of(0.801, 0.823), "fp16 fp32 fp32": {}}
     exact, lower = precision.rows_of(runs)
     assert exact == ["fp32", "fp32", "fp32", "0.82000", "", "0.80000", "1,234"]
@@ -29,7 +18,7 @@ def test_differences_are_taken_seed_by_seed(precision):
     assert len({line.count("|") for line in lines[2:]}) == 1
 
 
-def test_every_variant_is_a_configuration(precision):
+def test_every_variant_is_a_configuration():
     from raytrec.config.run_config import load_config
 
     for (tables, forward, backward), settings in precision.VARIANTS.items():
@@ -38,10 +27,10 @@ def test_every_variant_is_a_configuration(precision):
         assert (plan.tables["*"].dtype if plan.tables else "fp32") == tables
 
 
-def test_runs_of_another_configuration_are_not_kept(precision, monkeypatch, tmp_path):
-    monkeypatch.setattr(precision, "RESULTS", tmp_path / "precision.json")
+def test_runs_of_another_configuration_are_not_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     about = {"config": "a", "settings": []}
     assert precision.kept(about) == {}
-    precision.keep(precision.RESULTS, about | {"runs": {"fp32 fp32 fp32": of(0.8)}})
+    harness.store("precision", about | {"runs": {"fp32 fp32 fp32": of(0.8)}})
     assert precision.kept(about) == {"fp32 fp32 fp32": of(0.8)}
     assert precision.kept(about | {"config": "b"}) == {}

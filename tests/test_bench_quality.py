@@ -1,14 +1,18 @@
 """`make quality` in parts: its rows, what interruptions leave, budgets, the table in the documents."""
 
-import json
 import math
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import harness
 import pyarrow.parquet as pq
 import pytest
+import quality
 import yaml
+from quality_baselines import DAY_S, DAYS
+from quality_sources import write_sources
+from quality_table import document, lines_of
 
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
@@ -17,18 +21,10 @@ REPO = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def quality(monkeypatch):
-    monkeypatch.syspath_prepend(REPO / "benchmarks")
-    import quality
-
-    return quality
-
-
-@pytest.fixture
-def measured(quality, monkeypatch, tmp_path):
+def measured(monkeypatch, tmp_path):
     """(a row, its data, function that measures it; seeds that were trained), with runs of one second."""
     row, trained = quality.chosen(quality.read_rows(), "ml100k_dlrm")[0], []
-    monkeypatch.setattr(quality, "RESULTS", tmp_path / "quality.json")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     (tmp_path / "prepared.json").write_text('{"rows": {"train": 5}}')
 
     def run(row, settings, seed):
@@ -42,7 +38,7 @@ def measured(quality, monkeypatch, tmp_path):
     return lambda seeds, budget=100.0, row=row: quality.measure(row, tmp_path, seeds, budget), trained
 
 
-def test_each_row_has_a_configuration_that_gives_its_figures(quality):
+def test_each_row_has_a_configuration_that_gives_its_figures():
     rows = [row for row in quality.read_rows() if row.model not in quality.BASELINES]
     there = {path.stem for path in quality.JOBS.glob("*.yaml") if not path.stem.endswith(".schema")}
     assert {row.name for row in rows} == there and len(rows) == len(there)
@@ -67,24 +63,24 @@ def figures_of(config):
     return {f"eval.{start}{metric}" for start, metrics in named for metric in metrics or ["auc"]}
 
 
-def test_an_interrupted_measurement_goes_on_with_the_next_seed(quality, measured):
+def test_an_interrupted_measurement_goes_on_with_the_next_seed(measured):
     measure, trained = measured
     with pytest.raises(KeyboardInterrupt):
         measure(5)
     assert trained == [0, 1, 2, 3]
     measure(3)
     assert trained == [0, 1, 2, 3]
-    kept = json.loads(quality.RESULTS.read_text())
+    kept = harness.load("quality")
     assert [run["seed"] for run in next(iter(kept.values()))["runs"]] == [0, 1, 2]
 
 
-def test_a_row_that_has_changed_begins_anew_and_others_stay(quality, measured):
+def test_a_row_that_has_changed_begins_anew_and_others_stay(measured):
     measure, trained = measured
     one, other = quality.chosen(quality.read_rows(), "ml100k_dlrm,ml100k_dcn")
     for row in (one, other, replace(one, recipe="another")):
         measure(1, row=row)
     assert trained == [0, 0, 0]
-    kept = json.loads(quality.RESULTS.read_text())
+    kept = harness.load("quality")
     assert set(kept) == {one.name, other.name} and kept[one.name]["recipe"] == "another"
 
 
@@ -96,7 +92,7 @@ def test_a_budget_is_not_exceeded_by_another_seed(measured):
     assert trained == [0, 1, 2]
 
 
-def test_rows_are_named_by_model_data_or_themselves(quality):
+def test_rows_are_named_by_model_data_or_themselves():
     rows = quality.read_rows()
     assert [row.name for row in quality.chosen(rows, "ml100k_dcn")] == ["ml100k_dcn"]
     assert {row.model for row in quality.chosen(rows, "dcn")} == {"dcn"}
@@ -105,9 +101,7 @@ def test_rows_are_named_by_model_data_or_themselves(quality):
         quality.chosen(rows, "nothing,dcn")
 
 
-def test_the_table(quality):
-    from quality_table import document, lines_of
-
+def test_the_table():
     published = {"figures": {"a": 0.5}, "source": "an author"}
     row = quality.Row(
         "mf", "toys", {"a": "eval.a", "b": "eval.b"}, "x --source {source}/y", "Toys", published
@@ -129,11 +123,9 @@ def test_the_table(quality):
     assert lines_of([row], {}) == []
 
 
-def test_logistic_regression(quality, monkeypatch, tmp_path):
+def test_logistic_regression(monkeypatch, tmp_path):
     """Its features tell the label where one of them is the label; it is measured once, whatever the seeds."""
-    from quality_sources import write_sources
-
-    monkeypatch.setattr(quality, "RESULTS", tmp_path / "quality.json")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     write_sources(tmp_path)
     row = quality.chosen(quality.read_rows(), "adult_logistic")[0]
     folder = quality.prepare(row, tmp_path, tmp_path / "out")
@@ -143,17 +135,14 @@ def test_logistic_regression(quality, monkeypatch, tmp_path):
         told = table.set_column(place, "age", table["income"].cast("float32"))
         pq.write_table(told, folder / split / "part-00000.parquet")
     quality.measure(row, folder, 5, 100.0)
-    (run,) = json.loads(quality.RESULTS.read_text())["adult_logistic"]["runs"]
+    (run,) = harness.load("quality")["adult_logistic"]["runs"]
     assert run["figures"]["income"] == 1.0 and run["figures"]["never married"] < 1
     quality.measure(row, folder, 5, 100.0)
     alone = quality.measure_logistic(folder, {"AUC": "income"}, ["race", "sex"])
     assert alone["figures"]["AUC"] < 1 and alone["parameters"] < run["parameters"]
 
 
-def test_popularity(quality, tmp_path):
-    from quality_baselines import DAY_S, DAYS
-    from quality_sources import write_sources
-
+def test_popularity(tmp_path):
     write_sources(tmp_path)
     row = quality.chosen(quality.read_rows(), "ml100k_time_popularity")[0]
     folder = quality.prepare(row, tmp_path, tmp_path / "out")
@@ -178,9 +167,7 @@ def test_popularity(quality, tmp_path):
     assert list(found.values()) == pytest.approx(figures("test", best))
 
 
-def test_made_up_sources_are_what_the_recipes_read(quality, tmp_path):
-    from quality_sources import write_sources
-
+def test_made_up_sources_are_what_the_recipes_read(tmp_path):
     write_sources(tmp_path)
     rows = {row.data: row for row in quality.read_rows()}
     prepared = {name: quality.prepare(row, tmp_path, tmp_path / "out") for name, row in rows.items()}
@@ -190,9 +177,5 @@ def test_made_up_sources_are_what_the_recipes_read(quality, tmp_path):
     assert quality.prepare(row, tmp_path / "nowhere", tmp_path / "out") is None
 
 
-def test_the_page_has_the_table_of_the_last_measurement(quality):
-    from documents import filled
-    from quality_table import document
-
-    results = json.loads(quality.RESULTS.read_text()) if quality.RESULTS.exists() else {}
-    assert filled("docs/quality.md", "quality") == [document(quality.read_rows(), results)]
+def test_the_page_has_the_table_of_the_last_measurement():
+    assert harness.filled(quality.PAGE, "quality") == [document(quality.read_rows(), harness.load("quality"))]

@@ -1,13 +1,16 @@
 """`make bench` in parts: processes seen from outside, figures of rounds, the tables in the documents."""
 
-import json
 import sys
-from pathlib import Path
+from importlib import import_module
 from time import monotonic, sleep
 
+import harness
 import pytest
+from growth import Curve, describe
+from processes import Command
+from step import Measured
+from step_results import documents, markdown, rows_of, summarize
 
-REPO = Path(__file__).parents[1]
 SPIN = "import time\nwhile time.process_time() < {}: pass\n"
 # One burns 0.3 s of CPU and ends; the other, in a separate session, 0.2 s, and stays.
 BOTH = f"""
@@ -19,17 +22,9 @@ time.sleep(1.5)
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(REPO / "benchmarks")
-
-
-@pytest.fixture
-def results(bench):
-    from step import Measured
-    from step_results import summarize
-
+def results():
     def measured(speed, cpu):
-        return Measured(speed, cpu, 100.0, 2.0, 1.0, {"rank": cpu})
+        return Measured(speed, cpu, 100.0, 2.0)
 
     rounds = {
         "limit": [measured(100.0, 10.0), measured(50.0, 12.0)],
@@ -44,9 +39,7 @@ def results(bench):
     return summarize("some rows", {"dlrm_1": rounds, "dlrm_2": slower})
 
 
-def test_cpu_time_of_all_processes_is_counted_also_of_those_that_have_left(bench, tmp_path):
-    from processes import Command
-
+def test_cpu_time_of_all_processes_is_counted_also_of_those_that_have_left(tmp_path):
     command = Command([sys.executable, "-S", "-c", BOTH], tmp_path / "one")
     other = Command([sys.executable, "-S", "-c", SPIN.format(0.1)], tmp_path / "two")
     deadline = monotonic() + 60
@@ -55,31 +48,15 @@ def test_cpu_time_of_all_processes_is_counted_also_of_those_that_have_left(bench
         sleep(0.02)
     assert other.end() in (0, -9)
     moment, spent = command.samples[-1]
-    assert 0.4 <= sum(spent.values()) <= 1.5, "both of its processes, and those alone"
+    assert 0.4 <= spent <= 1.5, "both of its processes, and those alone"
     assert command.peak_mib > 1
     assert len(command._marked.pids()) == 1, "the one in another session"
     halves = command.cpu_s((command.samples[-2][0] + moment) / 2)
-    assert sum(command.samples[-2][1].values()) <= sum(halves.values()) <= sum(spent.values())
+    assert command.samples[-2][1] <= halves <= spent
     command.end()
     while command._marked.pids() and monotonic() < deadline:
         sleep(0.02)
     assert not command._marked.pids()
-
-
-def test_roles_of_processes(bench):
-    from processes import role
-
-    assert role("ray::RayTrainWo ray::RayTrainWorker.execute") == "rank"
-    assert (
-        role("ray::IDLE ray::IDLE")
-        == role("pt_data_worker python step_sides.py by_hand s.json 0")
-        == "reader"
-    )
-    assert role("python python -W ignore benchmarks/step_sides.py limit s.json 1") == "rank"
-    assert role("python python benchmarks/step_sides.py ray_recipe s.json") == "driver"
-    assert role("python python -m raytrec train config.yaml") == "driver"
-    assert role("python python raytrec/cluster/forking.py 3") == "reader", "until it has a title"
-    assert role("raylet /ray/raylet/raylet --python=default_worker.py") == "raylet"
 
 
 def test_the_best_round_of_each_side_and_the_worst_case_count(results):
@@ -88,21 +65,16 @@ def test_the_best_round_of_each_side_and_the_worst_case_count(results):
     assert results["ratios"]["raytrec_over_by_hand"] == pytest.approx(30 / 45, abs=1e-4)
     assert results["cpu_ratio"] == pytest.approx(1.2)
     assert results["samples_per_s"]["raytrec"] == {"dlrm_1": 95.0, "dlrm_2": 30.0}
-    assert results["cpu_us_by_role"]["dlrm_1"]["raytrec"] == {"rank": 10.5}
 
 
 def test_a_table_has_a_line_for_each_side(results):
-    from step_results import markdown, rows_of
-
     lines = markdown(results, ["dlrm_2"]).splitlines()
     assert len(lines) == 2 + 4 and lines[2].startswith("| DLRM, 2 workers | ")
     assert "| raytrec train | 30 | 12.0 | 1.20 | 100 | 2.0 |" in lines[-1]
     assert len(rows_of(results, "dlrm_1")) == 4
 
 
-def test_points_off_their_law_are_kinks(bench):
-    from growth import Curve, describe
-
+def test_points_off_their_law_are_kinks():
     def of(linear, *ys):
         curve = Curve("x", "ms", linear, dict.fromkeys((1.0, 10.0, 100.0, 1000.0)))
         return describe(curve, [{"cpu_ms": y} for y in ys])
@@ -116,21 +88,13 @@ def test_points_off_their_law_are_kinks(bench):
 @pytest.mark.parametrize(
     "name", ["growth", "start", "share", "ids", "ids_quality", "sequences", "tiers", "grouped"]
 )
-def test_the_page_has_the_figures_of_the_last_measurement(bench, name):
-    from importlib import import_module
-
-    from documents import filled
-
-    made = import_module(name)
-    expected = made.document(json.loads(made.RESULTS.read_text())) if made.RESULTS.exists() else ""
-    assert filled("docs/benchmarks.md", name) == [expected]
+def test_the_page_has_the_figures_of_the_last_measurement(name):
+    found = harness.load(name)
+    expected = import_module(name).document(found) if found else ""
+    assert harness.filled(harness.BENCHMARKS_PAGE, name) == [expected]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
-def test_documents_have_the_tables_of_the_last_measurement(bench, page):
-    from documents import filled
-    from step import RESULTS
-    from step_results import documents
-
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else None
-    assert filled(page, "step") == [documents(results)[page] if results else ""]
+@pytest.mark.parametrize("page", ["README.md", harness.BENCHMARKS_PAGE])
+def test_documents_have_the_tables_of_the_last_measurement(page):
+    results = harness.load("step")
+    assert harness.filled(page, "step") == [documents(results)[page] if results else ""]

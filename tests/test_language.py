@@ -2,18 +2,11 @@
 
 from pathlib import Path
 
+import language
 import pytest
 
 REPO = Path(__file__).parents[1]
 OWN = "own"  # set in separately, because the lint reads this file
-
-
-@pytest.fixture
-def language(monkeypatch):
-    monkeypatch.syspath_prepend(REPO / "benchmarks")
-    import language
-
-    return language
 
 
 @pytest.mark.parametrize(
@@ -26,7 +19,7 @@ def language(monkeypatch):
         ("a = 1  # first\n\n# A table of its PLACE.\n", 3),
     ],
 )
-def test_the_lint_finds_a_phrase(language, tmp_path, capsys, source, line):
+def test_the_lint_finds_a_phrase(tmp_path, capsys, source, line):
     path = tmp_path / "module.py"
     path.write_text(source.replace("PLACE", OWN))
     assert language.main([str(path)]) == 1
@@ -35,7 +28,7 @@ def test_the_lint_finds_a_phrase(language, tmp_path, capsys, source, line):
     assert "1 words to replace" in printed
 
 
-def test_the_lint_skips_code_and_other_texts(language, tmp_path, capsys):
+def test_the_lint_skips_code_and_other_texts(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text(f"Code: `of its {OWN}`.\n\n```\nof its {OWN}\n```\n")
     module = tmp_path / "module.py"

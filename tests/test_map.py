@@ -2,31 +2,23 @@
 
 from pathlib import Path
 
-import pytest
+import module_map
 
 REPO = Path(__file__).parents[1]
 
 
-@pytest.fixture
-def module_map(monkeypatch):
-    monkeypatch.syspath_prepend(REPO / "benchmarks")
-    import module_map
-
-    return module_map
-
-
-def test_the_page_has_the_map(module_map):
+def test_the_page_has_the_map():
     found = module_map.module_map()
     assert found in (REPO / "docs" / "map.md").read_text(), "run `make map`"
 
 
-def test_every_module_has_a_docstring(module_map):
+def test_every_module_has_a_docstring():
     files = (REPO / "raytrec").rglob("*.py")
     assert [
         str(path) for path in files if path.name != "__main__.py" and not module_map.first_sentence(path)
     ] == []
 
 
-def test_every_module_is_on_the_map(module_map):
+def test_every_module_is_on_the_map():
     files = [path for path in (REPO / "raytrec").rglob("*.py") if path.name != "__init__.py"]
     assert module_map.module_map().count(".py`:") == len(files)

@@ -4,30 +4,23 @@ import re
 from pathlib import Path
 
 import pytest
+import smoke
 
 REPO = Path(__file__).parents[1]
-
-
-@pytest.fixture
-def smoke(monkeypatch):
-    monkeypatch.syspath_prepend(REPO / "benchmarks")
-    import smoke
-
-    return smoke
 
 
 def targets():
     return set(re.findall(r"(?m)^([a-z][a-z-]*):(?!=)", (REPO / "Makefile").read_text()))
 
 
-def test_every_target_has_a_smallest_form(smoke):
+def test_every_target_has_a_smallest_form():
     assert targets() >= {"train", "test", "chaos"}
     named = {smoke.target_of(name) for name in smoke.TARGETS}
     assert named | set(smoke.NONE) == targets()
     assert not named & set(smoke.NONE)
 
 
-def test_every_file_of_a_smallest_form_is_there(smoke):
+def test_every_file_of_a_smallest_form_is_there():
     files = {file for command in smoke.TARGETS.values() for file in re.findall(r"[\w/]+\.py\b", command)}
     assert len(files) > 20
     assert not {file for file in files if not (REPO / file).exists()}
@@ -40,7 +33,7 @@ def test_documents_name_targets_that_there_are(file):
     assert {one or other for one, other in named} <= targets()
 
 
-def test_no_smallest_form_writes_results(smoke):
+def test_no_smallest_form_writes_results():
     """Benchmarks are asked to write nothing, or what they write lies in a folder of the smoke test's own."""
     for name, command in smoke.TARGETS.items():
         script = re.search(r"benchmarks/\w+\.py", command)
@@ -48,6 +41,6 @@ def test_no_smallest_form_writes_results(smoke):
             assert re.search("--smallest|--faults 2 --only|--device cpu", command), name
 
 
-def test_a_target_that_fails_is_told(smoke, tmp_path):
+def test_a_target_that_fails_is_told(tmp_path):
     seconds, done = smoke.run("-c 'print(\"why\"); exit(3)' {folder}", tmp_path)
     assert done.returncode == 3 and "why" in done.stdout and seconds < 60

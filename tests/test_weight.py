@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+import weight
 
 REPO = Path(__file__).parents[1]
 BEFORE = """# Changelog
@@ -21,23 +21,15 @@ AFTER = (
 )
 
 
-@pytest.fixture
-def weight(monkeypatch):
-    monkeypatch.syspath_prepend(REPO / "benchmarks")
-    import weight
-
-    return weight
-
-
-def test_new_entries_allow_growth(weight):
+def test_new_entries_allow_growth():
     assert weight.allowed_growth(BEFORE, AFTER) == 1240
 
 
-def test_old_entries_allow_none(weight):
+def test_old_entries_allow_none():
     assert weight.allowed_growth(AFTER, AFTER) == weight.allowed_growth(AFTER, BEFORE) == 0
 
 
-def test_growth_beyond_the_budget_fails(weight, tmp_path):
+def test_growth_beyond_the_budget_fails(tmp_path):
     repo = tmp_path / "repo"
     (repo / "raytrec").mkdir(parents=True)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(repo)]

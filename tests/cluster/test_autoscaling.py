@@ -10,9 +10,6 @@ import time
 
 import pytest
 from autoscaled import BENCHMARKS, Autoscaled
-
-sys.path.append(str(BENCHMARKS))
-
 from planted import EPOCHS, configure, prepare
 from recorder import RECORDS, compare
 from watched import Run

@@ -8,16 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import planted
 import pytest
+import recorder
 import yaml
 from hosts import Host, Hosts, impossible
+from watched import Run
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-
-import planted  # noqa: E402
-import recorder  # noqa: E402
-from watched import Run  # noqa: E402
 
 WORKERS, HANG_S, STEPS = 3, 20, 300
 

@@ -116,13 +116,12 @@ def test_tables_of_one_dim_that_are_read_id_by_id_share_their_exchanges():
 
 def saved_bytes(rank, world, folder):
     """Bytes of a checkpoint of a table of 1,000 rows, and of one of 3,000."""
-    from growth_point import Point, _save
+    from growth import Point, measure_point
 
     points = [Point(1, rows, dim=8, bag=1, batch=4, workers=1, what="save") for rows in (1000, 3000)]
-    return [_save(point, rank, 1, f"{folder}/{point.rows}")["bytes"] for point in points]
+    return [measure_point(point, rank, 1, f"{folder}/{point.rows}")["bytes"] for point in points]
 
 
-def test_a_row_of_a_checkpoint_is_its_weights_and_its_state(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+def test_a_row_of_a_checkpoint_is_its_weights_and_its_state(tmp_path):
     ((small, large),) = on_ranks(1, saved_bytes, str(tmp_path))
     assert (large - small) / 2000 == pytest.approx(8 * 4 + 4, abs=0.5)  # row-wise Adagrad: one float a row
