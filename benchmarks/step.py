@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -167,13 +168,16 @@ def main(
 
 
 def repeat(data: Path, place: Path) -> Path:
-    """Return a new folder that holds every file of a data set TIMES times, as links."""
+    """Return a new folder that holds TIMES copies of every file of a data set.
+
+    Copies, because of links to one file raytrec reads only the first.
+    """
     folder = place / "data" / "train"
     folder.mkdir(parents=True)
     (place / "data" / "schema.yaml").write_text((data.parent / "schema.yaml").read_text())
     for number in range(TIMES):
         for file in data.glob("*.parquet"):
-            (folder / f"{number}-{file.name}").symlink_to(file.absolute())
+            shutil.copyfile(file, folder / f"{number}-{file.name}")
     return folder
 
 
