@@ -1,4 +1,4 @@
-"""Collectives between ranks: rows to owners and back, gathers, sums.
+"""Collectives between ranks: exchanges of rows, gathers and reductions.
 
 This module imports torch; the driver does not import it.
 """
@@ -12,30 +12,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-AT_ONCE = 1 << 20  # rows of a rank that `send` holds on the device
+AT_ONCE = 1 << 20  # rows per rank that `send` exchanges at a time
 
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
-    """The device that this rank's collectives take, with an index, as tensors have one: of NCCL its GPU."""
+    """Return the device of this rank's collectives: its GPU, with an index, for NCCL; else the CPU."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 class Peers:
-    """The ranks of a run. All methods are collectives, which every rank calls in the same order; a process
-    without others exchanges nothing.
+    """Ranks of a process group.
 
-    Results lie where the values lay. Values travel over `device`, since NCCL reads no host memory.
+    All methods are collectives, which every rank calls in the same order. A single process exchanges nothing.
+    Results are on the device of their arguments. Values are sent from `device`, because NCCL cannot read host
+    memory.
 
     Args:
-        device: that the process group communicates over; default: `device_of` the group.
-        at_once: rows that `send` holds on that device at a time.
-        alone: only this process; default: the ranks of the group, where one has been initialized.
-        group: of these ranks; default: the default process group.
+        device: Device over which the group communicates; default: `device_of` the group.
+        at_once: Rows that `send` holds on that device at a time.
+        alone: True for this process only; default: the ranks of the group, if one has been initialized.
+        group: Process group; default: torch's default group.
 
     Attributes:
-        rank, world: of this process; the number of ranks.
+        rank: Rank of this process.
+        world: Number of ranks.
     """
 
     def __init__(
@@ -51,11 +53,11 @@ class Peers:
         self._at_once, self._group = at_once, group
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks of [...], of one shape and dtype on all of them."""
+        """Return the sum over ranks of values [...], which have the same shape and dtype on all ranks."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def sum_own(self, values: torch.Tensor) -> torch.Tensor:
-        """[ranks, ...] of one shape and dtype on all of them → [...], this rank's part of the sum."""
+        """Return this rank's part [...] of the sum over ranks of values [ranks, ...]."""
         if self.world == 1:
             return values[0]
         mine = self._travelling(values)
@@ -64,22 +66,22 @@ class Peers:
         return own.to(values.device)
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest over ranks of [...], of one shape and dtype on all of them."""
+        """Return the maximum over ranks of values [...], which have the same shape and dtype on all ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def largest(self, number: float) -> float:
-        """The largest of the ranks' numbers."""
+        """Return the maximum of a number over ranks."""
         return float(self.max(torch.tensor(number, dtype=torch.float64, device=self.device)))
 
     def same(self, value: Any) -> bool:
-        """Whether a plain value is the same on all ranks, by a hash of its text."""
+        """Return True if a value has the same repr on all ranks; hashes are compared."""
         digest = hashlib.sha256(repr(value).encode()).digest()
         number = int.from_bytes(digest[:8], signed=True)
         most, least = self.max(torch.tensor([number, ~number], device=self.device)).tolist()
         return most == ~least
 
     def stack(self, values: torch.Tensor) -> torch.Tensor:
-        """[...] of one shape and dtype on all ranks → [ranks, ...]."""
+        """Return the values [...] of all ranks, of one shape and dtype, as [ranks, ...]."""
         if self.world == 1:
             return values.unsqueeze(0)
         mine = self._travelling(values)
@@ -88,10 +90,10 @@ class Peers:
         return everyone.to(values.device)
 
     def gather(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The rows of all ranks, rank after rank.
+        """Return the rows of all ranks, in the order of ranks.
 
         Args:
-            columns: [N, ...] each, of any dtypes; N may differ between ranks.
+            columns: Tensors [N, ...] of any dtypes; N may differ between ranks.
         """
         if self.world == 1:
             return list(columns)
@@ -99,9 +101,10 @@ class Peers:
         return [self.concatenate(column, sizes) for column in columns]
 
     def concatenate(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """The same of one column, where all ranks know each rank's N.
+        """Return the rows of all ranks of one column whose sizes are known to all ranks.
 
         Args:
+            values: This rank's rows, [N, ...].
             sizes: N of each rank.
         """
         if self.world == 1 or not sum(sizes):
@@ -111,11 +114,11 @@ class Peers:
         return torch.cat([part[:size] for part, size in zip(self.stack(padded), sizes, strict=True)])
 
     def join(self, values: torch.Tensor, sizes_WT: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """The same of values that belong to tables: of each table, those of all ranks.
+        """Return the values of all ranks, separately for each table.
 
         Args:
-            values: [n, ...], those of a table together.
-            sizes_WT: of each rank, how many each table has.
+            values: This rank's values [n, ...], grouped by table.
+            sizes_WT: Number of values of each table on each rank.
         """
         of_ranks = [sum(of_rank) for of_rank in sizes_WT]
         of_tables = [sum(of_table) for of_table in zip(*sizes_WT, strict=True)]
@@ -125,7 +128,7 @@ class Peers:
         return list(values.split(of_tables))
 
     def union(self, keys: torch.Tensor) -> torch.Tensor:
-        """The keys of all ranks, int64 [n] each: sorted, each once. Nothing is padded for ranks with few."""
+        """Return the sorted distinct keys of all ranks, int64; ranks with few keys need no padding."""
         mine = keys.unique()
         if self.world == 1:
             return mine
@@ -135,14 +138,14 @@ class Peers:
         return self.sum(everyone).unique()
 
     def send(self, columns: Sequence[torch.Tensor], ranks_N: torch.Tensor) -> list[torch.Tensor]:
-        """Every row to a rank.
+        """Send each row to a rank.
 
         Args:
-            columns: [N] each, of any dtypes.
-            ranks_N: int64, the rank of each row.
+            columns: Tensors [N] of any dtypes.
+            ranks_N: Destination rank of each row, int64.
 
         Returns:
-            The same columns of the rows that have come to this rank.
+            The same columns, of the rows that this rank received.
         """
         if self.world == 1:
             return list(columns)
@@ -156,14 +159,16 @@ class Peers:
         return [torch.cat(parts) for parts in came]
 
     def transpose(self, values: torch.Tensor) -> torch.Tensor:
-        """[ranks, ...], a part for each rank → [ranks, ...], the part of each rank for this one."""
+        """Send part r of values [ranks, ...] to rank r; return the received parts as [ranks, ...]."""
         return self.exchange(values, [1] * self.world, [1] * self.world)
 
     def exchange(self, values: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """Consecutive parts of [n, ...] to the ranks in their order; the ranks' parts, in their order.
+        """Send consecutive parts of values [n, ...] to the ranks; return the received parts, in rank order.
 
         Args:
-            sent, received: the length of each rank's part.
+            values: Parts for all ranks, in rank order.
+            sent: Length of the part for each rank.
+            received: Length of the part from each rank.
         """
         if self.world == 1:
             return values
@@ -173,7 +178,7 @@ class Peers:
         return arrived.to(values.device)
 
     def objects(self, value: Any) -> list[Any]:
-        """The small Python values of all ranks: to name ranks and texts, never for numbers of rows."""
+        """Return the small Python values of all ranks, such as names in messages; never data of many rows."""
         if self.world == 1:
             return [value]
         everyone: list[Any] = [None] * self.world
@@ -192,22 +197,25 @@ class Peers:
 
 
 class RoundTrip:
-    """Values of several tables to the ranks that own them, and the answers back; one exchange each way.
+    """Exchange of values of several tables with the ranks that own them, and of the answers.
+
+    Each direction takes one all-to-all.
 
     Args:
-        values: [n, ...], those of a table together, in the order of the ranks that they go to.
-        sent_TW: of each table, how many go to each rank: int64 [tables, ranks].
+        values: Values [n, ...], grouped by table and, within a table, ordered by destination rank.
+        sent_TW: Number of values of each table for each rank, int64 [tables, ranks].
+        peers: Ranks that take part.
 
     Attributes:
-        received: values [m, ...] of all ranks, those of a table together, in the ranks' order.
-        tables: int64 [m], the number of the table of each.
+        received: Values [m, ...] of all ranks, grouped by table and ordered by rank.
+        tables: Table number of each received value, int64 [m].
     """
 
     def __init__(self, values: torch.Tensor, sent_TW: torch.Tensor, peers: Peers):
         self._peers = peers
         received_WT = peers.transpose(sent_TW.T)
         both = torch.stack([sent_TW.sum(0), received_WT.sum(1)])
-        self._sent, self._received = both.tolist()  # at once: the host waits for a GPU here
+        self._sent, self._received = both.tolist()  # one transfer, because the host waits for the GPU here
         self._by_rank, of_all = regrouped(sent_TW, sum(self._sent)), sum(self._received)
         self._by_table = regrouped(received_WT, of_all)
         arrived = peers.exchange(values[self._by_rank], self._sent, self._received)
@@ -216,10 +224,10 @@ class RoundTrip:
         self.tables = numbers.repeat_interleave(received_WT.sum(0), output_size=of_all)
 
     def back(self, answers: torch.Tensor) -> torch.Tensor:
-        """The answers to what this rank has sent, in the order of its values.
+        """Return the answers to the values that this rank sent, in their order.
 
         Args:
-            answers: [m], in the order of `received`.
+            answers: Answers to the received values, [m], in the order of `received`.
         """
         by_rank = torch.empty_like(answers)
         by_rank[self._by_table] = answers
@@ -230,11 +238,11 @@ class RoundTrip:
 
 
 def regrouped(sizes_AB: torch.Tensor, total: int) -> torch.Tensor:
-    """Places of values that stand in groups a, and within them in groups b, in the order of b, and within
-    them of a: int64 [Σ sizes].
+    """Return the permutation int64 [total] that groups values by b, then a, instead of a, then b.
 
     Args:
-        sizes_AB: how many values each group has. total: all.
+        sizes_AB: Number of values of each group, int64 [A, B].
+        total: Sum of the sizes, known to the host.
     """
     flat = sizes_AB.flatten()
     starts_BA = (flat.cumsum(0) - flat).view(sizes_AB.shape).T.flatten()
@@ -244,7 +252,9 @@ def regrouped(sizes_AB: torch.Tensor, total: int) -> torch.Tensor:
 
 
 def on_device(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Integers, nested or not, as a tensor: int64 [...]. From page-locked memory, so that the host does not
-    wait for a GPU."""
+    """Return nested integers as a tensor, int64 [...].
+
+    A copy from page-locked memory does not make the host wait for a GPU.
+    """
     made = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return made.to(device, non_blocking=True)

@@ -1,6 +1,6 @@
-"""Our own JSON: documents, and messages that are lines of a run folder. No torch.
+"""JSON documents of raytrec, and the messages in the lines of a run folder. No torch.
 
-Both are written from typed objects, and read back with one check and one error.
+Both are written from typed objects and validated by pydantic when they are read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CLASSES: dict[str, type[Message]] = {
     for each in vars(messages).values()
     if isinstance(each, type) and issubclass(each, Message) and "KIND" in vars(each)
 }
-OF_FILE = {messages.CHECKS: Outcome, messages.RANKS: RankLine}  # whose lines do not need their kind
+OF_FILE = {messages.CHECKS: Outcome, messages.RANKS: RankLine}  # files whose lines have no kind
 T = TypeVar("T")
 
 

@@ -1,8 +1,8 @@
-"""Errors for people: what, where, expected, what to do.
+"""Errors for people, in four parts: what, where, expected, do.
 
-Errors of these classes are what a user did or has; the command line prints them without a traceback.
-They travel between Ray processes, so they pickle with all their parts. They reach terminals, logs and files
-that others read, so passwords in addresses are hidden.
+Errors of these classes have a cause that a user can change; the command line prints them without a traceback.
+They are sent between Ray processes, so they pickle with all their parts. They reach terminals, logs and files
+that other people read, so passwords in addresses are hidden.
 """
 
 import re
@@ -16,14 +16,14 @@ from typing_extensions import TypedDict
 
 from raytrec.common.redaction import hide
 
-LONGEST_WORD = 200  # characters that a nearest word is looked for of: comparing takes their square
-LONGEST = {"what": 2200, "where": 700, "expected": 500, "do": 450}  # bytes of UTF-8 of an error's parts
-# What moves a terminal's cursor or turns text around, and what UTF-8 cannot hold.
+LONGEST_WORD = 200  # characters; the time of a search for similar words grows with their square
+LONGEST = {"what": 2200, "where": 700, "expected": 500, "do": 450}  # bytes of UTF-8 of each part
+# Characters that move a terminal's cursor or reverse text, and those that UTF-8 cannot encode.
 CONTROL = re.compile("[\\x00-\\x09\\x0b-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 
 
 class ErrorParts(TypedDict):
-    """The parts of an error, as they are stored and sent; see RaytrecError."""
+    """Parts of a RaytrecError, as they are stored and sent."""
 
     what: str
     where: NotRequired[str | None]
@@ -32,13 +32,13 @@ class ErrorParts(TypedDict):
 
 
 class RaytrecError(Exception):
-    """What went wrong, in parts that can be shown one under the other.
+    """Base class of errors for people.
 
     Args:
-        what: one sentence: what is wrong, with the value received.
-        where: the file, row group, column, table, rank or config key.
-        expected: what would have been right.
-        do: what the user can do about it.
+        what: Sentence that states the fault, with the value received.
+        where: File, row group, column, table, rank or configuration key.
+        expected: Noun phrase for a correct value.
+        do: Advice to the user, as an imperative.
 
     Example:
         >>> print(RaytrecError("no column clicks", where="data/train", expected="one of click, price"))
@@ -65,11 +65,11 @@ class RaytrecError(Exception):
 
     @property
     def parts(self) -> ErrorParts:
-        """All parts by name: the arguments of an equal error."""
+        """All parts by name, which are the arguments of an equal error."""
         return {"what": self.what, "where": self.where, "expected": self.expected, "do": self.do}
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows of it: as on the command line, no traceback."""
+        """Return the lines that a notebook shows: no traceback, as on the command line."""
         return [f"error: {self}"]
 
     def __reduce__(self):
@@ -84,14 +84,14 @@ class GpuFailed(ConfigError):
     """A GPU must not be used before it has recovered.
 
     Attributes:
-        place: ids that Ray has of its node, and of it there.
+        place: Ray's id of the node, and its id of the GPU on that node.
     """
 
     place = "", ""
 
 
 class SchemaError(RaytrecError):
-    """schema.yaml is wrong in itself."""
+    """schema.yaml contradicts itself or cannot be parsed."""
 
 
 class DataError(RaytrecError):
@@ -99,19 +99,20 @@ class DataError(RaytrecError):
 
 
 class RunError(RaytrecError):
-    """A run could not start, went wrong, or cannot be loaded."""
+    """A run could not start, failed, or cannot be loaded."""
 
 
 def some(value: object) -> str:
-    """A value of any size as Python writes it, cut to a line."""
+    """Return the repr of a value, shortened to a line."""
     return _REPR.repr(value)
 
 
 def some_of(lines: list[str], count: int | None = None) -> str:
-    """As many of these lines as an error has room for, and how many more there are.
+    """Return the first lines that fit into an error, and the number of the others.
 
     Args:
-        count: of all lines, where not all are given.
+        lines: First lines, or all.
+        count: Number of all lines; default: that of `lines`.
     """
     count, told, room = count or len(lines), [], LONGEST["what"] - 100
     for line in lines:
@@ -125,9 +126,9 @@ def some_of(lines: list[str], count: int | None = None) -> str:
 
 
 def _shown(part: object, name: str) -> str:
-    """A part as others may see it: no secrets, nothing that moves a terminal's cursor, and not endless."""
+    """Return a part without secrets and control characters, cut to its longest length."""
     text = str(part)
-    if len(text) > 1 << 20:  # hiding takes time
+    if len(text) > 1 << 20:  # the search for secrets takes time
         text = text[: 1 << 19] + " … " + text[-(1 << 19) :]
     return _cut(CONTROL.sub(_escaped, hide(text)), LONGEST[name])
 
@@ -138,7 +139,7 @@ def _escaped(found: re.Match) -> str:
 
 
 def _cut(text: str, most: int) -> str:
-    """A text of at most so many bytes, without its middle where it has more."""
+    """Return a text of at most `most` bytes of UTF-8; the middle of a longer text is left out."""
     data = text.encode(errors="replace")
     if len(data) <= most:
         return text
@@ -153,7 +154,7 @@ _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 80, 80, 40
 
 
 def did_you_mean(word: str, known: list[str]) -> str | None:
-    """The known word nearest to a misspelt one, or None when nothing is near."""
+    """Return the known word that is most similar to a misspelt one, or None if none is similar."""
     from difflib import get_close_matches
 
     if len(word) > LONGEST_WORD:
@@ -163,7 +164,7 @@ def did_you_mean(word: str, known: list[str]) -> str | None:
 
 
 def hint(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'NAME'?" with the known word nearest to a misspelt one; "" when nothing is near."""
+    """Return "; did you mean 'NAME'?" with the most similar known word, or "" if none is similar."""
     near = did_you_mean(word, list(known))
     return f"; did you mean '{near}'?" if near else ""
 
@@ -177,10 +178,16 @@ def unknown(
     do: str | None = None,
     kind: type[RaytrecError] = ConfigError,
 ) -> RaytrecError:
-    """The error for a word that is not among those known, with the nearest one.
+    """Return the error for an unknown word, with a hint at the most similar known word.
 
     Args:
-        expected: default: one of those known.
+        what: Sentence that states the fault; see RaytrecError.
+        word: Unknown word.
+        known: Known words.
+        where: Place of the word; see RaytrecError.
+        expected: Default: "one of", and the known words.
+        do: Advice; see RaytrecError.
+        kind: Class of the error.
     """
     known = list(known)
     return kind(
@@ -189,16 +196,18 @@ def unknown(
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that is not blank; its type where it has none."""
+    """Return the first line of an error's text that is not blank, or the name of its type if all are."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextmanager
 def os_errors(what: str, kind: type[RaytrecError] = RunError, **parts: str) -> Iterator[None]:
-    """A block whose errors of the system or a store become errors for people: `what`, and the reason.
+    """Convert an OSError of the block into an error for people: `what`, and the reason.
 
     Args:
-        parts: where, expected and do of the error.
+        what: Sentence before the reason.
+        kind: Class of the error.
+        **parts: where, expected and do of the error.
     """
     try:
         yield
@@ -207,14 +216,14 @@ def os_errors(what: str, kind: type[RaytrecError] = RunError, **parts: str) -> I
 
 
 def last_line(text: str, otherwise: str) -> str:
-    """The last line of a text, such as a traceback, that is not blank."""
+    """Return the last line of a text, such as a traceback, that is not blank."""
     return (text.strip().splitlines() or [otherwise])[-1].strip()
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The RaytrecError inside wrappers (Ray's task and training errors), or the error itself.
+    """Return the RaytrecError inside wrappers (Ray's task and training errors), or the error itself.
 
-    Ray wraps what a worker raised in several layers: `cause` (RayTaskError), `worker_failures`
+    Ray wraps the error of a worker in several layers: `cause` (RayTaskError), `worker_failures`
     (TrainingFailedError), `__cause__` and `__context__`.
     """
     seen: set[int] = set()
@@ -224,7 +233,7 @@ def root_cause(error: BaseException) -> BaseException:
         if id(current) in seen:
             continue
         seen.add(id(current))
-        # Ray's wrapper is of the wrapped error's class, too, with its place in Ray.
+        # Ray's wrapper is an instance of the wrapped error's class, too.
         wrapped = isinstance(getattr(current, "cause", None), BaseException)
         if isinstance(current, RaytrecError) and not wrapped:
             return current

@@ -1,4 +1,4 @@
-"""Numbers and names as people read them."""
+"""Formatting of numbers and names for people, and checks of values from files."""
 
 from __future__ import annotations
 
@@ -6,43 +6,43 @@ from collections.abc import Callable, Mapping
 from math import isfinite, isnan, nan
 from typing import Any
 
-LARGEST = 1e60  # of numbers that are believed
+LARGEST = 1e60  # absolute value; larger numbers in files are taken for mistakes
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def number(value: Any) -> float:
-    """A number of a file; NaN for anything else: null, what is not finite, what can only be a mistake."""
+    """Return a number from a file; NaN if the value is not a finite number below LARGEST."""
     usable = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
     return float(value) if usable else nan
 
 
 def as_dict(value: Any) -> dict[str, Any]:
-    """A mapping of a file; empty for anything else."""
+    """Return a mapping from a file; an empty one if the value is not a mapping."""
     return value if isinstance(value, dict) else {}
 
 
 def as_list(value: Any) -> list[Any]:
-    """A list of a file; empty for anything else."""
+    """Return a list from a file; an empty one if the value is not a list."""
     return value if isinstance(value, list) else []
 
 
 def null_nonfinite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as JSON can hold them: None for NaN and infinity, which no JSON has."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
 
 
 def or_0(value: Any) -> float:
-    """A finite number of a file, or 0 for anything else."""
+    """Return a number from a file; 0 if the value is not a finite number below LARGEST."""
     return 0.0 if isnan(found := number(value)) else found
 
 
 def is_step(value: Any) -> bool:
-    """Whether a value is a count: 0 or a whole number above it."""
+    """Return True if a value is an integer of at least 0."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
 def percent(share: float) -> str:
-    """A share of 1: `0.708` is "71 %"; small ones and those near 1 keep digits. NaN is "–"."""
+    """Format a share of 1: `0.708` is "71 %"; shares near 0 and 1 get more digits. NaN is "–"."""
     if isnan(share):
         return "–"
     if 0 < abs(share) < 0.0005:
@@ -55,7 +55,7 @@ def percent(share: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """Bytes in the largest unit that leaves at least 1: `2_500_000` is "2.4 MiB". NaN is "–"."""
+    """Format a number of bytes in the largest unit below it: `2_500_000` is "2.38 MiB". NaN is "–"."""
     if isnan(count):
         return "–"
     for unit in UNITS:
@@ -66,7 +66,7 @@ def bytes_text(count: float) -> str:
 
 
 def figure(value: float) -> str:
-    """A number with four significant digits: "1,234,567", "0.8104", "3.2e-07". NaN is "–"."""
+    """Format a number with about four significant digits: "1,234,567", "0.8104". NaN is "–"."""
     if isnan(value):
         return "–"
     if value == int(value) and abs(value) < 1e15:
@@ -77,12 +77,12 @@ def figure(value: float) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """ "1 failure", "2 failures"."""
+    """Format a number with its noun in singular or plural: "1 failure", "2 failures"."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
-    """ "12 s", "3 min 5 s", "2 h 7 min"."""
+    """Format seconds: "12 s", "3 min 5 s", "2 h 7 min"."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds} s"
@@ -92,7 +92,7 @@ def duration(seconds: float) -> str:
 
 
 def short(name: object, most: int = 20) -> str:
-    """A name of at most so many characters, its middle cut out; nothing in it that cannot be printed."""
+    """Return a name of at most `most` printable characters; the middle of a longer name is left out."""
     text = "".join(c if c.isprintable() else "?" for c in str(name))
     if len(text) <= most:
         return text
@@ -101,7 +101,7 @@ def short(name: object, most: int = 20) -> str:
 
 
 def ranges(ranks: list) -> str:
-    """Ranks as people write them: [0, 1, 2, 5] is "0–2, 5"."""
+    """Format ranks as ranges: [0, 1, 2, 5] is "0–2, 5"."""
     whole = sorted({rank for rank in ranks if isinstance(rank, int)})
     parts: list[list[int]] = []
     for rank in whole:
@@ -115,10 +115,12 @@ def ranges(ranks: list) -> str:
 def flatten(
     values: Mapping[str, Any], prefix: str = "", whole: Callable[[dict], bool] = lambda inner: False
 ) -> dict[str, Any]:
-    """Nested values as section.key → value.
+    """Flatten nested values to section.key → value.
 
     Args:
-        whole: whether a mapping is a value as it is.
+        values: Nested mappings.
+        prefix: Prefix of all keys.
+        whole: Function that returns True for a mapping that stays as it is.
 
     Example:
         >>> flatten({"run": {"seed": 1, "name": "a"}, "tags": {}})

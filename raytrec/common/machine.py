@@ -1,7 +1,7 @@
-"""This machine: its GPUs over NVML, installed packages, compilers.
+"""This machine: its GPUs over NVML, installed packages and compilers.
 
-NVML needs no context on GPUs; their names are as in CUDA_VISIBLE_DEVICES. The driver asks, without torch,
-whose import takes seconds; only workers call check_gpu.
+NVML needs no context on GPUs. GPUs have the names of CUDA_VISIBLE_DEVICES. The driver uses this module
+without importing torch, which takes seconds; only workers call check_gpu.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ T = TypeVar("T")
 
 
 def visible_gpus() -> list[str]:
-    """Numbers or UUIDs of CUDA_VISIBLE_DEVICES; empty: all GPUs of the machine, by number."""
+    """Return the numbers or UUIDs of CUDA_VISIBLE_DEVICES; an empty list means all GPUs of the machine."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return [name.strip() for name in names if name.strip()]
 
 
 def usable_gpus() -> list[str]:
-    """Numbers or UUIDs of the GPUs that this process may use; none where CUDA_VISIBLE_DEVICES is empty."""
+    """Return the numbers or UUIDs of the GPUs that this process may use."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
     return _of_gpus(lambda nvml, name: name)
 
 
 def gpu_handle(name: str) -> Any:
-    """NVML's handle of the GPU with this number or UUID; NVML has to be initialized."""
+    """Return NVML's handle of the GPU with this number or UUID; NVML must be initialized."""
     import pynvml
 
     by_number, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
@@ -43,27 +43,27 @@ def gpu_handle(name: str) -> Any:
 
 
 def cuda_handle(device: str) -> Any:
-    """NVML's handle of a device of torch's: cuda:I is the I-th of the visible GPUs."""
+    """Return NVML's handle of a device of torch; cuda:I is the I-th visible GPU."""
     index, visible = int(device.partition(":")[2] or 0), visible_gpus()
     return gpu_handle(visible[index] if visible else str(index))
 
 
 def smallest_gpu_memory() -> int | None:
-    """Bytes of this machine's smallest GPU that programs can use; None where there is none.
+    """Return the usable bytes of this machine's smallest GPU; None if it has no GPU.
 
-    The driver's reserve is not counted, as in torch's total_memory. Of a GPU that is cut into MIG instances
-    only these are used, and which ones is not known here: None.
+    The driver's reserve is not counted, as in torch's total_memory. The result is None as well if a GPU is
+    divided into MIG instances, because the instances that programs will use are not known here.
     """
     return min(_of_gpus(_usable_memory), default=None)
 
 
 def gpu_kinds() -> list[tuple[str, tuple[int, int]]]:
-    """Name and compute capability of each GPU of this machine that programs may use; none where not known."""
+    """Return the name and compute capability of each visible GPU; an empty list if they are not known."""
     return _of_gpus(_kind)
 
 
 def _of_gpus(read: Callable[[Any, str], T]) -> list[T]:
-    """Return what (NVML, name of a GPU) → value reads of each GPU; empty if one of them cannot be read."""
+    """Return `read(NVML, name)` of each visible GPU; an empty list if one of them cannot be read."""
 
     def read_all(nvml: Any) -> list[T]:
         return [read(nvml, name) for name in visible_gpus() or map(str, range(nvml.nvmlDeviceGetCount()))]
@@ -72,7 +72,7 @@ def _of_gpus(read: Callable[[Any, str], T]) -> list[T]:
 
 
 def _answer_of_nvml(ask: Callable[[Any], T]) -> T | None:
-    """Return the answer of NVML; None without library, driver or answer, or of a MIG instance."""
+    """Return `ask(NVML)`; None without library or driver, without an answer, or for a MIG instance."""
     try:
         import pynvml
 
@@ -111,25 +111,26 @@ def _usable_memory(nvml: Any, name: str) -> int:
 
 
 PACKAGES = ("raytrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray")
-# What to do where it is the wrong one; see requirements/install.py.
+# Advice for an environment that was installed for the other device; see requirements/install.py.
 OTHER_DEVICE = "make clean, then make install DEVICE={device} (docs/install.md)"
 
 
-# Compute capabilities that fbgemm-gpu of PyPI has machine code for; it has no PTX (cuobjdump --list-elf,
+# Compute capabilities for which PyPI's fbgemm-gpu has machine code; it has no PTX (cuobjdump --list-elf,
 # --list-ptx): 1.8.0 for sm_80, sm_90a and sm_100a, 1.9.0 for sm_80, sm_90a and sm_100. Code with an "a" runs
-# on that capability alone, other on newer ones of its major version, too.
+# only on that capability; other code also runs on newer capabilities of its major version.
 _BOTH = frozenset({(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0)})
 SERVED = {"1.8.0": _BOTH, "1.9.0": _BOTH | {(10, 3)}}
 
 
 def not_served(kind: tuple[str, tuple[int, int]], host: str) -> ConfigError | None:
-    """The error about a GPU that FBGEMM of this environment has no code for; None where it has.
+    """Return the error for a GPU that the installed FBGEMM has no code for; None if it has code.
 
     Args:
-        kind: its name and compute capability. host: where it is.
+        kind: Name and compute capability of the GPU.
+        host: Host of the GPU.
     """
     package = installed("fbgemm-gpu")
-    served = SERVED.get((package or "").partition("+")[0])  # of builds from source, nothing is known
+    served = SERVED.get((package or "").partition("+")[0])  # None for builds from source
     gpu, capability = kind
     if not served or capability in served:
         return None
@@ -142,8 +143,8 @@ def not_served(kind: tuple[str, tuple[int, int]], host: str) -> ConfigError | No
     )
 
 
-# What NVIDIA's driver (565 or newer) wants done to a GPU before it is used again: after errors of its memory
-# that were not corrected, and others (Xid).
+# Recovery that NVIDIA's driver (565 or newer) asks for before a GPU is used again, after uncorrected memory
+# errors and others (Xid).
 _RECOVERIES = {
     "GPU_RESET": "a reset (nvidia-smi --gpu-reset)",
     "NODE_REBOOT": "a reboot of its host",
@@ -167,7 +168,7 @@ def awaits_recovery(device: str) -> str | None:
 
 
 def installed(package: str) -> str | None:
-    """The version of a package of this environment; None where it is not installed."""
+    """Return the version of a package of this environment; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -175,14 +176,14 @@ def installed(package: str) -> str | None:
 
 
 def installed_versions(*more: str) -> dict[str, str]:
-    """Package → version, of PACKAGES and `more`; without those that are not installed."""
+    """Return the versions of the installed packages among PACKAGES and `more`."""
     return {package: found for package in (*PACKAGES, *more) if (found := installed(package))}
 
 
 def built_for() -> str | None:
-    """What torch and FBGEMM of this environment are for, "cuda" or "cpu"; None where there is no torch.
+    """Return the device for which torch and FBGEMM are built, "cuda" or "cpu"; None without torch.
 
-    FBGEMM's builds are two distributions that share their folder, so that installing both breaks it.
+    FBGEMM's builds are two distributions with one folder, so installing both breaks FBGEMM.
     """
     if not installed("torch"):
         return None
@@ -190,17 +191,17 @@ def built_for() -> str | None:
 
 
 def cuda_of_torch() -> str | None:
-    """The CUDA (X.Y) that torch of this environment is built for; None: it is for CPUs, or is not there."""
+    """Return the CUDA version (X.Y) for which torch is built; None if torch is for CPUs or missing."""
     try:
         file = distribution("torch").locate_file("torch/version.py")
-        # Its lines are constants; the version's suffix (+cpu, +cu130) is missing where PyPI is the source.
+        # The file contains constants. PyPI's versions have no suffix such as +cpu or +cu130.
         return runpy.run_path(str(file)).get("cuda")
     except (PackageNotFoundError, OSError):  # OSError: a file of the package is missing
         return None
 
 
 def driver_cuda() -> tuple[str, str] | None:
-    """The version of NVIDIA's driver, and the newest CUDA (X.Y) that it runs; None: there is none."""
+    """Return the version of NVIDIA's driver and the newest CUDA (X.Y) it supports; None without a driver."""
 
     def ask(nvml: Any) -> tuple[str, str]:
         cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
@@ -210,7 +211,7 @@ def driver_cuda() -> tuple[str, str] | None:
 
 
 def code_hash() -> str:
-    """SHA-256 of raytrec's own Python files."""
+    """Return the first 16 hex digits of the SHA-256 of raytrec's Python files."""
     folder, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
@@ -218,13 +219,13 @@ def code_hash() -> str:
 
 
 def check_gpu(host: str) -> None:
-    """Checks each GPU that this process sees, a worker or a child of the doctor's, by torch.
+    """Check each GPU that this process sees with torch; called in workers and in children of the doctor.
 
     Args:
-        host: its address, for the error.
+        host: Address of this host, for the error.
 
     Raises:
-        ConfigError: torch cannot use GPUs here, FBGEMM has no code for one, or one has failed.
+        ConfigError: Torch cannot use GPUs here, FBGEMM has no code for a GPU, or a GPU has failed.
     """
     import torch
 
@@ -255,15 +256,16 @@ def check_gpu(host: str) -> None:
 
 
 def require_compiler(device: str) -> None:
-    """Refuses train.compile on a machine that has nothing to compile with.
+    """Check that this machine has the compiler that train.compile needs.
 
-    For CPUs torch (2.13.0) writes C++ modules of Python; for GPUs kernels of Triton, with a C compiler.
+    For CPUs torch (2.13.0) writes C++ extension modules of Python; for GPUs Triton kernels, which need a C
+    compiler.
 
     Args:
         device: cpu or cuda.
 
     Raises:
-        ConfigError: names what is missing.
+        ConfigError: The compiler, Python's headers or Triton is missing.
     """
     names = [os.environ.get("CXX", "g++")] if device == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
     headers = Path(sysconfig.get_path("include")) / "Python.h"

@@ -1,4 +1,4 @@
-"""Freed memory that is kept, and pages of mapped files."""
+"""Settings of the memory allocator, and pages of memory-mapped files."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from functools import cache
 from threading import Lock
 from time import monotonic
 
-# glibc's mallopt(3), parameters from <malloc.h>: freed memory of up to KEPT_BYTES at an arena's top is not
-# given back to the system, blocks of up to LARGEST_BYTES are not mapped one by one, and an arena grows by
-# HEAP_BYTES (of threads other than the main one, glibc would otherwise give an empty heap back). A step of
-# 1,024 rows takes 7 % less processor time with these; larger ones save nothing more, nor at 8,192 rows.
+# Parameters of glibc's mallopt(3), from <malloc.h>. Up to KEPT_BYTES of freed memory at an arena's top are
+# not returned to the system, blocks of up to LARGEST_BYTES are not mapped individually, and an arena grows
+# by HEAP_BYTES (else glibc returns the empty heaps of threads other than the main one). A step of 1,024 rows
+# takes 7 % less CPU time with these values; larger values, or steps of 8,192 rows, save nothing more.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 KEPT_BYTES, HEAP_BYTES, LARGEST_BYTES = 64 << 20, 64 << 20, 32 << 20
 MAP_FIXED = 0x10  # of mmap(2) on Linux
-TRIM_EVERY_S = 5.0  # it takes some milliseconds, and the memory is then paid for again
-# For the environment of ranks, read tasks and what forks them, as glibc reads it when a process begins. It
-# keeps freed memory in up to eight arenas a core, and each becomes as large as any thread's largest need: a
-# rank grew by 8 MiB an epoch until all were in use.
+TRIM_EVERY_S = 5.0  # trimming takes milliseconds, and the memory must be allocated again
+# Environment of ranks, of read tasks and of the process that forks them; glibc reads it when a process
+# starts. By default glibc keeps freed memory in up to eight arenas per core, and each grows to the largest
+# need of any thread: a rank grew by 8 MiB per epoch until all arenas were in use.
 FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}
 
 _trimmed_s, _lock = 0.0, Lock()
@@ -28,13 +28,13 @@ _LIBC = ctypes.CDLL(None)
 
 @cache
 def keep_memory() -> bool:
-    """For processes that allocate and free arrays of a few MiB all the time: reading, collating, training.
+    """Keep freed memory in this process, which allocates and frees arrays of a few MiB all the time.
 
-    By default glibc gives such arrays back to the system at once, and each new one is paid for page by page,
-    which costs more than filling it.
+    By default glibc returns such arrays to the system immediately. Each new array then causes a page fault
+    for every page, which costs more than filling it.
 
     Returns:
-        Whether the C library is glibc; another one is left as it is.
+        True if the C library is glibc; other libraries are not changed.
     """
     if not hasattr(_LIBC, "gnu_get_libc_version"):
         return False
@@ -43,11 +43,11 @@ def keep_memory() -> bool:
 
 
 def give_back() -> None:
-    """Gives freed memory back to the system: for where many arrays have ended, as at the end of an epoch.
+    """Return freed memory to the system; called when many arrays have been freed, as after an epoch.
 
-    glibc keeps freed memory for each of its arenas, and each epoch's threads use others. So a process would
-    grow by some MiB with every epoch, up to KEPT_BYTES for every arena. What is at an arena's top stays (but
-    the heap's own), so a process still grows in its first epochs, and is flat then.
+    glibc keeps freed memory in each arena, and the threads of each epoch use other arenas. Without this
+    call, a process grows by some MiB per epoch, up to KEPT_BYTES per arena. Memory at the top of arenas other
+    than the main one stays, so a process still grows in its first epochs.
     """
     global _trimmed_s
     with _lock:
@@ -59,30 +59,32 @@ def give_back() -> None:
 
 
 def bring_in(address: int, size: int) -> None:
-    """Asks the system to read a part of a mapped file at once that is about to be read from its begin to its
-    end: ten times as fast as page after page. With other memory it does nothing.
+    """Prefetch a part of a mapped file that is about to be read sequentially.
+
+    Prefetching is ten times as fast as page faults. Other memory is not affected.
 
     Args:
-        address, size: of the part in memory, in bytes.
+        address: First byte of the part in memory.
+        size: Bytes of the part.
     """
     _advise(address, size, mmap.MADV_WILLNEED)
 
 
 def expect_scattered(address: int, size: int) -> None:
-    """Announces to the system that a mapped file is read here and there: a row brings in its page, not the
-    megabytes around it.
+    """Advise the system that a mapped file is read at random, so that it reads single pages.
 
     Args:
-        address, size: as in `bring_in`.
+        address: First byte of the part in memory.
+        size: Bytes of the part.
     """
     _advise(address, size, mmap.MADV_RANDOM)
 
 
 def is_here(address: int) -> bool:
-    """Whether a page of a mapped file is in memory.
+    """Return True if a page of a mapped file is in memory.
 
     Args:
-        address: its first byte.
+        address: First byte of the page.
     """
     here = ctypes.c_ubyte()
     _LIBC.mincore(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(here))
@@ -90,13 +92,14 @@ def is_here(address: int) -> bool:
 
 
 def unmap_file(address: int, size: int) -> None:
-    """Puts memory of the process's own, all 0, in the place of a part of a mapped file.
+    """Replace a part of a mapped file by private memory of the process, filled with zeros.
 
     Args:
-        address, size: of the part in memory, in bytes; whole pages.
+        address: First byte of the part in memory, at a page boundary.
+        size: Bytes of the part, a multiple of the page size.
 
     Raises:
-        OSError: there is no memory for it.
+        OSError: The system has no memory for it.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
     place, rights = ctypes.c_void_p(address), mmap.PROT_READ | mmap.PROT_WRITE

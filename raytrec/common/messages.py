@@ -1,7 +1,6 @@
-"""Messages between processes, which are lines of a run folder.
+"""Messages from ranks and the coordinator to the driver, most of which become lines of a run folder.
 
-A message is a dataclass of JSON values. In the run folder it is `line()`, in the file FILE of its class;
-documents.from_line has the way back.
+`line()` is a message's line in the file FILE of the run folder; documents.from_line reads it.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from pydantic import Field, StrictBool
 from raytrec.common.errors import ErrorParts
 from raytrec.common.formatting import LARGEST, number
 
-BEAT_S = 0.5  # between two heartbeats of a rank
-MOST_BEATS = 512  # a second, of all ranks together: one actor answers them
+BEAT_S = 0.5  # shortest time between two heartbeats of a rank
+MOST_BEATS = 512  # heartbeats per second of all ranks together, which one actor answers
 METRICS, RANKS, CHECKS, EVENTS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl", "events.jsonl"
 
 Figures = Mapping[str, Any]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
 Real = Annotated[float, Field(strict=True, gt=-LARGEST, lt=LARGEST)]
-UnixTime = Annotated[float, Field(strict=True, ge=0, lt=1e11)]  # seconds, up to the year 5138
+UnixTime = Annotated[float, Field(strict=True, ge=0, lt=1e11)]  # seconds since 1970, up to the year 5138
 PROFILED = "profiled"  # the Event of a run whose profile has been written
 ENDED_EARLY = "ended early"  # the Event of a run whose evaluations have ended training
-FLAT = {"flat": True}  # of a field whose keys are next to those of the other fields
-MOST_RECORDED = 64  # ranks whose lines are recorded: pictures show no more
+FLAT = {"flat": True}  # metadata of a field whose keys are written next to the other fields
+MOST_RECORDED = 64  # ranks whose lines are recorded, because pictures show no more
 
 
 def recorded_ranks(world: int) -> list[int]:
-    """The ranks whose lines are recorded: all, or of a larger group MOST_RECORDED at equal distances.
+    """Return the ranks whose lines are recorded: all, or MOST_RECORDED at equal distances in a larger group.
 
     Example:
         >>> recorded_ranks(3), len(recorded_ranks(1024)), recorded_ranks(1024)[:3]
@@ -41,7 +40,7 @@ def recorded_ranks(world: int) -> list[int]:
 
 
 def beat_s(world: int) -> float:
-    """Seconds between two heartbeats of each of `world` ranks."""
+    """Return the seconds between two heartbeats of each of `world` ranks."""
     return max(BEAT_S, world / MOST_BEATS)
 
 
@@ -50,37 +49,37 @@ class Command(IntEnum):
 
     GO = 0
     SAVE = 1
-    RESTART = 2  # save, then end, so that Ray Train starts the group again with what nodes there are
+    RESTART = 2  # save, then end, so that Ray Train starts the group again on the present nodes
     STOP = 3  # save, then end
     ABORT = 9  # end the process at once
 
 
 class Restart(Exception):
-    """Raised by all ranks when the state is saved and the group is to be started again: no failure."""
+    """Raised by all ranks when the state is saved and the group must be started again; not a failure."""
 
 
-PHASES = (  # of a training step, into which a rank's time is divided
+PHASES = (  # phases of a training step, into which a rank's time is divided
     "data",  # waiting for the next batch
-    "copy",  # bringing it to the device
-    "input_exchange",  # ids on their way to the ranks that hold their rows
-    "tables",  # lookups, and what backward does in them: fused kernels update their tables there
-    "forward",  # of the dense model
-    "backward",  # of the dense model
-    "optimizer",  # of dense layers and data-parallel tables
-    "collectives",  # waiting for other ranks anywhere else: pooled embeddings, gradients
+    "copy",  # copying the batch to the device
+    "input_exchange",  # sending ids to the ranks that hold their rows
+    "tables",  # lookups and their backward pass, in which fused kernels update their tables
+    "forward",  # forward pass of the dense model
+    "backward",  # backward pass of the dense model
+    "optimizer",  # update of dense layers and data-parallel tables
+    "collectives",  # waiting for other ranks in other exchanges: pooled embeddings, gradients
     "other",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """The base of all messages.
+    """Base class of all messages.
 
     Attributes:
-        KIND: its name in lines, and of the method that shows it (driver.console.RunConsole).
-        FILE: where the run folder keeps it; None: nowhere.
-        TAG: the key of the kind in its line there; None: the file determines it.
-        LEFT_OUT: fields that are not in the line.
+        KIND: Name of the class in lines, and of the method that shows it (driver.console.RunConsole).
+        FILE: File of the run folder that contains the message; None if it is not written.
+        TAG: Key of the kind in its line; None if the file determines the kind.
+        LEFT_OUT: Fields that the line does not contain.
     """
 
     KIND: ClassVar[str]
@@ -89,7 +88,7 @@ class Message:
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()
 
     def values(self) -> dict[str, Any]:
-        """Field → value; those of `figures` or `details` next to the others."""
+        """Return the values of all fields; those of `figures` or `details` are next to the others."""
         out: dict[str, Any] = {}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -97,14 +96,14 @@ class Message:
         return out
 
     def line(self) -> dict[str, Any]:
-        """As the run folder has it."""
+        """Return the values of the message's line in the run folder."""
         tag = {self.TAG: self.KIND} if self.TAG else {}
         return {**tag, **{k: v for k, v in self.values().items() if k not in self.LEFT_OUT}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase(Message):
-    """The phase that rank 0 enters, for people."""
+    """Phase of the run that rank 0 enters, as text for people."""
 
     KIND = "phase"
     text: str
@@ -112,7 +111,7 @@ class Phase(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Warn(Message):
-    """Something that people should know."""
+    """Warning for people."""
 
     KIND = "warn"
     text: str
@@ -120,7 +119,7 @@ class Warn(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent(Message):
-    """A line of events.jsonl, with its time (seconds since 1970)."""
+    """Line of events.jsonl, with its time."""
 
     FILE, TAG = EVENTS, "event"
     unix_s: UnixTime | None = None
@@ -128,12 +127,12 @@ class RunEvent(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Start(RunEvent):
-    """A group of workers begins to train.
+    """Start of training by a group of workers.
 
     Attributes:
-        total: steps of the whole run; `step` of them have been trained before.
-        plan: a description of each table (embeddings.sharding.describe); kept in plan.json.
-        metrics: descriptions of the figures of training and evaluation (metrics.selection.Figure.record).
+        total: Steps of the whole run; `step` of them have been trained before.
+        plan: Description of each table (embeddings.sharding.describe), written to plan.json.
+        metrics: Descriptions of the figures of training and evaluation (metrics.selection.Figure).
     """
 
     KIND, LEFT_OUT = "start", ("plan",)
@@ -146,10 +145,12 @@ class Start(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Saved(RunEvent):
-    """A checkpoint has been written, or (error) has not.
+    """End of a save.
 
     Attributes:
-        blocked_s, seconds: that training stood still for it, and that it took in all.
+        error: Reason if the checkpoint could not be written; else None.
+        blocked_s: Seconds during which training waited.
+        seconds: Seconds of the whole save.
     """
 
     KIND = "saved"
@@ -162,7 +163,7 @@ class Saved(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped(RunEvent):
-    """The state is saved and the run ends, because a user or the cluster asked for it."""
+    """End of a run at the request of a user or the cluster; its state is saved."""
 
     KIND = "stopped"
     step: Count
@@ -170,10 +171,10 @@ class Stopped(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Event(RunEvent):
-    """An event that the coordinator saw: started, asked, waiting, failed, hang.
+    """Event that the coordinator observed: started, asked, waiting, failed, hang.
 
     Attributes:
-        details: attempt and workers; command and reason; cause, rank, step, again.
+        details: Attempt and workers; or command and reason; or cause, rank, step and again.
     """
 
     KIND, TAG = "event", None
@@ -183,10 +184,10 @@ class Event(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Message):
-    """Figures at a step; of metrics.jsonl.
+    """Figures at a step, a line of metrics.jsonl.
 
     Attributes:
-        figures: name → value; None (or NaN, on the way) where it is not defined.
+        figures: Values by name. A value that is not defined is None in the file, and may be NaN before.
     """
 
     FILE, TAG = METRICS, "kind"
@@ -195,23 +196,23 @@ class Measured(Message):
     figures: Figures = field(default_factory=dict, metadata=FLAT)
 
     def figure(self, name: str) -> float:
-        """One of the figures; NaN where it is not defined."""
+        """Return a figure; NaN if it is not defined."""
         return number(self.figures.get(name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Measured):
-    """Figures of training since the last such message."""
+    """Figures of training since the previous Train message."""
 
     KIND = "train"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(Measured):
-    """Figures of an evaluation while training.
+    """Figures of an evaluation during training.
 
     Attributes:
-        curves: curve → its points (worker.evaluate); None where there is none.
+        curves: Points of each curve (worker.evaluate); None without curves.
     """
 
     KIND = "eval"
@@ -227,10 +228,10 @@ class Final(Eval):
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Measured):
-    """The figures of result.json, as section.name.
+    """Figures of result.json, named section.name.
 
     Attributes:
-        unsaved: the parts of the error for which the trained model could not be saved; None: it was.
+        unsaved: Parts of the error that prevented saving the trained model; None if it is saved.
     """
 
     KIND, LEFT_OUT = "result", ("unsaved",)
@@ -239,17 +240,18 @@ class Result(Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class Compared(Measured):
-    """Findings of `raytrec check`, under its own names."""
+    """Figures of `raytrec check`."""
 
     KIND = "compared"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome(Message):
-    """The outcome of a live check, at a step.
+    """Outcome of a live check at a step.
 
     Attributes:
-        figure, limit: what was measured, and the largest that passes; None: there is none, or no number.
+        figure: Measured value; None if the check measures nothing, or the value is not a number.
+        limit: Largest value that passes; None if there is no limit.
     """
 
     KIND, FILE = "check", CHECKS
@@ -264,14 +266,15 @@ class Outcome(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class RankLine(Message):
-    """One rank's interval of tracking.every_steps steps (docs/monitoring.md).
+    """Interval of tracking.every_steps steps of one rank (docs/monitoring.md).
 
     Attributes:
-        first_step: the step before the interval's first one; `steps` after it, at `step`, it ends.
-        seconds: that it took; phases_s: of these in each of PHASES.
-        first_s: of phases_s, those of the group's first step, which sets everything up; in its first line.
-        system: a sample of worker.process.System.
-        tables: table → figures of this rank's shards (worker.statistics).
+        first_step: Step before the first step of the interval, which has `steps` steps and ends at `step`.
+        seconds: Duration of the interval.
+        phases_s: Seconds in each of PHASES.
+        first_s: Share of phases_s of the group's first step, which sets everything up; in one line.
+        system: Sample of worker.process.System.
+        tables: Figures of this rank's shards by table (worker.statistics).
     """
 
     KIND, FILE = "rank", RANKS
@@ -289,9 +292,9 @@ class RankLine(Message):
     first_s: dict[str, Real] = field(default_factory=dict)
 
     def phase_s(self, phase: str) -> float:
-        """Seconds in one of PHASES; 0 where it was not measured."""
+        """Return the seconds in one of PHASES; 0 if they were not measured."""
         return self.phases_s.get(phase, 0.0)
 
     def added(self, figure: str) -> float:
-        """A figure of tables, over all tables of the rank."""
+        """Return the sum of a figure over all tables of the rank."""
         return sum(entry.get(figure) or 0.0 for entry in self.tables.values())

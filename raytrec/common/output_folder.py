@@ -1,4 +1,4 @@
-"""Folders of files that appear when they are complete, on disk or in an object store."""
+"""Output folders on disk or in an object store, in which files appear when they are complete."""
 
 from __future__ import annotations
 
@@ -29,13 +29,10 @@ def binding_of(*parts: Any) -> str:
 
 
 class OutputFolder:
-    """A folder where files appear when they are complete.
+    """Folder in which files appear when they are complete. All methods may raise OSError.
 
     Attributes:
-        partial: the folder below, of files on disk that are not.
-
-    Raises:
-        OSError: from all of it.
+        partial: Folder inside for incomplete files on disk.
     """
 
     partial = "_parts"
@@ -46,11 +43,11 @@ class OutputFolder:
         self.is_local = self._filesystem.type_name == "local"
 
     def uri_of(self, name: str) -> str:
-        """The address of a file."""
+        """Return the path or URI of a file."""
         return join_uri(self.uri, name)
 
     def names(self) -> set[str]:
-        """Of all files, at all depths."""
+        """Return the names of all files, including those in subfolders."""
         found = self._filesystem.get_file_info(
             fs.FileSelector(self._path, recursive=True, allow_not_found=True)
         )
@@ -58,17 +55,22 @@ class OutputFolder:
         return {path.removeprefix(self._path).lstrip("/") for path in files}
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes a file that is there when it is whole."""
+        """Write a file, which appears when it is complete."""
         self.sweep()
         with self.stream(name, name) as stream:
             stream.write(data)
 
     @contextmanager
     def stream(self, name: str, partial: str) -> Iterator[pa.NativeFile]:
-        """A stream to a file that appears after the block; after an error it does not.
+        """Open a stream to a file that appears after the block, and does not appear after an error.
 
-        A file on disk is written under another name. An object appears when its stream is closed, which after
-        an error only the interpreter may do: then the footer has fewer rows than its metadata states.
+        A file on disk is written under another name first. An object appears when its stream is closed. After
+        an error only the interpreter closes the stream, and the footer then has fewer rows than its metadata
+        states.
+
+        Args:
+            name: Name of the file.
+            partial: Name of the incomplete file on disk.
         """
         target = f"{self._path}/{name}"
         if not self.is_local:
@@ -89,27 +91,27 @@ class OutputFolder:
             raise
 
     def sweep(self) -> None:
-        """Removes what writers that were killed have left, of a folder on disk."""
+        """Remove the incomplete files of killed writers from a folder on disk."""
         for place in (self._path, f"{self._path}/{self.partial}") if self.is_local else ():
             remove_leftovers(place, "*.{owner}.tmp")
 
     def remove(self, folder: str) -> None:
-        """Removes a folder with all that is in it, if it is there."""
+        """Remove a folder inside with its content, if it exists."""
         found = self._filesystem.get_file_info(f"{self._path}/{folder}")
         if found.type == fs.FileType.Directory:
             self._filesystem.delete_dir(found.path)
 
     def delete(self, name: str) -> None:
-        """Removes a file."""
+        """Remove a file."""
         self._filesystem.delete_file(f"{self._path}/{name}")
 
 
 class ClaimedFolder(OutputFolder):
-    """A folder that one command fills; the same command continues after an interruption.
+    """Folder that one command fills, and the same command continues after an interruption.
 
     Args:
         uri: Path or URI of the folder (--out).
-        command: The command, such as "raytrec export".
+        command: Command that fills the folder, such as "raytrec export".
     """
 
     def __init__(self, uri: str, command: str):
@@ -137,7 +139,7 @@ class ClaimedFolder(OutputFolder):
             try:
                 yield
             finally:
-                with suppress(OSError):  # it holds files
+                with suppress(OSError):  # the folder contains files
                     if is_new:
                         os.rmdir(self.uri)
         finally:

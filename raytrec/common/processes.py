@@ -1,6 +1,6 @@
-"""Processes of one host: locks between them, how one ends, and what a killed one has left.
+"""Processes of one host: locks, names of owners, leftovers of killed processes, and the end of a process.
 
-A process removes its files when it has used them, and the next one where it was killed.
+A process removes its temporary files after use. If it was killed, the next process removes them.
 """
 
 from __future__ import annotations
@@ -55,17 +55,18 @@ def create_file(path: Path, data: bytes | str, mode: int = 0o600) -> None:
 
 
 def owner() -> str:
-    """The part of a name by which others see whether the process that made it has ended."""
+    """Return the part of a file name that identifies this process on this host."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def remove_leftovers(folder: str | Path, pattern: str, keep: str | None = None) -> None:
-    """Removes what processes of this host that have ended left in a folder, as far as that is possible.
+    """Remove the files and folders of ended processes of this host; errors are ignored.
 
     Args:
-        pattern: of names: {owner} is where they have `owner()`, * is anything. Names that have another
-            host's owner stay, because its processes cannot be seen from here.
-        keep: folders in which there is a file of this name stay.
+        folder: Folder to search.
+        pattern: Pattern of names, with {owner} in the place of `owner()` and * for any text. Names with the
+            owner of another host stay, because that host's processes are not visible here.
+        keep: Name of a file; folders that contain it stay.
     """
     parts = {"{owner}": rf"{re.escape(socket.gethostname())}-(\d+)", "*": ".*"}
     split = re.split(r"(\{owner\}|\*)", pattern)
@@ -82,7 +83,7 @@ def _has_ended(process: int) -> bool:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return True
-    except PermissionError:  # of another user
+    except PermissionError:  # a process of another user
         return False
     return False
 
@@ -103,15 +104,14 @@ def take_hangup_as_sigterm() -> None:
 
 @contextmanager
 def ends_at_once() -> Iterator[None]:
-    """A block, the last of a program. Python does all that it does at exit, and nothing comes after that.
+    """End the process right after Python's exit functions that follow this block.
 
-    ray.shutdown() leaves threads behind (Ray 2.60: its GCS client's, gRPC's event engine, the exporter of
-    metrics), and there is no call that ends them. They run on while Python takes itself apart and C++
-    destroys its global objects, and may read what has been freed: once, a process that had ended well ended
-    with a segmentation fault (which thread's was not found). So threads that Python waits for and functions
-    of atexit come to their end, output is flushed, and then the process is gone.
+    ray.shutdown() leaves threads behind (Ray 2.60: the GCS client's, gRPC's event engine, the exporter of
+    metrics) that no call ends. They run while Python finalizes and C++ destroys its global objects, and may
+    read freed memory: once, a successful process ended with a segmentation fault. With this block, Python
+    joins its threads, atexit functions run, output is flushed, and the process ends.
     """
-    code = 1  # of an error that is not caught
+    code = 1  # exit status after an uncaught error
 
     def end() -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -119,7 +119,7 @@ def ends_at_once() -> Iterator[None]:
                 stream.flush()
         os._exit(code)
 
-    atexit.register(end)  # the first to be registered is the last to be called
+    atexit.register(end)  # functions are called in reverse order of registration
     try:
         yield
         code = 0

@@ -1,8 +1,9 @@
-"""Reads files and text that others may have written. No torch.
+"""Reading of files and text that others may have written. No torch.
 
-Every YAML or JSON that raytrec reads comes through here: configurations, schemas, run folders, indexes of
-checkpoints. A file has to be a file: opening a pipe waits for ever. Text that is small and means a lot
-(anchors in anchors, brackets in brackets) is refused before anything is made of it."""
+All YAML and JSON of raytrec is read here: configurations, schemas, run folders, indexes of checkpoints. Pipes
+and devices are refused, because opening a pipe may block forever. Short text that expands to many values
+(nested anchors, nested brackets) is refused before it is expanded.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from yaml.reader import Reader
 from yaml.resolver import Resolver
 from yaml.scanner import Scanner
 
-MOST_DEPTH = 64  # brackets in brackets; ours have fewer than 10
-MOST_VALUES = 200_000  # of a YAML file, with what its anchors stand for
+MOST_DEPTH = 64  # levels of nesting; raytrec's own files have fewer than 10
+MOST_VALUES = 200_000  # values of a YAML file, with its anchors expanded
 TEXT_OF_A_VALUE = 100  # characters; longer text counts as several
 MOST_YAML_BYTES = 16 << 20
 MOST_JSON_BYTES = 1 << 30  # the index of a checkpoint of many TiB
@@ -38,22 +39,22 @@ FILE_KINDS = {
     stat.S_IFBLK: "a device",
 }
 T = TypeVar("T")
-# Seconds before the second, third and last try to read from a store that does not answer.
+# Seconds before the second, third and last attempt to read from a store that does not answer.
 WAITS_S = (0.2, 1.0, 3.0)
 
 
 class NotReadable(ValueError):
-    """Text that is not YAML or JSON, or that should not be parsed; its words are one line for people."""
+    """Text is not YAML or JSON, or exceeds a limit; the message is one line for people."""
 
 
 def open_regular(path: str | Path) -> FileIO:
-    """A local file, opened for reading; neither a pipe nor a device, which would wait or never end.
+    """Open a local regular file for reading; pipes and devices could block or never end.
 
     Raises:
-        OSError: there is none, it cannot be read, or it is something else than a file.
+        OSError: The file does not exist, cannot be read, or is not a regular file.
     """
     try:
-        _check_kind(os.stat(path).st_mode, path)  # first: opening some devices does something
+        _check_kind(os.stat(path).st_mode, path)  # before open(), which has an effect on some devices
         file = FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC))
     except ValueError as error:  # a path with a zero byte
         raise OSError(errno.EINVAL, str(error), repr(str(path))) from None
@@ -66,33 +67,33 @@ def open_regular(path: str | Path) -> FileIO:
 
 
 def read_bytes(path: str | Path, most: int = MOST_JSON_BYTES) -> bytes:
-    """The content of a local file.
+    """Read a local file.
 
     Raises:
-        OSError: as `open_regular`, or it has more bytes than `most`.
+        OSError: As for `open_regular`, or the file has more than `most` bytes.
     """
     with open_regular(path) as file:
-        data = file.read(most + 1)  # may be cut short by the system only beyond 2 GiB
+        data = file.read(most + 1)  # the system returns fewer bytes only beyond 2 GiB
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", str(path))
     return data
 
 
 def read_text(path: str | Path, most: int = MOST_YAML_BYTES) -> str:
-    """The text of a local file; bytes that are not UTF-8 become a mark.
+    """Read the text of a local file; bytes that are not UTF-8 are replaced.
 
     Raises:
-        OSError: as `read_bytes`.
+        OSError: As for `read_bytes`.
     """
     return read_bytes(path, most).decode(errors="replace")
 
 
 def yaml_values(text: str | bytes) -> Any:
-    """The values of a YAML text.
+    """Parse a YAML text.
 
     Raises:
-        NotReadable: not YAML; a key that stands twice; anchors that stand for more than `MOST_VALUES`, or for
-            themselves; more than `MOST_DEPTH` levels.
+        NotReadable: The text is not YAML, repeats a key, has an anchor that contains itself, expands to more
+            than `MOST_VALUES` values, or has more than `MOST_DEPTH` levels.
     """
     if len(text) > MOST_YAML_BYTES:
         raise NotReadable(f"it is larger than {MOST_YAML_BYTES >> 20} MiB")
@@ -110,15 +111,15 @@ def yaml_values(text: str | bytes) -> Any:
         raise NotReadable(f"it is not UTF-8 text: {_line(error)}") from None
     except yaml.YAMLError as error:
         raise NotReadable(_line(error)) from None
-    except (ValueError, KeyError, OverflowError, AttributeError) as error:  # of dates, numbers and tags
+    except (ValueError, KeyError, OverflowError, AttributeError) as error:  # from dates, numbers and tags
         raise NotReadable(f"it has a value that is none: {_line(error)}") from None
 
 
 def json_values(text: str | bytes) -> Any:
-    """The values of a JSON text.
+    """Parse a JSON text.
 
     Raises:
-        NotReadable: not JSON, or more than `MOST_DEPTH` levels.
+        NotReadable: The text is not JSON, or has more than `MOST_DEPTH` levels.
     """
     try:
         values = json.loads(text)
@@ -145,7 +146,7 @@ else:
 
 
 class _Loader(Composer, _Parser, SafeConstructor, Resolver):  # type: ignore[misc, valid-type]
-    """PyYAML's safe loader with limits, and without a second value for a key."""
+    """PyYAML's safe loader with limits; repeated keys are an error."""
 
     def __init__(self, text: str):
         _Parser.__init__(self, text)
@@ -153,8 +154,8 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):  # type: ignore[mis
         SafeConstructor.__init__(self)
         Resolver.__init__(self)
         self._depth = 0
-        self._open: set[str] = set()  # anchors of what is being composed
-        self._sizes: dict[int, int] = {}  # id of a node → values that it stands for
+        self._open: set[str] = set()  # anchors of the nodes that are being composed
+        self._sizes: dict[int, int] = {}  # id of a node → its number of values, expanded
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
@@ -221,13 +222,17 @@ def _line(error: Exception) -> str:
 
 
 def retry_read(uri: str, read: Callable[[], T]) -> T:
-    """The result of reading a file, tried again with growing pauses where the storage fails.
+    """Read a file, and repeat with growing pauses if the storage fails.
 
-    A file that is not there is so the next time, too; and pyarrow's OSErrors about local files that come
-    without an errno speak of their content.
+    A missing file is not tried again. Neither is a local file after an OSError without an errno, with which
+    pyarrow reports malformed content.
+
+    Args:
+        uri: Path or URI of the file.
+        read: Function that reads it.
 
     Raises:
-        OSError: of the last try.
+        OSError: The error of the last attempt.
     """
     for wait in WAITS_S:
         try:
@@ -242,5 +247,8 @@ def retry_read(uri: str, read: Callable[[], T]) -> T:
 
 
 def storage_hint(uri: str) -> str:
-    """What else is expected of a remote place: pyarrow has one error for no answer and for bad content."""
+    """Return the part of an error's `expected` about the answer of a remote store; "" for a local path.
+
+    pyarrow raises the same error for a store that does not answer and for malformed content.
+    """
     return f"storage that answers (it was asked {len(WAITS_S) + 1} times), and " if "://" in uri else ""

@@ -1,7 +1,7 @@
-"""Hides secrets in addresses and settings.
+"""Redaction of secrets in addresses, settings and texts.
 
-No library in the tree does this for any text: urllib.parse, urllib3 and SQLAlchemy take an address apart, and
-each of them cuts a password that has @, /, ? or # in it, as people write them, and shows the rest.
+No dependency does this for arbitrary text. urllib.parse, urllib3 and SQLAlchemy parse an address, and split a
+password that contains @, /, ? or #, so that a part of the password stays visible.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import yaml
 from raytrec.common.reading import NotReadable, yaml_values
 
 HIDDEN = "***"
-# Every quantifier that could look at a character twice is possessive: text may be long, and a stranger's.
+# Quantifiers that could match a character twice are possessive, because text may be long and hostile.
 ADDRESS = re.compile(r"([A-Za-z0-9+.-]*+)://([^\s<>\"]*+)")
 WHOLE_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*+)://(.*+)", re.DOTALL)
 PARAMETER = re.compile(r"[?&;#]([^=&;#?/\s]{1,200}+)=")
@@ -44,25 +44,23 @@ SHAPES = re.compile(
     r"|sk-[\w-]{20,}+|(?:hf|npm)_[A-Za-z0-9]{20,}+|pypi-[\w-]{32,}+|ya29\.[\w-]{10,}+|dapi[0-9a-f]{32}|AIza[\w-]{35}|(?:AKIA|ASIA)[A-Z0-9]{16}"
     r"|eyJ[\w-]{10,}+\.[\w-]++\.[\w-]*+)"
 )
-# Parts of a name that mark a secret, and words that do so alone.
+# Parts of names, and whole words of names, that denote a secret.
 PASSWORD = r"passw(?:or)?d|passphrase|pwd|(?:private|api|access|account|shared|secret|encryption)[_-]?key"
 SECRET_NAME = re.compile(rf"{PASSWORD}|secret|token(?!i[sz])|credential|signature", re.IGNORECASE)
 PASSWORD_NAME = re.compile(PASSWORD, re.IGNORECASE)
 WORDS = frozenset(["pass", "pw", "sig", "sas", "jwt", "auth", "oauth", "authorization", "cookie", "bearer"])
-TAGS = frozenset(["session"])  # such words as names of values, but not in text: session=3 may be a partition
-MOST_COUNTED = 99_999  # a number after `token`; larger ones are tokens
-PLACES = frozenset(
-    ["path", "file", "dir", "mode"]
-)  # at a name's end: where a secret is kept, or how it is used
+TAGS = frozenset(["session"])  # further words for keys of mappings; in text, session=3 may be a partition
+MOST_COUNTED = 99_999  # largest number after `token` that is a count; larger numbers are tokens
+PLACES = frozenset(["path", "file", "dir", "mode"])  # last words of names of a place or use of a secret
 WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
-CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")  # whose addresses begin with CONTAINER@ACCOUNT
-NO_PASSWORD = ("", "x-oauth-basic")  # after a token that is in the user's place
-MOST_USER = 20  # characters of a user's name; longer ones are tokens
-USERS_NAMES = ("tables", "sparse", "relations", "custom")  # settings whose keys are names that the user chose
+CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")  # schemes whose addresses begin with CONTAINER@ACCOUNT
+NO_PASSWORD = ("", "x-oauth-basic")  # passwords of addresses that have a token as their user
+MOST_USER = 20  # characters of a user's name; longer names are tokens
+USERS_NAMES = ("tables", "sparse", "relations", "custom")  # settings whose keys the user has chosen
 IN_PATH = r"[\w.@+~%#-]"
 PRIVATE = {  # replacement of `anonymize` → pattern
     "STORAGE": r"\b[\w+]+://\S+",
-    # Without the name of a library, which is upstream's, and Linux's own folder.
+    # Names of shared libraries and /dev/shm are not private.
     "PATH": rf"(?<![\w.*])(?!/dev/shm(?!/|{IN_PATH}))~?(?:(?:/{IN_PATH}+)+"
     rf"(?=/[\w-]+\.so[\d.]*(?!/|{IN_PATH}))|(?:/{IN_PATH}+)+/?)",
     "ADDRESS": r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"
@@ -73,10 +71,9 @@ TRACE = re.compile(r"//\*\*\*|:\*\*\*@|=\*\*\*(&|$)|^\*\*\*$")
 
 
 def hide(text: str) -> str:
-    """A text whose addresses and settings have no passwords, tokens, keys and signatures.
+    """Replace passwords, tokens, keys and signatures in a text by ***.
 
-    Of an address, what is before its last @ is taken for user and password where a : makes this possible,
-    whatever else is in there.
+    The part of an address before its last @ is taken for user and password if it contains a colon.
 
     Example:
         >>> hide("s3://me:p@ss/w@bucket?X-Amz-Signature=abc&region=eu")
@@ -84,7 +81,7 @@ def hide(text: str) -> str:
         >>> hide("git+https://ghp_0123456789@github.com, pwd=abc")
         'git+https://***@github.com, pwd=***'
     """
-    if whole := WHOLE_ADDRESS.fullmatch(text):  # an address alone, in which there may be anything
+    if whole := WHOLE_ADDRESS.fullmatch(text):  # a single address, which may contain any character
         text = _address(whole) if "\n" not in text else text
     if "-----BEGIN" in text:
         text = PEM.sub(HIDDEN, text)
@@ -95,7 +92,7 @@ def hide(text: str) -> str:
 
 
 def hide_all(value: Any) -> Any:
-    """The same for every text within lists and mappings; what a name calls a secret goes altogether.
+    """Apply `hide` to every text in nested lists and mappings; values whose key denotes a secret become ***.
 
     Example:
         >>> hide_all({"uri": "http://me:pass@host", "tags": {"api_key": "abc", "team": "ads"}})
@@ -108,7 +105,8 @@ def anonymize(text: str, names: Mapping[str, str]) -> str:
     """Replace storage URIs, paths and network addresses in a text by STORAGE, PATH and ADDRESS.
 
     Args:
-        names: Names of hosts and users → their replacements.
+        text: Text to change.
+        names: Replacements of names of hosts and users.
     """
     longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))  # "vm (10.0.0.1) #2"
     places = (f"(?P<{place}>{pattern})" for place, pattern in PRIVATE.items())
@@ -117,7 +115,7 @@ def anonymize(text: str, names: Mapping[str, str]) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting or parameter of this name is one to hide."""
+    """Return True if the name of a setting or parameter denotes a secret."""
     words = [word.lower() for word in WORD.findall(name[:200])]
     if words and words[-1] in PLACES:
         return False
@@ -125,7 +123,7 @@ def is_secret(name: str) -> bool:
 
 
 def hide_yaml(text: str) -> str:
-    """The same for a file of settings; comments go, too. Text that is not YAML is only looked at as text."""
+    """Apply `hide_all` to a YAML text, without its comments; text that is not YAML is passed to `hide`."""
     try:
         values = yaml_values(text)
     except NotReadable:
@@ -135,7 +133,7 @@ def hide_yaml(text: str) -> str:
 
 
 def hidden_keys(value: Any, key: str = "") -> list[str]:
-    """Names, such as `tracking.uri`, of the texts in nested settings that something has been hidden in."""
+    """Return the keys, such as `tracking.uri`, of nested settings in which a secret has been hidden."""
     if isinstance(value, dict):
         return [found for k, each in value.items() for found in hidden_keys(each, f"{key}.{k}".strip("."))]
     if isinstance(value, list | tuple):
@@ -144,12 +142,13 @@ def hidden_keys(value: Any, key: str = "") -> list[str]:
 
 
 def _hidden(value: Any, *, secret: bool, password: bool, judged: bool) -> Any:
-    """A value of settings.
+    """Return a value of settings without secrets.
 
     Args:
-        secret: whether a name above it has called it so; then text goes.
-        password: then numbers go as well: those next to `tokens` or `secrets` count something.
-        judged: whether names in here are ours or the user's, rather than those of tables.
+        value: Value to redact.
+        secret: True if a key above the value denotes a secret, so that text is hidden.
+        password: True if numbers are hidden as well; numbers next to `tokens` or `secrets` are counts.
+        judged: True if the keys of the value are names of settings; False if they are names of tables.
     """
     if isinstance(value, str):
         return HIDDEN if secret and value else hide(value)
@@ -177,7 +176,7 @@ def _address(found: re.Match) -> str:
     user, colon, _ = first.partition(":")
     at = rest.rfind("@") if colon and "@" not in user else first.rfind("@")
     for begin, end in _secret_values(rest):
-        if begin <= at < end:  # a secret with @ in it
+        if begin <= at < end:  # a secret that contains @
             return f"{scheme}://{HIDDEN}{_parameters(rest[end:])}"
     if at >= 0:
         shown = _user(scheme, rest[:at])
@@ -202,7 +201,7 @@ def _parameters(text: str) -> str:
 
 
 def _secret_values(text: str) -> Iterator[tuple[int, int]]:
-    """Where the values of secret parameters begin and end; one may have ?, ; or # in it."""
+    """Yield begin and end of the values of secret parameters; a value may contain ?, ; or #."""
     end = 0
     for found in PARAMETER.finditer(text):
         name = unquote_plus(found[1])
@@ -226,7 +225,7 @@ def _setting(found: re.Match) -> str:
 
 
 def _field(found: re.Match) -> str:
-    """name: value in a text, where a word after a name that is not a password's may be part of a sentence."""
+    """Redact "name: value", unless the value is a word of a sentence and the name no password's."""
     is_sentence = not PASSWORD_NAME.search(found[1]) and re.fullmatch(r"[a-z]+[.,;:]?", found[3])
     return found.group() if is_sentence else _setting(found)
 
@@ -239,7 +238,7 @@ def _option(found: re.Match) -> str:
 
 
 def _counts(name: str, number: Any) -> bool:
-    """Whether a number counts something, as in tokens=5, rather than being a secret itself."""
+    """Return True if a number is a count, as in tokens=5, and not a secret."""
     if PASSWORD_NAME.search(name):
         return False
     is_token = name.lower().endswith("token") and isinstance(number, int | float)

@@ -1,11 +1,11 @@
-"""Named parts, one file each, or `module:name` of a user.
+"""Registries of named parts of a package, and loading of `module:name` from users' code.
 
     loss: Registry[type[Loss]] = Registry("loss", "raytrec.tasks.losses")
 
     @loss("bce")
     class BinaryCrossEntropy(Loss): ...
 
-The package's files are imported when a part is first asked for, so that a new one needs no line elsewhere.
+A package's files are imported at the first lookup, so a new part needs no further line of code.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ T = TypeVar("T")
 
 
 def load_code(path: str, folder: str | None = None) -> Any:
-    """What `module:name` names.
+    """Import the object that `module:name` names.
 
     Args:
-        folder: where the module may be, in addition to Python's own path; the folder of the command.
+        path: `module:name`.
+        folder: Folder of the command, which is searched in addition to Python's path.
 
     Raises:
-        ModuleNotFoundError: no such module (or one that it imports). AttributeError: nothing of that name in
-            it. Whatever else the module raises while it is imported.
+        ModuleNotFoundError: The module, or a module that it imports, does not exist.
+        AttributeError: The module has no such name.
+        Exception: Any error of the module while it is imported.
     """
     module, _, name = path.partition(":")
     try:
@@ -46,11 +48,11 @@ def load_code(path: str, folder: str | None = None) -> Any:
 
 
 class Registry(Generic[T]):
-    """Parts of one kind by their names.
+    """Parts of one kind by name.
 
     Args:
-        kind: what they are, for errors: loss.
-        package: whose files define them.
+        kind: Noun for the parts in errors, such as loss.
+        package: Package whose files define the parts.
     """
 
     def __init__(self, kind: str, package: str):
@@ -58,10 +60,10 @@ class Registry(Generic[T]):
         self._complete = False
 
     def __call__(self, name: str) -> Callable[[T], T]:
-        """Decorator: registers a part of the package under a name; one of a user's has its module:name.
+        """Return a decorator that registers a part of the package; users' parts are named module:name.
 
         Raises:
-            ValueError: another one has it.
+            ValueError: Another part has the name; raised by the decorator.
         """
 
         def register(part: Any) -> Any:
@@ -77,7 +79,7 @@ class Registry(Generic[T]):
 
     @property
     def parts(self) -> dict[str, T]:
-        """The package's, in alphabetical order of their names."""
+        """Parts of the package, in alphabetical order of their names."""
         if not self._complete:
             for module in modules_of(self._package):
                 import_module(f"{self._package}.{module}")
@@ -85,14 +87,16 @@ class Registry(Generic[T]):
         return dict(sorted(self._parts.items()))
 
     def find(self, name: str, where: str, folder: str | None = None) -> T:
-        """The part of this name, or what `module:name` names; that is imported.
+        """Return the part of this name, or import the object that `module:name` names.
 
         Args:
-            where: the configuration's key, for errors.
-            folder: where the module may be, in addition to Python's own path; the folder of the command.
+            name: Name of a part, or `module:name`.
+            where: Configuration key, for errors.
+            folder: Folder of the command, which is searched in addition to Python's path.
 
         Raises:
-            ConfigError: there is none. Whatever else the module raises while it is imported.
+            ConfigError: No such part exists.
+            Exception: Any error of the module while it is imported.
         """
         parts = self.parts
         if name in parts:
@@ -104,20 +108,23 @@ class Registry(Generic[T]):
 
 
 def modules_of(package: str) -> list[str]:
-    """The names of a package's modules, in alphabetical order; none of them is imported."""
+    """Return the names of a package's modules in alphabetical order, without importing them."""
     found = find_spec(package)
     return sorted(module.name for module in pkgutil.iter_modules(found.submodule_search_locations))
 
 
 def find_code(path: str, kind: str, where: str, folder: str | None = None) -> Any:
-    """What `module:name` names; the module is imported.
+    """Import the object that `module:name` names.
 
     Args:
-        kind: what it should be, for errors. where, folder: as in `Registry.find`.
+        path: `module:name`.
+        kind: Noun for the object, for errors.
+        where: Configuration key, for errors.
+        folder: Folder of the command, which is searched in addition to Python's path.
 
     Raises:
-        ConfigError: there is no such module, or nothing of that name in it. Whatever else the module raises
-            while it is imported.
+        ConfigError: The module does not exist, or has no such name.
+        Exception: Any error of the module while it is imported.
     """
     module, _, name = path.partition(":")
     try:
@@ -131,7 +138,7 @@ def find_code(path: str, kind: str, where: str, folder: str | None = None) -> An
         ) from None
     except AttributeError:
         if module not in sys.modules:
-            raise  # the module's own error, while it was imported
+            raise  # an error of the module's own code
         raise ConfigError(
             f"no {kind} {path}: the module has no {name}"
             + hint(name, [n for n in vars(sys.modules[module]) if not n.startswith("_")]),

@@ -1,4 +1,4 @@
-"""Local, s3:// and gs:// places, through pyarrow."""
+"""Paths and URIs: local files, s3:// and gs:// through pyarrow."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from raytrec.common.errors import ConfigError, DataError
 from raytrec.common.reading import MOST_JSON_BYTES, MOST_YAML_BYTES, yaml_values
 
 ROOT = "RAYTREC_ROOT"
-COPIES = "/runtime_resources/working_dir_files/"  # where Ray unpacks the working directories of jobs
-# URIs whose server is this machine, or the store's own. pyarrow takes others from parameters such as
-# endpoint_override, scheme and blob_storage_authority, and from the host of abfs:// and hdfs://.
+COPIES = (
+    "/runtime_resources/working_dir_files/"  # folder in which Ray unpacks the working directories of jobs
+)
+# URIs of files on this machine or on the provider's own servers. pyarrow takes other servers from parameters
+# such as endpoint_override, scheme and blob_storage_authority, and from the host of abfs:// and hdfs://.
 OWN_SERVER = re.compile(
     r"file:///(?s:.*)"
     r"|(?:s3|gs|gcs)://(?:[^@/?#\s]*@)?[\w.-]+(?:/[^?#]*)?(?:\?region=[\w-]+)?"
@@ -26,17 +28,17 @@ OWN_SERVER = re.compile(
 
 
 def open_filesystem(uri: str):
-    """The pyarrow filesystem of a path or URI, and the path inside it.
+    """Return the pyarrow filesystem of a path or URI, and the path inside it.
 
     Args:
-        uri: a local path (relative ones are taken from the working directory; `~` is the home) or a URI
-            such as `s3://bucket/folder` or `gs://bucket/folder`.
+        uri: Local path, relative to the working directory or with `~` for the home, or a URI such as
+            `s3://bucket/folder` or `gs://bucket/folder`.
 
     Returns:
-        (pyarrow.fs.FileSystem, str): the filesystem and the path without scheme or trailing slash.
+        (pyarrow.fs.FileSystem, str): The filesystem, and the path without scheme and trailing slash.
 
     Raises:
-        DataError: when pyarrow knows no such scheme or cannot reach the store.
+        DataError: pyarrow does not know the scheme, or cannot reach the store.
     """
     from pyarrow import fs
 
@@ -45,7 +47,7 @@ def open_filesystem(uri: str):
             filesystem, path = fs.FileSystem.from_uri(uri)
         else:
             filesystem, path = fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(uri))
-            path.encode()  # pyarrow takes UTF-8 alone
+            path.encode()  # pyarrow accepts only UTF-8
             if "\0" in path:
                 raise ValueError("a zero byte is in its name")
     except (OSError, ValueError) as error:
@@ -64,7 +66,7 @@ def file_info(uri: str):
 
 
 def chooses_server(uri: str) -> bool:
-    """Whether a URI decides which server is asked, and sent the credentials of this user.
+    """Return True if a URI chooses the server, which then receives this user's credentials.
 
     Example:
         >>> chooses_server("s3://bucket/train?region=eu-north-1")
@@ -76,11 +78,11 @@ def chooses_server(uri: str) -> bool:
 
 
 def read_bytes(uri: str, most: int = MOST_YAML_BYTES) -> bytes:
-    """The content of a file.
+    """Read a file.
 
     Raises:
-        FileNotFoundError: when there is none. OSError: it cannot be read, is a pipe, a device or
-            a folder, or has more bytes than `most`.
+        FileNotFoundError: The file does not exist.
+        OSError: The file cannot be read, is a pipe, a device or a folder, or has more than `most` bytes.
     """
     filesystem, path = open_filesystem(uri)
     if filesystem.type_name == "local":
@@ -93,32 +95,36 @@ def read_bytes(uri: str, most: int = MOST_YAML_BYTES) -> bytes:
 
 
 def read_text(uri: str) -> str:
-    """The UTF-8 text of a file.
+    """Read a file of UTF-8 text.
 
     Raises:
-        OSError: as `read_bytes`. UnicodeDecodeError: it is something else.
+        OSError: As for `read_bytes`.
+        UnicodeDecodeError: The content is not UTF-8.
     """
     return read_bytes(uri, MOST_JSON_BYTES).decode()
 
 
 def read_yaml(uri: str) -> Any:
-    """The values of a YAML file.
+    """Read and parse a YAML file.
 
     Raises:
-        OSError: as `read_bytes`. NotReadable: it is not YAML, or should not be parsed.
+        OSError: As for `read_bytes`.
+        NotReadable: As for `reading.yaml_values`.
     """
     return yaml_values(read_bytes(uri))
 
 
 def absolute(uri: str, root: str | None = None) -> str:
-    """A local path made absolute (workers run in another directory); URIs are left alone.
+    """Return the absolute form of a local path, because workers run in another directory; keep a URI.
 
     Args:
-        root: the folder that relative paths are taken from; default: RAYTREC_ROOT, which the nodes of a
-            cluster have, else the working directory.
+        uri: Path or URI.
+        root: Folder to which relative paths refer; default: RAYTREC_ROOT, which the nodes of a cluster have,
+            else the working directory.
 
     Raises:
-        ConfigError: in a Ray job, whose working directory is a copy that is soon removed, without a root.
+        ConfigError: The path is relative and there is no root in a Ray job, whose working directory is a
+            temporary copy.
     """
     if "://" in uri:
         return uri
@@ -140,12 +146,12 @@ def in_shell(place: str | Path) -> str:
 
 
 def relative(path: Path) -> str:
-    """A path, as short as it is from here."""
+    """Return a path relative to the working directory if it is inside, else unchanged."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def sync(path: str | Path) -> None:
-    """Makes a local file, or the names in a local folder, outlast a power cut."""
+    """Flush a local file, or the names in a local folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -177,13 +183,13 @@ def sibling(uri: str, name: str) -> str:
 
 
 def train_part(uri: str) -> str:
-    """The train/ folder inside a folder that has one; else the place itself."""
+    """Return the folder train/ inside a folder that has one, else the place itself."""
     inner = join_uri(uri, "train")
     return inner if file_info(inner).type.name == "Directory" else uri
 
 
 def parts_beside(uri: str) -> dict[str, str]:
-    """Validation and test data next to a folder train/ (or a file train.parquet): name → place."""
+    """Return validation and test data next to a folder train/ or a file train.parquet: name → place."""
     name = split_query(uri)[0].rpartition("/")[2]
     if name.partition(".")[0] != "train":
         return {}

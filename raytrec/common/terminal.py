@@ -1,6 +1,6 @@
-"""Consoles whose text is not markup, on streams that outlast their terminal, reader or disk.
+"""Consoles without markup, and streams that ignore errors of their terminal, reader or disk.
 
-Names of runs, tables and folders may have [brackets] and :words:.
+Names of runs, tables and folders may contain [brackets] and :words:.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the command line uses the streams of this module before it 
     from rich.console import Console
     from rich.text import Text
 
-# Escapes move the cursor, set titles and more; rich itself takes away bells and carriage returns.
+# Escape sequences move the cursor or set titles; rich itself removes bells and carriage returns.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -31,27 +31,27 @@ def open_console(*, stderr: bool = False) -> Console:
 
 
 def plain(text: object) -> str:
-    """Text without control characters and secrets, for names that others have chosen."""
+    """Return a text, such as a name chosen by others, without control characters and secrets."""
     return CONTROL.sub("�", hide(str(text)))
 
 
 def bold(text: object) -> Text:
-    """Text in bold."""
+    """Return a bold text."""
     from rich.text import Text
 
     return Text(plain(text), style="bold")
 
 
 class LastingStream:
-    """A text stream whose terminal, reader or disk may go away: further text is dropped, and no error raised.
+    """Text stream that drops text instead of raising an error when its terminal, reader or disk fails.
 
     Characters that the stream's encoding lacks are replaced.
 
     Args:
-        current: Returns the stream of the moment; None: there is no stream.
+        current: Function that returns the present stream, or None without one.
 
     Attributes:
-        error: The last error of the stream; None if all text was written.
+        error: Last error of the stream; None if all text was written.
     """
 
     def __init__(self, current: Callable[[], TextIO | None]):
@@ -68,7 +68,7 @@ class LastingStream:
         return len(text)
 
     def flush(self) -> None:
-        """Write text that is still in memory."""
+        """Flush the stream."""
         with self._dropped():
             if (stream := self._current()) is not None:
                 stream.flush()
@@ -95,7 +95,7 @@ def lasting_streams() -> Iterator[None]:
     finally:
         lasting.flush()
         is_lost = lasting.error and getattr(lasting.error, "errno", None) != errno.EPIPE
-        if is_lost:  # not if the reader has ended, as `head` does
+        if is_lost:  # False if the reader has ended, as `head` does
             print(f"error: the output is incomplete: {lasting.error}", file=sys.stderr)
         sys.stdout, sys.stderr = before
         if is_lost:
