@@ -1,7 +1,7 @@
-"""Ray's token, and checks that a cluster answers and accepts it.
+"""Ray's token, and checks that a cluster answers and accepts the token.
 
-By default a token is required. It is stored where Ray looks for it, readable by its owner alone. Without a
-token, any client that reaches a cluster's ports can run code there (docs/security.md). With
+By default a token is required. The token is stored where Ray looks for it, readable by its owner alone.
+Without a token, any client that reaches a cluster's ports can run code there (docs/security.md). With
 RAY_AUTH_MODE=token, Ray 2.60 looks for a token in RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, and
 ~/.ray/auth_token. Ray reads RAY_AUTH_MODE at import, so this module does not import Ray. Ray itself takes
 minutes to report these errors.
@@ -127,7 +127,7 @@ def _find_file(create: bool, own: bool) -> None:
 
 
 def check_cluster(address: str, given: str) -> None:
-    """Check that a cluster listens at its address and accepts our token, before Ray connects to it.
+    """Check that a cluster listens at its address and accepts our token, before Ray connects.
 
     Args:
         address: HOST:PORT of the head, ray://HOST:PORT of its Ray client server, or 'auto'.
@@ -196,7 +196,7 @@ def _check_token(address: str, given: str) -> None:
 
 
 def _ask(channel: Any, method: str, token: tuple[tuple[str, str], ...]) -> Any:
-    """Return the status with which a call fails, or None if it succeeds."""
+    """Return the status of a failed call, or None if the call succeeds."""
     import grpc
 
     try:

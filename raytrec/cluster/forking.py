@@ -1,16 +1,16 @@
 """Program of the warm process (warm.py), which imports the modules of workers and forks workers on request.
 
-The program is run as a file, with one end of a socket pair as standard input. It receives two messages there.
+The program is run as a file, with one end of a socket pair as standard input, which delivers two messages.
 The first has Python's module search path and the modules to import. The second, sent after the raylet's
 start, has environment variables of Ray's workers, the modules that import Ray, and the listening socket. On a
-byte or the end of the stream, this process ends with every worker forked from it. Without that byte the
-driver was killed, and the raylet's agents are ended as well.
+byte or the end of the stream, this process and every forked worker end. Without that byte the driver was
+killed, and the raylet's agents are ended as well.
 
 Ray may be imported before the fork under two conditions. First, Ray reads the ids of its job and raylet only
 once, so both must be known; other settings are read again in forked processes. Second, the generator of task
 and object ids must not be seeded yet. Otherwise workers would draw identical ids and confuse each other's
-data. Importing Ray's libraries draws ids of actor classes from this generator; here they come from the
-operating system. Before serving requests, two processes are forked to check that they draw different ids.
+data. Importing Ray's libraries draws ids of actor classes from this generator; here the operating system
+draws these ids. Before serving requests, two processes are forked to check that they draw different ids.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _draw() -> bytes:
 
 
 def _answer_of_fork(ask: Callable[[], bytes]) -> bytes:
-    """Return the result of a function run in a forked process; empty bytes if it fails."""
+    """Return the result of a function run in a forked process; empty bytes if the function fails."""
     reads, writes = os.pipe()
     if not (pid := os.fork()):
         with suppress(BaseException):

@@ -68,7 +68,7 @@ def make_folder() -> tuple[Path, int]:
 
 
 def base_folder() -> Path:
-    """Return the parent of private folders; its path is short enough for the Unix sockets below it."""
+    """Return the parent of private folders; the path is short enough for the Unix sockets below."""
     for name in (TMPDIR, "TMPDIR"):
         if given := os.environ.get(name):
             base = Path(given).absolute()
@@ -134,7 +134,7 @@ def _sweep_one(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder; retry because the last of Ray's processes may still be writing to it."""
+    """Remove a folder; retry because the last of Ray's processes may still be writing files."""
     for _ in range(5):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -184,8 +184,8 @@ def last_words(logs: Path) -> str:
 def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:
     """End all processes of these sessions; after `linger_s` seconds, kill them.
 
-    Otherwise, the raylet's agents outlive it for up to a minute. The kernel does not reuse a session id while
-    the session has processes. `leaders` are the process ids of the session leaders.
+    Otherwise, a raylet's agents outlive the raylet for up to a minute. The kernel does not reuse a session id
+    while the session has processes. `leaders` are the process ids of the session leaders.
     """
     for patience_s in (linger_s, 1.0):  # a process that survives SIGKILL for a second is left to the system
         deadline = monotonic() + patience_s
@@ -197,7 +197,7 @@ def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:
 
 
 def _members(sessions: set[int]) -> list[int]:
-    """Return the living processes of these sessions, except those of this process's own session."""
+    """Return the living processes of these sessions; this process's own session is skipped."""
     import psutil
 
     others, found = sessions - {os.getsid(0)}, []

@@ -50,7 +50,7 @@ def gcp_notice(base: str = "http://metadata.google.internal") -> bool:
 
 
 def _ask(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
-    """Return the metadata server's answer, or None if it has none or is temporarily unavailable."""
+    """Return the metadata server's answer, or None if there is none or the server is unavailable."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
     try:
         request = urllib.request.Request(url, headers=headers, method=method)
@@ -66,7 +66,7 @@ def wait_for(notice: Callable[[], bool]) -> None:
 
 
 def announce(seconds: float, node: str | None = None, address: str = "auto") -> str:
-    """Drain a node: Ray places nothing new on it, and runs on it save and leave.
+    """Drain a node: Ray places nothing new on the node, and runs on the node save and leave.
 
     Args:
         seconds: Seconds until the preemption.

@@ -62,8 +62,9 @@ def ray_session(
 
     The first match is used: a Ray to which this process is connected (left running); the cluster at
     `address`; the cluster whose job this process drives; or a new local Ray. A local Ray listens on loopback
-    only and has no dashboard. It exports metrics for Prometheus only with RAY_enable_metrics_collection=1.
-    Its files are in a private folder. Both end with the block.
+    only and has no dashboard. Metrics for Prometheus are exported only with RAY_enable_metrics_collection=1.
+    The files of a local Ray are in a private folder, which is removed when the Ray stops at the end of the
+    block.
 
     Args:
         address: Address of a running cluster: 'auto', HOST:PORT or ray://HOST:PORT.
@@ -247,9 +248,9 @@ def stay_on_loopback() -> None:
 
     Ray 2.60 replaces a node address of 127.0.0.1 with the machine's own
     (`services.resolve_ip_for_localhost`), and its servers then listen on all interfaces. A setting that rules
-    out multi-node clusters prevents this; it is the default on macOS and Windows. Ray's processes inherit the
-    setting from the environment. In this process, where Ray may already be imported, a constant is set as
-    well.
+    out multi-node clusters, the default on macOS and Windows, prevents the replacement. Ray's processes
+    inherit the setting from the environment. In this process, where Ray may already be imported, a constant
+    is set as well.
     """
     os.environ |= loopback_environment()
     keep_loopback()

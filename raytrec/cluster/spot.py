@@ -1,11 +1,11 @@
 """Node providers for `ray up` that launch spot machines first and fall back to on-demand machines.
 
-Ray 2.60 has no such fallback. Its autoscaler (v2) prefers node types by `priority`. It only lowers the
-priority of a type whose machines came up without running Ray (`CloudResourceMonitor`, ALLOCATION_TIMEOUT). If
-the cloud refuses a launch (ALLOCATION_FAILED), the autoscaler requests the same type forever. Therefore the
+Ray 2.60 has no such fallback. Its autoscaler (v2) prefers node types by `priority`. The priority of a type is
+lowered only if its machines came up without running Ray (`CloudResourceMonitor`, ALLOCATION_TIMEOUT). If the
+cloud refuses a launch (ALLOCATION_FAILED), the autoscaler requests the same type forever. Therefore the
 second request is made here, within the refused launch, and the autoscaler sees a single node type.
 
-cluster.yaml names AwsSpotFirst and GcpSpotFirst as `provider: {type: external, module: …}`. They are imported
+cluster.yaml names AwsSpotFirst and GcpSpotFirst as `provider: {type: external, module: …}`. Both are imported
 where `ray up` runs and by the autoscaler on the head node, and need requirements/cloud.txt.
 """
 

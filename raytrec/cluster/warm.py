@@ -2,7 +2,7 @@
 
 Importing torch, TorchRec, FBGEMM and Ray takes 5 s of CPU time. A run starts about ten processes that import
 them, and again after a failure. The warm process imports them once, while the driver reads its configuration,
-and lives as long as the driver. It is reached over a Unix socket in the private folder of the local Ray
+and lives as long as the driver. Requests use a Unix socket in the private folder of the local Ray
 (local_ray.py).
 """
 

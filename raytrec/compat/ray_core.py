@@ -141,7 +141,7 @@ def own_address() -> str:
 
 
 def is_ray_process(pid: int) -> bool:
-    """Return True if the title of a process on this machine is that of a Ray worker.
+    """Return True if a process of this machine has the title of a Ray worker.
 
     Raises:
         OSError: The process has exited.
@@ -226,7 +226,7 @@ def node_providers() -> tuple[Any, Any]:
 def prepare_replica() -> None:
     """Set up the process of a Ray Serve replica; called by the replica's constructor.
 
-    The replica's server for calls between deployments accepts pickles from any client. It must therefore
+    The replica's server for calls between deployments accepts pickles from any client, so the server must
     listen on loopback instead of all interfaces. Nothing calls the server if RAY_SERVE_USE_GRPC_BY_DEFAULT is
     off. Serve must not freeze the garbage collector after the constructor, because the first model would then
     never be freed.

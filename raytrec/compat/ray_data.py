@@ -32,8 +32,8 @@ def ask_for_no_nodes() -> None:
 
     Read tasks request no CPU, so nothing is lost: the stream limits their number and memory, and Ray's
     scheduler assigns the CPUs. Ray Data's own autoscaler (2.60) starts no task if Ray Train's workers have
-    reserved all CPUs of a cluster, and waits forever without a message. It also uses an actor, whose process
-    takes seconds to start before the first batch, and 1 % of a core.
+    reserved all CPUs of a cluster, and waits forever without a message. The autoscaler also uses an actor,
+    whose process takes seconds to start before the first batch, and 1 % of a core.
     """
     from ray.data import ExecutionResources
     from ray.data._internal.cluster_autoscaler import ClusterAutoscaler
@@ -59,10 +59,10 @@ def ask_for_no_nodes() -> None:
 
 
 def pace_executors() -> None:
-    """Make the threads that drive Ray Data's executions sleep while they have nothing to do.
+    """Make the threads that drive Ray Data's executions sleep while there is no work.
 
     Ray 2.60's thread (execution/streaming_executor.py) spins while it holds back the output of its tasks, or
-    has no more tasks. This is the normal state when batches arrive faster than they are trained. During a
+    has no more tasks. Spinning is the normal state when batches arrive faster than they are trained. During a
     step, the thread then uses all available time of a core, and of the GIL.
     """
     from ray.data._internal.execution.streaming_executor import StreamingExecutor

@@ -114,9 +114,9 @@ def popen_replaced(
 def only_what_is_needed() -> Iterator[None]:
     """Make a local Ray that is started in the block omit unneeded processes.
 
-    Three processes are omitted. Each imports Ray for a second, one of them while ray.init waits. They are the
-    API server (of the disabled dashboard), the autoscaler's monitor (the cluster does not grow), and the log
-    monitor (logs are not forwarded to the driver).
+    Three processes are omitted, each of which imports Ray for a second, one of them while ray.init waits. The
+    API server belongs to the dashboard, which is disabled. The autoscaler's monitor is for clusters that
+    grow. The log monitor forwards logs to the driver, which is disabled.
     """
     from ray._private.node import Node
 

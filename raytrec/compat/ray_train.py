@@ -97,9 +97,9 @@ class OwnClusterCleaner(PlacementGroupCleaner):
 
     Ray 2.60 (ray/train/v2/_internal: execution/controller/placement_group_cleaner.py,
     callbacks/placement_group_callback.py) asks the state API whether the controller is alive. The state API
-    queries the most recently started cluster on this machine. If another cluster was started later, it does
-    not know the controller, and Ray would kill all workers of the run. This actor, alone in its process,
-    queries its own cluster.
+    queries the most recently started cluster on this machine. A cluster that was started later does not know
+    the controller, and Ray would kill all workers of the run. This actor, alone in its process, queries its
+    own cluster.
     """
 
     def start_monitoring(self) -> bool:
@@ -155,7 +155,7 @@ class RequestingPolicy(ScalingPolicy):
     Args:
         scaling_config: Ray Train's scaling configuration.
         most: Maximum number of workers.
-        cpus_beside: CPUs that the autoscaler should provide in addition to those of the workers.
+        cpus_beside: CPUs that the autoscaler should provide in addition to the workers' CPUs.
         asks: False if there is no autoscaler. Nothing is requested then, and the actor that forwards requests
             is not started.
     """

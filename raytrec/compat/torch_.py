@@ -153,8 +153,8 @@ def multiply_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 def call_after_nodes(losses: torch.Tensor, call: Callable[[], object]) -> None:
     """Call a function in the next backward from `losses` after all nodes of the graph have run.
 
-    Afterwards, DistributedDataParallel waits for its all-reduces in a callback of the same kind. It queues
-    its callback later, and callbacks run in the order in which they were queued.
+    Callbacks run in the order in which they were queued. DistributedDataParallel waits for its all-reduces in
+    a later callback of the same kind, so this function runs before that wait.
     """
     losses.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(call))
 

@@ -53,8 +53,8 @@ def sharded_collections(model: nn.Module) -> Iterator[nn.Module]:
 def watch_distinct_ids(model: nn.Module, called: Callable[[KeyedJaggedTensor], object]) -> None:
     """Call a function at each lookup of a collection that sends each id of a batch once (use_index_dedup).
 
-    The function receives the ids sent for each sharding type. They are ids of a table, under any of the
-    features that read it. A feature is repeated for each set of columns.
+    The function receives the ids sent for each sharding type. Ids of a table can be listed under any feature
+    that reads the table. A feature is repeated for each set of columns.
     """
     for module in sharded_collections(model):
         if not getattr(module, "_use_index_dedup", False):

@@ -155,7 +155,7 @@ class Balancer:
         return float(self._board.filled(left, list(ranks)).max()), self._board.mean(way)
 
     def _done(self, busy: np.ndarray, way: Way, ranks: Sequence[int]) -> float:
-        """Return the finish time of a table's slowest rank plus, to break ties, the table's mean time."""
+        """Return the finish time of a table's slowest rank plus the mean time of the table."""
         return float((busy[list(ranks)] + way.own).max()) + way.spread + self._board.mean(way)
 
     def _refine(self, plan: Placed) -> Placed:

@@ -40,7 +40,7 @@ class Way:
     spread: float
 
 
-Change = list[tuple[Way, tuple[int, ...]]]  # tables' new ways of sharding and ranks
+Change = list[tuple[Way, tuple[int, ...]]]  # new sharding options and ranks of some tables
 
 
 @dataclass

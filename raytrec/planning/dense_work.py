@@ -50,7 +50,7 @@ def guess_dense_work(parameters: Iterable[torch.Tensor], rows: int) -> DenseWork
     """Return the approximate work of dense layers for a number of rows, estimated from their shapes alone.
 
     The estimate replaces counting where counting takes too long. Each weight is used once per row. The
-    constants, 32 bytes per input or output value and 9 operators per tensor, are those of a DCN-v2.
+    constants are for a DCN-v2: 32 bytes per input or output value and 9 operators per tensor.
     """
     found = [parameter for parameter in parameters if parameter.requires_grad]
     values, widths = sum(each.numel() for each in found), sum(sum(each.shape) for each in found)
@@ -135,10 +135,10 @@ def count_dense_layers(
 ) -> DenseWork:
     """Count the work of the dense layers, losses and their backward for the batch of one rank.
 
-    Autocast, and models that read values (e.g. lengths of sequences), cannot run on the meta device. They run
-    on CPU with two small numbers of rows, and the counts are extrapolated linearly. More than MOST_META_ROWS
-    rows are extrapolated as well. Losses that compare rows of a global batch are counted for the rows of this
-    rank alone. Extrapolation underestimates losses that compare all pairs of rows.
+    Autocast, and models that read values (e.g. lengths of sequences), cannot run on the meta device. Such
+    layers run on CPU with two small numbers of rows, and the counts are extrapolated linearly. More than
+    MOST_META_ROWS rows are extrapolated as well. Losses that compare rows of a global batch are counted for
+    the rows of this rank alone. Extrapolation underestimates losses that compare all pairs of rows.
 
     Args:
         build: Function that builds the model of one rank (worker.build.unsharded).

@@ -241,7 +241,7 @@ def _for(config: RunConfig, cluster: Cluster) -> RunConfig:
 def dry_run(
     config: RunConfig, schema: Schema, cluster: Cluster, dense: Iterable[nn.Parameter] = ()
 ) -> list[PlannedTable]:
-    """Return the plan on a cluster's GPUs, or CPU workers (scaling.device), as a run on it would make it.
+    """Return the plan that a run on a cluster's GPUs, or CPU workers (scaling.device), would make.
 
     As in a run, 15 % of each GPU are reserved for dense layers and activations. The shapes of the `dense`
     weights are used to compare plans.

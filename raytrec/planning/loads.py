@@ -205,8 +205,9 @@ class LoadCounter:
 def ids_of_features(schema: Schema, features: Features) -> dict[str, float]:
     """Return the expected number of ids per row, by sparse feature.
 
-    The number is the mean length found by `raytrec inspect`. For sequences read id by id, it is limited to
-    the length that the model reads. Without statistics, it is this length, and 1 for other features.
+    The number is the mean length found by `raytrec inspect`. For sequences read id by id, the number is at
+    most the length that the model reads. Without statistics, sequences count with that length, and other
+    features with 1.
     """
     found = {}
     for name in schema.sparse:

@@ -79,8 +79,8 @@ def agree_on_hosts(config: RunConfig, device: torch.device) -> Hosts:
     """Return the hosts of all ranks, identical on every rank; a collective.
 
     TorchRec reads LOCAL_WORLD_SIZE wherever it needs the number of ranks per host. If hosts hold different
-    numbers of ranks, this variable differs between ranks. Therefore the ranks agree on one number and write
-    it to the variable.
+    numbers of ranks, this variable differs between ranks. Therefore the ranks agree on one number and set the
+    variable to this number.
     """
     places = [_place(config, device)] * dist.get_world_size()
     dist.all_gather_object(places, places[0])

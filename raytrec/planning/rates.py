@@ -158,9 +158,9 @@ class Rates:
     def of_cpu(cls, world: int) -> Rates:
         """Return rates of CPU ranks, accurate to an order of magnitude.
 
-        They are from two ranks with one core each (benchmarks/results/plan.json). Hosts are assumed to have
-        as many cores as this one, and 10 Gb/s between them. On such hosts, sums over three and four ranks
-        have about (ranks − 1)² times the latency.
+        The rates are from two ranks with one core each (benchmarks/results/plan.json). Hosts are assumed to
+        have as many cores as this one, and 10 Gb/s between them. On such hosts, sums over three and four
+        ranks have about (ranks − 1)² times the latency.
         """
         rings = (world - 1) ** 2
         fused = {name: LookupRates(*of.cpu_lookup) for name, of in OPTIMIZERS.parts.items() if of.cpu_lookup}
@@ -196,11 +196,11 @@ class Rates:
     def of_gpu(cls, name: str, network: float = UNKNOWN_NETWORK) -> Rates:
         """Return rates from a GPU's data sheet, multiplied by SHARES.
 
-        Host rates follow from the operators and milliseconds per step in benchmarks/results/host.json. They
-        include TorchRec's exchanges and kernels of two sharding types (95 launches each), metrics and the
-        all-reduce. The 400 launches of a DCN-v2 take 7 ms, and 260 compiled launches 5.5 ms. This gives 11 µs
-        per launch and 4.8 ms for the rest. A collective takes 20 µs, and 1 µs per peer: guesses of the right
-        magnitude for NCCL.
+        Host rates follow from the operators and milliseconds per step in benchmarks/results/host.json.
+        TorchRec's exchanges and kernels of two sharding types (95 launches each), metrics and the all-reduce
+        are added. The 400 launches of a DCN-v2 then take 7 ms, and 260 compiled launches 5.5 ms. This gives
+        11 µs per launch and 4.8 ms for the rest. A collective takes 20 µs, and 1 µs per peer: guesses of the
+        right magnitude for NCCL.
 
         Args:
             name: Name of the GPU as reported by its driver; an unknown GPU counts as V100.

@@ -76,7 +76,7 @@ class Plans:
 
 
 def print_plans(plans: Plans) -> None:
-    """Print the tables of a single cluster, memory and time of all clusters, and what does not fit."""
+    """Print the tables of a single cluster, memory and time of all clusters, and memory that is missing."""
     console = open_console()
     shown = plans.on or plans.chosen
     if len(shown) == 1 and shown[0].tables:

@@ -49,8 +49,9 @@ def validate_constraints(
         host_share: Bytes of main memory per rank on a GPU; None if unknown.
 
     Raises:
-        ConfigError: A rank does not exist, the optimizer or kernel is not exact under a sharding type, no
-            rank can hold a group, or main memory cannot hold copies of tables. The error names the table.
+        ConfigError: A rank does not exist, the optimizer or kernel is not exact under a sharding type, or no
+            rank can hold a group; the error names the table. Also raised if main memory cannot hold copies of
+            tables.
     """
     constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
     if device == "cuda" and {*config.plan.compute_kernels} == {MMAP_KERNEL}:
