@@ -1,1 +1,1 @@
-"""The Ray that a run uses: addresses, tokens, local nodes, forked workers."""
+"""Connections to Ray: addresses, tokens, local clusters, forked workers, preemption."""

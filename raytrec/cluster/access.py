@@ -1,9 +1,10 @@
-"""Ray's token, and whether a cluster answers and takes it.
+"""Ray's token, and checks that a cluster answers and accepts the token.
 
-The token is asked for by default, found where Ray looks for it, and readable by its owner alone. Without it,
-any client that reaches a cluster's ports runs code there (docs/security.md). Ray 2.60 looks for a token in
-RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, and ~/.ray/auth_token, where RAY_AUTH_MODE=token; it reads that
-variable when it is imported, so Ray is not imported here. Ray itself takes minutes to report these errors.
+By default a token is required. The token is stored where Ray looks for it, readable by its owner alone.
+Without a token, any client that reaches a cluster's ports can run code there (docs/security.md). With
+RAY_AUTH_MODE=token, Ray 2.60 looks for a token in RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, and
+~/.ray/auth_token. Ray reads RAY_AUTH_MODE at import, so this module does not import Ray. Ray itself takes
+minutes to report these errors.
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ from raytrec.compat.ray_core import (
 from raytrec.compat.ray_start import read_token_again
 from raytrec.compat.versions import OTHERS
 
-(RAY,) = OTHERS["ray"]  # raytrec touches private parts of Ray, each place read for this version
-ANSWER_S = 30.0  # on a busy machine; one that is not there is found before
+(RAY,) = OTHERS["ray"]  # raytrec uses private parts of Ray that were checked for this version only
+ANSWER_S = 30.0  # timeout for a busy machine; missing machines are detected earlier
 SCHEME = "ray://"
-COMES_UP_S = 5.0  # a cluster that is being started may take so long to listen
+COMES_UP_S = 5.0  # time for a starting cluster to listen
 START_ONE = "start one with `raytrec head`, or give no address: a run then starts its own Ray"
 MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-NO_HOME = "/dev/null"  # where files cannot be made
+NO_HOME = "/dev/null"  # a home folder in which files cannot be created
 
 
 def use_token(*, create: bool = False, own: bool = False) -> None:
-    """Makes this process, and those it starts, ask for and send Ray's token; to be called before Ray is used.
+    """Make this process and its child processes require and send Ray's token; call before using Ray.
 
-    RAY_AUTH_MODE, where it is set, is the user's choice; a job's driver has that of its cluster.
+    RAY_AUTH_MODE, if set, is the user's choice; a job's driver uses the mode of its cluster.
 
     Args:
-        create: makes a token where there is none, for a new cluster.
-        own: the new cluster is for this process and those it starts alone: where its token cannot be kept in
-            a file, because the home cannot be written to or read, it is kept in their environment.
+        create: True to create a missing token for a new cluster.
+        own: True if only this process and its children use the new cluster. The token is then kept in their
+            environment if the home folder cannot be written to or read.
 
     Raises:
-        RunError: there is no token, and none is to be made, or it cannot be kept.
+        RunError: The token is missing and must not be created, or cannot be stored.
     """
-    if os.path.expanduser("~") == "~":  # a user in no list; Ray Train cannot even be imported without a home
+    if os.path.expanduser("~") == "~":  # user without passwd entry; importing Ray Train requires a home
         os.environ["HOME"] = NO_HOME
     if MODE not in os.environ and JOB_CONFIG in os.environ:
         return
@@ -62,19 +63,19 @@ def use_token(*, create: bool = False, own: bool = False) -> None:
     if not os.environ.get(TOKEN):
         _find_file(create, own)
     os.environ[MODE] = "token"
-    if "ray" in sys.modules:  # which has read its settings
+    if "ray" in sys.modules:  # Ray has already read its settings
         read_token_again()
 
 
 def token_file() -> Path:
-    """The file in which Ray looks for the token."""
+    """Return the path of the file in which Ray looks for the token."""
     named = os.environ.get(PATH)
-    # Without a home (a container's user who is in no list), `~` stays as it is, and there is no such file.
+    # Without a home (e.g. a container user without passwd entry), `~` is not expanded and no file exists.
     return Path(os.path.expanduser(named or "~/.ray/auth_token"))
 
 
 def token_source() -> str:
-    """Where the token that is used comes from, for people."""
+    """Return a description of the source of the current token for messages."""
     return (
         f"the environment variable {TOKEN}"
         if os.environ.get(TOKEN)
@@ -83,10 +84,10 @@ def token_source() -> str:
 
 
 def make_token(file: Path) -> str:
-    """Return the token in a file, which is created for its owner alone if it does not exist.
+    """Return the token in a file; create the file for its owner alone if it does not exist.
 
     Raises:
-        OSError: the file can be neither created nor read.
+        OSError: The file can be neither created nor read.
     """
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -121,26 +122,26 @@ def _find_file(create: bool, own: bool) -> None:
             f"asks for none set {MODE}=disabled",
         )
     if file.stat().st_uid == os.getuid() and file.stat().st_mode & 0o077:
-        with suppress(OSError):  # a file system that cannot be written to
+        with suppress(OSError):  # read-only file system
             file.chmod(0o600)  # `ray get-auth-token --generate` writes it readable by all
 
 
 def check_cluster(address: str, given: str) -> None:
-    """Checks, before Ray connects to a cluster, that something listens at its address and takes our token.
+    """Check that a cluster listens at its address and accepts our token, before Ray connects.
 
     Args:
-        address: HOST:PORT of its head, ray://HOST:PORT of its Ray client server, or 'auto'.
-        given: where it comes from, for errors.
+        address: HOST:PORT of the head, ray://HOST:PORT of its Ray client server, or 'auto'.
+        given: Source of the address, named in errors.
 
     Raises:
-        RunError: nothing answers, or what does is not a Ray cluster; it refuses the token, or asks for none.
+        RunError: Nothing answers, or the server is not a Ray cluster, refuses the token, or requires none.
     """
     _check_listens(address, given)
     _check_token(address, given)
 
 
 def _check_listens(address: str, given: str) -> None:
-    places = _places(address)  # none: Ray reports what is wrong with the address
+    places = _places(address)  # if empty, Ray reports the error in the address
     deadline, why = monotonic() + COMES_UP_S, ""
     while places and not (why and monotonic() > deadline):
         for host, port in places:
@@ -182,7 +183,8 @@ def _check_token(address: str, given: str) -> None:
                 where=given,
                 expected="HOST:PORT of a cluster's head (by default 6379), or ray://HOST:PORT",
             )
-        # A driver is called back, and would refuse calls without its token; a Ray client is not.
+        # A cluster calls a driver back, and the driver would refuse calls without its token. Ray clients are
+        # not called back.
         if method == GCS_CALL and token_metadata() and _ask(channel, method, ()) is None:
             raise RunError(
                 "the cluster was started without a token, so it could not call this process, which has one",
@@ -194,7 +196,7 @@ def _check_token(address: str, given: str) -> None:
 
 
 def _ask(channel: Any, method: str, token: tuple[tuple[str, str], ...]) -> Any:
-    """The status with which a call fails; None where it does not."""
+    """Return the status of a failed call, or None if the call succeeds."""
     import grpc
 
     try:
@@ -205,7 +207,7 @@ def _ask(channel: Any, method: str, token: tuple[tuple[str, str], ...]) -> Any:
 
 
 def _places(address: str) -> list[tuple[str, int]]:
-    """Where a cluster may listen: Ray turns 127.0.0.1 into the machine's own address."""
+    """Return the (host, port) pairs to try; Ray replaces 127.0.0.1 with the machine's own address."""
     found = []
     for target in (address.removeprefix(SCHEME), _place(address)):
         host, _, port = (target or "").partition("/")[0].rpartition(":")
@@ -215,7 +217,7 @@ def _places(address: str) -> list[tuple[str, int]]:
 
 
 def _place(address: str) -> str | None:
-    """HOST:PORT; None where Ray knows of no cluster."""
+    """Return the cluster's HOST:PORT, or None if Ray finds no cluster."""
     if address.startswith(SCHEME):
         return address.removeprefix(SCHEME)
     try:
@@ -225,15 +227,16 @@ def _place(address: str) -> str | None:
 
 
 def check_versions(reported: str, *, where: str, expected: str, do: str) -> None:
-    """Check whether Ray refused to connect because the cluster runs other versions of Ray or Python.
+    """Check that Ray's error was not caused by a cluster with another version of Ray or Python.
 
     Args:
-        reported: text of Ray's error.
-        where: address of the cluster.
-        expected, do: parts of the error about another Python.
+        reported: Text of Ray's error.
+        where: Address of the cluster.
+        expected: Field `expected` of the error about another Python.
+        do: Field `do` of the error about another Python.
 
     Raises:
-        RunError: it did.
+        RunError: The versions differ.
     """
     if found := version_mismatch(reported):
         check_ray(found[0], where=where)
@@ -243,14 +246,14 @@ def check_versions(reported: str, *, where: str, expected: str, do: str) -> None
 
 
 def check_ray(cluster: str, *, where: str) -> None:
-    """Compares the version of a cluster's Ray with ours.
+    """Check that a cluster runs the supported version of Ray.
 
     Args:
-        cluster: its version.
-        where: its address, for the error.
+        cluster: Ray version of the cluster.
+        where: Address of the cluster, named in errors.
 
     Raises:
-        RunError: it is another one.
+        RunError: The versions differ.
     """
     if cluster != RAY:
         raise RunError(

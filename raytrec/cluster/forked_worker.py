@@ -1,11 +1,11 @@
-"""In the place of Ray's setup_worker.py: has a worker forked.
+"""Replacement for Ray's setup_worker.py that gets a worker forked by the warm process.
 
-It asks the warm process for a worker, and stays as long as that does.
+This process asks the warm process for a worker and exits when that worker ends.
 
     python forked_worker.py default_worker.py ... --serialized-runtime-env-context=JSON --language=PYTHON
 
-It is run as a file, and imports as little as it can. Where the warm process does not answer, or refuses,
-and for workers with their own interpreter, it does the same as Ray's script.
+The script is run as a file and imports as little as possible. If the warm process does not answer or refuses,
+and for workers with another interpreter, Ray's own script is run instead.
 """
 
 import json
@@ -18,6 +18,7 @@ CONTEXT, LANGUAGE, PLACE = "--serialized-runtime-env-context=", "--language=", "
 
 
 def main() -> None:
+    """Wait for a forked worker, or run Ray's setup_worker.py if no worker can be forked."""
     context = next((a[len(CONTEXT) :] for a in sys.argv if a.startswith(CONTEXT)), "") or "{}"
     mine = json.loads(context)
     plain = not mine.get("command_prefix") and not mine.get("override_worker_entrypoint")
@@ -29,11 +30,12 @@ def main() -> None:
 
 
 def _forked(command: list, set_for_it: dict, place: str) -> bool:
-    """Waits for the worker's end; False at once where there is none.
+    """Request a forked worker and wait for its end; return False immediately if none was forked.
 
     Args:
-        set_for_it: variables that its runtime environment sets.
-        place: where the warm process listens.
+        command: Command line of the worker.
+        set_for_it: Variables set by the worker's runtime environment.
+        place: Socket address of the warm process.
     """
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     worker = {"command": command, "env": dict(os.environ), "set": set_for_it, "folder": os.getcwd()}
@@ -45,7 +47,7 @@ def _forked(command: list, set_for_it: dict, place: str) -> bool:
         socket.send_fds(connection, [struct.pack("!I", len(message))], [0, 1, 2])
         connection.sendall(message)
         forked = connection.recv(1) == b"!"
-        connection.recv(1)  # nothing comes, until the worker has ended
+        connection.recv(1)  # returns when the worker has ended
     except OSError:
         return forked
     return forked

@@ -1,18 +1,16 @@
-"""The program of the warm process (warm.py).
+"""Program of the warm process (warm.py), which imports the modules of workers and forks workers on request.
 
-It imports what workers import, then forks them on request.
+The program is run as a file, with one end of a socket pair as standard input, which delivers two messages.
+The first has Python's module search path and the modules to import. The second, sent after the raylet's
+start, has environment variables of Ray's workers, the modules that import Ray, and the listening socket. On a
+byte or the end of the stream, this process and every forked worker end. Without that byte the driver was
+killed, and the raylet's agents are ended as well.
 
-Not imported by anything: it is run as a file, with one end of a socket pair as its standard input. Two
-messages come through it: where Python looks for modules, and which to import; then, when the raylet has been
-started, variables of the environment that Ray's workers will have, the modules that import Ray, and the
-socket to listen on. When a byte comes, or the other end is closed, this process and all that it has forked
-end; without that byte the driver was killed, and the raylet's agents end, too.
-
-Ray may be imported before the fork, under two conditions. It reads the ids of its job and its raylet once and
-for ever, so these have to be known; other settings are read again in what is forked. And the generator of the
-ids of tasks and objects must not have been seeded: workers would give out the same ids and mistake each
-other's data. Importing Ray's libraries draws ids of actor classes from it; here they come from the system.
-Before anything is served, two processes are forked that compare what they would draw.
+Ray may be imported before the fork under two conditions. First, Ray reads the ids of its job and raylet only
+once, so both must be known; other settings are read again in forked processes. Second, the generator of task
+and object ids must not be seeded yet. Otherwise workers would draw identical ids and confuse each other's
+data. Importing Ray's libraries draws ids of actor classes from this generator; here the operating system
+draws these ids. Before serving requests, two processes are forked to check that they draw different ids.
 """
 
 from __future__ import annotations
@@ -34,6 +32,7 @@ from threading import Thread
 
 
 def main() -> None:
+    """Import modules as instructed, then serve fork requests until the driver ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -44,18 +43,18 @@ def main() -> None:
     ready = _forks_can_use_gpus()
     about, (listener,) = _receive(control)
     os.environ.update(about["env"])
-    if ready:  # else workers, which begin by themselves then, are not to wait for it
+    if ready:  # otherwise workers start without forking and must not wait for the import
         _import_ray(about["modules"])
-        # Forked processes whose generators are alike would mistake each other's objects.
+        # Forked processes with equal generators would confuse each other's objects.
         ready = _forks_can_use_gpus() and _answer_of_fork(_draw) != _answer_of_fork(_draw)
     sys.path[:] = own_path
     gc.collect()
-    gc.freeze()  # what is here stays: collections in those who are forked leave its pages shared
+    gc.freeze()  # garbage collection in forked processes then leaves the pages of these objects shared
     _serve(control, socket.socket(fileno=listener), ready)
 
 
 def _import(modules: list[str]) -> None:
-    """One that is missing, or fails, is left to the worker, which reports it."""
+    """Import modules; failures are ignored because the worker repeats and reports them."""
     for module in modules:
         with suppress(Exception):
             import_module(module)
@@ -73,14 +72,16 @@ def _import_ray(modules: list[str]) -> None:
 def _no_gpu_asked_for() -> AbstractContextManager[None]:
     try:
         from raytrec.compat.torch_ import no_gpu_asked_for
-    except ImportError:  # is left to the worker, which reports it
+    except ImportError:  # the worker reports the error
         return nullcontext()
     return no_gpu_asked_for()
 
 
 def _forks_can_use_gpus() -> bool:
-    """Whether CUDA has not begun here: its state does not survive a fork, and torch refuses such processes.
-    GPUs of WSL 2 have no device file."""
+    """Return True if CUDA is not initialized in this process, so that forked processes can use GPUs.
+
+    CUDA's state does not survive a fork, and torch refuses such processes. GPUs in WSL 2 have no device file.
+    """
     places = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
     for place in places:
         with suppress(OSError):
@@ -102,7 +103,7 @@ def _draw() -> bytes:
 
 
 def _answer_of_fork(ask: Callable[[], bytes]) -> bytes:
-    """What a forked process answers; nothing where it fails."""
+    """Return the result of a function run in a forked process; empty bytes if the function fails."""
     reads, writes = os.pipe()
     if not (pid := os.fork()):
         with suppress(BaseException):
@@ -116,10 +117,9 @@ def _answer_of_fork(ask: Callable[[], bytes]) -> bytes:
 
 
 def _serve(control: socket.socket, listener: socket.socket, ready: bool) -> None:
-    """Forks on request, until the other end of `control` is closed.
+    """Serve fork requests until a byte or the end of the stream arrives on `control`.
 
-    Args:
-        ready: else every request is refused, and the worker starts from the beginning.
+    If not `ready`, every request is refused, and the worker starts without forking.
     """
     ended, wake = socket.socketpair()
     wake.setblocking(False)
@@ -155,11 +155,11 @@ def _answer(listener: socket.socket, ready: bool, pids: set[int], mine: list) ->
 
 
 def _is_like_here(env: dict[str, str], set_for_it: dict[str, str]) -> bool:
-    """Whether what is loaded here would be the same in a process that had begun with these variables.
+    """Return True if the loaded modules would be the same in a process started with these variables.
 
     Args:
-        env: what Ray starts its workers with.
-        set_for_it: what the worker's runtime environment adds.
+        env: Environment with which Ray starts its workers.
+        set_for_it: Variables added by the worker's runtime environment.
     """
     from raytrec.compat.ray_start import READ_AT_ONCE, READ_FOR_EVER, READ_LATER
 
@@ -173,10 +173,10 @@ def _is_like_here(env: dict[str, str], set_for_it: dict[str, str]) -> bool:
 
 
 def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
-    """A message, and the file descriptors that came with it.
+    """Return a message and the file descriptors received with it.
 
     Raises:
-        EOFError: the other end is closed.
+        EOFError: The other end is closed.
     """
     head, fds, _, _ = socket.recv_fds(connection, 4, 3)
     if not head:
@@ -190,7 +190,7 @@ def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
 
 
 def _leave(mine: list) -> None:
-    """What is forked gives up what belongs to this process."""
+    """Close the sockets and reset the signal handlers of the warm process in a forked process."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -207,9 +207,9 @@ def _reap(pids: set[int]) -> None:
 
 
 def _end(pids: set[int], driver_killed: bool) -> None:
-    """Ends all workers and, where the driver was killed, Ray's agents, which would stay for a minute.
+    """Kill all workers and exit; if the driver was killed, kill Ray's agents, which would stay for a minute.
 
-    Not otherwise: a raylet ends with its agents.
+    Otherwise, a raylet ends its agents itself.
     """
     agents = _agents(int(os.environ["RAY_RAYLET_PID"])) if driver_killed else []
     for pid in [*pids, *agents]:
@@ -219,7 +219,7 @@ def _end(pids: set[int], driver_killed: bool) -> None:
 
 
 def _agents(raylet: int) -> list[int]:
-    """Processes of a raylet's session that have a title of Ray's."""
+    """Return the processes of a raylet's session whose title is set by Ray."""
     found = []
     for name in os.listdir("/proc"):
         with suppress(OSError, ValueError), open(f"/proc/{int(name)}/cmdline", "rb") as file:
@@ -229,7 +229,7 @@ def _agents(raylet: int) -> list[int]:
 
 
 def _begin(connection: socket.socket, request: dict, fds: list[int]) -> None:
-    """All that a forked process does; leaves nothing of this process's to be cleaned up by it."""
+    """Run the worker in a forked process and exit without the cleanup of the warm process."""
     code = 1
     try:
         _become_worker(connection, request, fds)
@@ -246,8 +246,8 @@ def _begin(connection: socket.socket, request: dict, fds: list[int]) -> None:
 
 
 def _become_worker(connection: socket.socket, request: dict, fds: list[int]) -> None:
-    """What `python default_worker.py ...` would be."""
-    os.setsid()  # the raylet ends whole process groups
+    """Do the same as `python default_worker.py ...`."""
+    os.setsid()  # the raylet kills whole process groups
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
@@ -255,7 +255,7 @@ def _become_worker(connection: socket.socket, request: dict, fds: list[int]) -> 
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["env"] | request["set"])
-    if "numpy.random" in sys.modules:  # Python's own generator is seeded again by itself
+    if "numpy.random" in sys.modules:  # Python reseeds its own generator after a fork
         sys.modules["numpy"].random.seed()
     sys.modules["raytrec.compat.ray_start"].read_token_again()
     Thread(target=_end_with, args=(connection,), daemon=True).start()
@@ -265,11 +265,11 @@ def _become_worker(connection: socket.socket, request: dict, fds: list[int]) -> 
 
 
 def _end_with(connection: socket.socket) -> None:
-    """The worker ends with the process that the raylet has started in its place (forked_worker.py)."""
+    """Exit when the process that the raylet started in place of the worker (forked_worker.py) ends."""
     connection.recv(1)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    with suppress(EOFError):  # the driver has ended before it used this process
+    with suppress(EOFError):  # the driver ended before it used this process
         main()

@@ -1,7 +1,7 @@
-"""Whether the raylet and the GCS of a driver run.
+"""Checks that the raylet and the GCS of a driver are running.
 
-Ray itself reports it after 13 s (a raylet) or ends the process after 60 s (GCS), in many lines, without a
-hint how to resume. Here it takes seconds and one sentence.
+Ray itself reports the end of a raylet after 13 s, or ends the process 60 s after the end of the GCS. Its
+reports have many lines and no hint how to resume. These checks take seconds and report one sentence.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from raytrec.common.errors import RunError
 
 LOOK_EVERY_S = 0.5
 CONNECT_S = 2.0
-GONE_S = 2.0  # a process that refuses connections for so long has ended
-# In a cluster that was joined it may come back, with Redis behind it; Ray has a setting for how long to wait.
+GONE_S = 2.0  # time after which a process that refuses connections has ended
+# The GCS of a joined cluster may restart if it is backed by Redis; Ray has a setting for the time to wait.
 COMES_BACK_S, RAYS_SETTING = 10.0, "RAY_gcs_rpc_server_reconnect_timeout_s"
 RAYLET, GCS = "raylet", "GCS"
 WHAT = {RAYLET: "the process that starts the others of a machine", GCS: "the process that knows all others"}
 
 
 class RayLost(RunError):
-    """A part of Ray has ended, and with it all workers.
+    """Error raised when a part of Ray has ended, and all workers with it.
 
     Attributes:
         part: RAYLET or GCS.
@@ -37,8 +37,8 @@ class Lifeline:
     """Watches the raylet and GCS of this driver by connecting to them.
 
     Args:
-        patience_s: seconds for which a machine that does not answer at all is waited for.
-        own: this is a local Ray, whose parts do not come back.
+        patience_s: Seconds to wait for a machine that does not answer at all.
+        own: True for a local Ray, whose parts do not restart.
     """
 
     def __init__(self, patience_s: float, own: bool):
@@ -47,9 +47,10 @@ class Lifeline:
         self._places = _places()
 
     def check(self) -> None:
-        """
+        """Check that the raylet and the GCS are running, at most once per LOOK_EVERY_S.
+
         Raises:
-            RayLost: one of them has ended.
+            RayLost: One of them has ended.
         """
         if monotonic() - self._looked < LOOK_EVERY_S:
             return
@@ -58,10 +59,10 @@ class Lifeline:
         self._looked = monotonic()
 
     def confirm(self) -> None:
-        """After an error that Ray raised: checks whether the end of one of them caused it.
+        """Check whether the end of the raylet or GCS caused an error that Ray raised.
 
         Raises:
-            RayLost: it is.
+            RayLost: One of them has ended.
         """
         self._looked = 0.0
         self.check()
@@ -90,7 +91,7 @@ class Lifeline:
 
 
 def _places() -> dict[str, tuple[str, int]]:
-    """RAYLET, GCS → host and port; nothing where Ray client is used, whose server is the one that matters."""
+    """Return RAYLET, GCS → host and port; empty with Ray client, where only its server matters."""
     import ray
     from ray.util.client import ray as client
 
@@ -104,13 +105,15 @@ def _places() -> dict[str, tuple[str, int]]:
 
 
 def wait_for(ref: Any, lifeline: Lifeline, look: Callable[[], None] = lambda: None) -> Any:
-    """What a task or an actor's method returns, while all is well with Ray.
+    """Return the result of a task or actor method while checking that Ray is running.
 
     Args:
-        look: called every half second.
+        ref: Object reference of the result.
+        lifeline: Lifeline of this driver.
+        look: Function called every half second; its exceptions are passed on.
 
     Raises:
-        RayLost: it is not. Whatever `look` raises.
+        RayLost: The raylet or the GCS has ended.
     """
     import ray
 

@@ -1,8 +1,8 @@
-"""Private files and processes of a local Ray, and `raytrec head`: a cluster of one node on loopback.
+"""Private files and processes of a local Ray, and `raytrec head`, a single-node cluster on loopback.
 
-Ray 2.60 keeps its sessions in /tmp/ray for ever, makes these folders writable by everybody, and puts there
-which cluster was started last. Its processes belong to the process group of the driver, so a
-signal to that group (`timeout`, batch systems, containers) ends them before the driver can save.
+Ray 2.60 keeps its sessions in /tmp/ray forever, makes these folders world-writable, and records the most
+recently started cluster there. Its processes belong to the driver's process group. A signal to that group
+(`timeout`, batch systems, containers) therefore ends them before the driver can save.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from raytrec.compat.ray_start import CURRENT_CLUSTER, REPORTS_SELDOM, SOCKET, po
 
 PREFIX, OWNER = "raytrec-", "owner"
 TMPDIR = "RAY_TMPDIR"
-# How long the address of a Unix socket may be (sys/un.h).
+# Maximum length of a Unix socket address (sys/un.h).
 LONGEST = 107 if sys.platform == "linux" else 103
-ABANDONED_S = 3600.0  # a folder without owner is not one that is just being made
-WORDS, MOST_WORDS = 8_000, 200_000  # bytes of a file, characters of all, that are kept of Ray's logs
-STOP_WAIT_S = 60  # `ray job stop` kills after 3 s otherwise, which is short for a checkpoint
-LINGER_S = 2.0  # that Ray's processes may take to end by themselves
+ABANDONED_S = 3600.0  # age at which a folder without owner is abandoned and not just being created
+WORDS, MOST_WORDS = 8_000, 200_000  # maximum bytes per log file, and characters in total, that are kept
+STOP_WAIT_S = 60  # by default, `ray job stop` kills after 3 s, which is too short for a checkpoint
+LINGER_S = 2.0  # time for Ray's processes to exit by themselves
 
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder for one Ray, which its user alone can enter; removed at the end of the block.
+    """Create a folder for one Ray that only its user can enter; remove it at the end of the block.
 
-    It is in RAY_TMPDIR, TMPDIR or /tmp, as Ray's own would. What owners who were killed have left there is
+    The folder is in RAY_TMPDIR, TMPDIR or /tmp, as Ray's own would be. Folders left by killed owners are
     removed first.
     """
     folder, owner = make_folder()
@@ -50,16 +50,16 @@ def private_folder() -> Iterator[Path]:
 
 
 def make_folder() -> tuple[Path, int]:
-    """A private folder, and a file descriptor that holds it: the folder is swept once that is closed.
+    """Return a private folder and a file descriptor; after the descriptor is closed, the folder is swept.
 
     Raises:
-        RunError: there is no place for it.
+        RunError: The folder cannot be created.
     """
     base = base_folder()
     do = f"set {TMPDIR} to a folder on a local disk that you can write to"
     with os_errors("there is no place for Ray's files", where=str(base), do=do):
         sweep(base)
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))  # of mode 0700
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))  # mode 0700
         owner = os.open(folder / f".{OWNER}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     if lock(owner):  # without a lock, the folder is never swept
         with suppress(OSError):
@@ -68,11 +68,11 @@ def make_folder() -> tuple[Path, int]:
 
 
 def base_folder() -> Path:
-    """Where private folders are: short enough for the sockets below, whose addresses have little room."""
+    """Return the parent of private folders; the path is short enough for the Unix sockets below."""
     for name in (TMPDIR, "TMPDIR"):
         if given := os.environ.get(name):
             base = Path(given).absolute()
-            base = base.parent if base.name.startswith(PREFIX) else base  # of a Ray around this process
+            base = base.parent if base.name.startswith(PREFIX) else base  # folder of an enclosing Ray
             room = LONGEST - len(f"/{PREFIX}12345678{SOCKET}")
             if len(os.fsencode(base)) <= room:
                 base.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -88,14 +88,14 @@ def base_folder() -> Path:
 
 
 def sweep(base: Path) -> None:
-    """Removes the folders of this user's Rays whose owners are gone, however they ended."""
+    """Remove this user's private folders whose owners have exited."""
     for folder in base.glob(f"{PREFIX}*"):
         with suppress(OSError):
             _sweep_one(folder)
 
 
 def heads() -> list[str]:
-    """HOST:PORT of the clusters that this user has started with `raytrec head`, as far as they answer."""
+    """Return HOST:PORT of this user's `raytrec head` clusters that accept connections."""
     found = []
     for note in base_folder().glob(f"{PREFIX}*/{CURRENT_CLUSTER}"):
         with suppress(OSError, ValueError):
@@ -127,14 +127,14 @@ def _sweep_one(folder: Path) -> None:
     try:
         if lock(owner):
             _remove(folder)
-    except BlockingIOError:  # its owner lives
+    except BlockingIOError:  # the owner is running
         return
     finally:
         os.close(owner)
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder into which the last of Ray's processes may still be writing."""
+    """Remove a folder; retry because the last of Ray's processes may still be writing files."""
     for _ in range(5):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -146,16 +146,17 @@ def _remove(folder: Path) -> None:
 def own_sessions(
     folder: Path, environment: dict[str, str], on_raylet: Callable[[int], None]
 ) -> Iterator[Callable[[], None]]:
-    """Lets the Ray that the block starts have its files in a folder, and its processes in their own sessions.
+    """Make Ray, when started in the block, keep its files in a folder and its processes in separate sessions.
 
-    They still end with this process, which the kernel sees to (Ray's PR_SET_PDEATHSIG).
+    Ray's processes still end with this process through the kernel (Ray's PR_SET_PDEATHSIG).
 
     Args:
-        environment: variables that its processes have in addition.
-        on_raylet: called with the raylet's process id when it has been started.
+        folder: Folder for Ray's files.
+        environment: Additional environment variables of Ray's processes.
+        on_raylet: Function called with the raylet's process id after its start.
 
     Yields:
-        A function that ends those that remain after ray.shutdown().
+        A function that ends the processes remaining after ray.shutdown().
     """
     started: list[int] = []
 
@@ -170,7 +171,7 @@ def own_sessions(
 
 
 def last_words(logs: Path) -> str:
-    """What processes of a Ray wrote to stderr last, file by file: crashes, and where threads stood."""
+    """Return the end of each stderr file of a Ray's processes: crashes and stack traces."""
     told = []
     for file in sorted(logs.glob("*.err"), key=lambda file: file.stat().st_mtime):
         with suppress(OSError), open(file, "rb") as said:
@@ -181,15 +182,12 @@ def last_words(logs: Path) -> str:
 
 
 def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:
-    """Ends all processes of some sessions: after `linger_s`, by force.
+    """End all processes of these sessions; after `linger_s` seconds, kill them.
 
-    The raylet's agents outlive it for up to a minute otherwise. No process can take the number of a session
-    that has processes.
-
-    Args:
-        leaders: process ids of those who began the sessions.
+    Otherwise, a raylet's agents outlive the raylet for up to a minute. The kernel does not reuse a session id
+    while the session has processes. `leaders` are the process ids of the session leaders.
     """
-    for patience_s in (linger_s, 1.0):  # a process that cannot be ended within a second is left to the system
+    for patience_s in (linger_s, 1.0):  # a process that survives SIGKILL for a second is left to the system
         deadline = monotonic() + patience_s
         while (left := _members(set(leaders))) and monotonic() < deadline:
             sleep(0.05)
@@ -199,7 +197,7 @@ def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:
 
 
 def _members(sessions: set[int]) -> list[int]:
-    """Living processes of these sessions, but for this process's own."""
+    """Return the living processes of these sessions; this process's own session is skipped."""
     import psutil
 
     others, found = sessions - {os.getsid(0)}, []
@@ -213,15 +211,17 @@ def _members(sessions: set[int]) -> list[int]:
 def start_head(
     root: Path, *, port: int, dashboard_port: int, client_port: int, cpus: int | None = None
 ) -> NoReturn:
-    """Becomes `ray start --head --block`; Ctrl-C or SIGTERM ends it with all that it has started.
+    """Replace this process with `ray start --head --block`, which Ctrl-C or SIGTERM ends with its processes.
 
     Args:
         root: RAYTREC_ROOT of the cluster.
-        port, dashboard_port, client_port: of the cluster itself, of its job API and of Ray client.
-        cpus: logical CPUs; default: what the machine has.
+        port: Port of the cluster.
+        dashboard_port: Port of the cluster's job API.
+        client_port: Port of the Ray client server.
+        cpus: Logical CPUs; default: all CPUs of the machine.
 
     Raises:
-        RunError: there is no `ray` next to this Python; a port is taken, or two are the same.
+        RunError: No `ray` command is next to this Python, or a port is taken or given twice.
     """
     check_ports({"--port": port, "--dashboard-port": dashboard_port, "--client-port": client_port})
     program = Path(sys.executable).with_name("ray")
@@ -234,22 +234,19 @@ def start_head(
     print(f"token        {token_file()}", flush=True)
     arguments = ["start", "--head", "--block", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
     arguments += ["--dashboard-host=127.0.0.1", f"--port={port}", f"--dashboard-port={dashboard_port}"]
-    with socket.create_server(("127.0.0.1", 0)) as probe:  # another Ray here may have the default port
+    with socket.create_server(("127.0.0.1", 0)) as probe:  # another Ray may use the default port
         arguments += [f"--dashboard-agent-listen-port={probe.getsockname()[1]}"]
     arguments += [f"--ray-client-server-port={client_port}", *([f"--num-cpus={cpus}"] if cpus else [])]
-    # Any free ports, as a local Ray's workers take them: the default, 10002 to 19999, may be taken.
+    # Workers use any free ports, as with a local Ray; the default ports 10002 to 19999 may be taken.
     arguments += ["--min-worker-port=0", "--max-worker-port=0"]
     os.execve(program, [str(program), *arguments], environment)
 
 
 def check_ports(ports: dict[str, int]) -> None:
-    """Looks, before anything starts, whether a cluster can listen on these ports.
-
-    Args:
-        ports: option → port.
+    """Check that a cluster can listen on these ports, given as option → port, before anything starts.
 
     Raises:
-        RunError: it cannot; Ray itself reports that in a traceback, or after a minute.
+        RunError: A port cannot be used. Ray itself reports this in a traceback, or after a minute.
     """
     options: dict[int, str] = {}
     for option, port in ports.items():
@@ -270,7 +267,7 @@ def _why_not(port: int) -> str | None:
     if not 1024 <= port <= 65535:
         return "it is not a port that a user may listen on"
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just let go of is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # recently closed ports count as free
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
@@ -281,15 +278,15 @@ def _why_not(port: int) -> str | None:
 def _environment(root: Path) -> dict[str, str]:
     from raytrec.cluster.session import loopback_environment
 
-    # Held by the program that this process becomes; the next Ray here removes it.
+    # The `ray` program that replaces this process holds the folder; the next Ray on this machine removes it.
     folder, owner = make_folder()
     os.set_inheritable(owner, True)
     environment = {TMPDIR: str(folder)} | loopback_environment() | {PATH: str(token_file().absolute())}
-    # `python` in jobs is the one of this environment.
+    # Jobs use the `python` of this environment.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return environment | {
         "PATH": path,
         "RAYTREC_ROOT": str(root.expanduser().absolute()),
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # there is no other node that could take over
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # a single-node cluster has nowhere to drain to
     }

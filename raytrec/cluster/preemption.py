@@ -1,12 +1,13 @@
-"""Announces to Ray that this node will be preempted.
+"""Announcement of a node's preemption to Ray.
 
-Runs then checkpoint and leave it (docs/fault_tolerance.md).
+Runs then save a checkpoint and leave the node (docs/fault_tolerance.md).
 
     python -m raytrec.cluster.preemption aws    on a spot machine: waits for EC2's notice, 2 minutes before
     python -m raytrec.cluster.preemption gcp    the same for GCP, 30 s before
     python -m raytrec.cluster.preemption now    before Kubernetes stops a pod; ends when the node is empty
 
-Ray itself does not look for these notices. deploy/ and cluster.yaml start this on every worker that can go.
+Ray itself does not watch for these notices. deploy/ and cluster.yaml start this program on every worker that
+can be preempted.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ import typer
 from raytrec.compat.ray_core import available_resources, drain
 
 LOOK_EVERY_S = 2.0
-METADATA_S = 2.0  # that a machine's own metadata server may take
+METADATA_S = 2.0  # timeout of a machine's own metadata server
 NOTICE_S = {"aws": 120, "gcp": 30}
 
 
 class Cloud(StrEnum):
-    """Whose notice to wait for."""
+    """Source of the notice to wait for."""
 
     AWS = "aws"
     GCP = "gcp"
@@ -36,7 +37,7 @@ class Cloud(StrEnum):
 
 
 def aws_notice(base: str = "http://169.254.169.254") -> bool:
-    """Whether EC2 has announced that this spot machine will be preempted."""
+    """Return True if EC2 has announced the preemption of this spot machine."""
     ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
     token = _ask(f"{base}/latest/api/token", ttl, method="PUT")
     header = {"X-aws-ec2-metadata-token": token or ""}
@@ -44,12 +45,12 @@ def aws_notice(base: str = "http://169.254.169.254") -> bool:
 
 
 def gcp_notice(base: str = "http://metadata.google.internal") -> bool:
-    """Whether GCP has announced that this machine will be preempted."""
+    """Return True if GCP has announced the preemption of this machine."""
     return _ask(f"{base}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}) == "TRUE"
 
 
 def _ask(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
-    """The metadata server's answer; None where it has none, or is away for the moment."""
+    """Return the metadata server's answer, or None if there is none or the server is unavailable."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
     try:
         request = urllib.request.Request(url, headers=headers, method=method)
@@ -65,15 +66,15 @@ def wait_for(notice: Callable[[], bool]) -> None:
 
 
 def announce(seconds: float, node: str | None = None, address: str = "auto") -> str:
-    """Marks a node as going; nothing new is placed on it, and runs on it save and leave.
+    """Drain a node: Ray places nothing new on the node, and runs on the node save and leave.
 
     Args:
-        seconds: until it goes.
-        node: its id; default: the node that this runs on.
-        address: of the cluster.
+        seconds: Seconds until the preemption.
+        node: Ray's id of the node; default: the current node.
+        address: Address of the cluster.
 
     Returns:
-        The node's id.
+        The id of the node.
     """
     import logging
 
@@ -90,7 +91,7 @@ def announce(seconds: float, node: str | None = None, address: str = "auto") -> 
 
 
 def wait_until_empty(node: str, seconds: float) -> None:
-    """Returns when nothing holds CPUs or GPUs of the node, when it has gone, or after so many seconds."""
+    """Wait until no CPUs or GPUs of the node are in use, the node is gone, or the seconds have passed."""
     import ray
 
     end = time.monotonic() + seconds
@@ -110,7 +111,7 @@ def main(
     node: Annotated[str | None, typer.Option(help="Ray's id of the node; default: this one.")] = None,
     address: Annotated[str, typer.Option(help="Of the cluster.")] = "auto",
 ) -> None:
-    """Announces to Ray that this node will be preempted."""
+    """Announce to Ray that this node will be preempted."""
     seconds = seconds or NOTICE_S.get(cloud, 60)
     if cloud is not Cloud.NOW:
         wait_for(aws_notice if cloud is Cloud.AWS else gcp_notice)

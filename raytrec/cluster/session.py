@@ -1,4 +1,4 @@
-"""Starting a local Ray on loopback, or joining a cluster."""
+"""Start of a local Ray on loopback, and connection to a running cluster."""
 
 from __future__ import annotations
 
@@ -31,23 +31,24 @@ from raytrec.compat.ray_start import (
 )
 from raytrec.compat.versions import require_versions
 
-SHUTDOWN_S = {RAYLET: 20.0, GCS: 1.0}  # Ray may take 13 s to know of its raylet's end
+SHUTDOWN_S = {RAYLET: 20.0, GCS: 1.0}  # Ray may need 13 s to notice that its raylet has ended
 
 
 def in_job() -> bool:
-    """Whether this process is the driver of a Ray job that was submitted."""
+    """Return True if this process is the driver of a submitted Ray job."""
     return JOB_CONFIG in os.environ
 
 
 def stays_here(address: str | None) -> bool:
-    """Whether a run with this scaling.address has its own Ray on this machine."""
+    """Return True if a run with this scaling.address starts its own Ray on this machine."""
     return not (address or os.environ.get("RAY_ADDRESS") or in_job())
 
 
 def begin_early() -> None:
-    """Start the warm process before it is certain that this command will have its own Ray.
+    """Start the warm process before it is known whether this command starts its own Ray.
 
-    Commands call this before their other imports. A process that has imported Ray is not a new command.
+    Commands call this function before their other imports. A process that has already imported Ray is not a
+    new command, so the call does nothing there.
     """
     if stays_here(None) and "ray" not in sys.modules:
         warm_up()
@@ -57,20 +58,21 @@ def begin_early() -> None:
 def ray_session(
     address: str | None = None, num_cpus: int | None = None, any_versions: bool = False
 ) -> Iterator[None]:
-    """Ray, for as long as the block runs.
+    """Connect to Ray, or start a local Ray, for the duration of the block.
 
-    In this order: a Ray that this process already uses (left running), the cluster at `address`, the cluster
-    of the Ray job that this process is the driver of, or a new local one. A local one listens on loopback
-    only, has no dashboard, and metrics for Prometheus only with RAY_enable_metrics_collection=1; it keeps its
-    files where no other user can enter, and ends with the block, files included.
+    The first match is used: a Ray to which this process is connected (left running); the cluster at
+    `address`; the cluster whose job this process drives; or a new local Ray. A local Ray listens on loopback
+    only and has no dashboard. Metrics for Prometheus are exported only with RAY_enable_metrics_collection=1.
+    The files of a local Ray are in a private folder, which is removed when the Ray stops at the end of the
+    block.
 
     Args:
-        address: 'auto', HOST:PORT or ray://HOST:PORT of a running cluster.
-        num_cpus: logical CPUs of a new local cluster; default: those of the machine.
-        any_versions: whether packages of other versions may be installed here, as far as Ray starts.
+        address: Address of a running cluster: 'auto', HOST:PORT or ray://HOST:PORT.
+        num_cpus: Logical CPUs of a new local Ray; default: all CPUs of the machine.
+        any_versions: True to skip the check of installed package versions.
 
     Raises:
-        RunError: when the cluster cannot be reached, or refuses the token, or another Ray is installed.
+        RunError: The cluster cannot be reached, refuses the token, or runs another version of Ray.
     """
     if not any_versions:
         require_versions()
@@ -94,10 +96,9 @@ def ray_session(
 
 @contextmanager
 def _joined(address: str, given: str) -> Iterator[None]:
-    """A session on a cluster that is running.
+    """Connect to a running cluster for the duration of the block.
 
-    Args:
-        given: where the address comes from.
+    `given` names the source of the address in errors.
     """
     if address == "auto" and not os.environ.get("RAY_ADDRESS") and (here := heads()):
         address = _the_only(here, given)
@@ -111,7 +112,7 @@ def _joined(address: str, given: str) -> Iterator[None]:
 
 @contextmanager
 def _started(num_cpus: int | None) -> Iterator[None]:
-    """A session on a new cluster of this machine alone."""
+    """Start a local Ray for this process alone and stop it at the end of the block."""
     stay_on_loopback()
     options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     with (
@@ -131,11 +132,11 @@ def _started(num_cpus: int | None) -> Iterator[None]:
 
 @dataclass
 class _State:
-    """Of this process's Ray.
+    """State of this process's Ray.
 
     Attributes:
-        ours: it was started here.
-        stuck: ray.shutdown() does not return.
+        ours: True if this process started the Ray.
+        stuck: True if ray.shutdown() does not return.
     """
 
     ours: bool = False
@@ -146,22 +147,22 @@ _state = _State()
 
 
 def started_here() -> bool:
-    """Whether this process's Ray was started by ray_session, for this process alone."""
+    """Return True if ray_session started this process's Ray for this process alone."""
     return _state.ours
 
 
 def logs_here() -> Path | None:
-    """The folder of the logs of this process's own Ray, which goes with it; None: it has none."""
+    """Return the log folder of the Ray that this process started, or None; it is removed with that Ray."""
     return logs_folder() if _state.ours else None
 
 
 def is_stuck() -> bool:
-    """Whether this process cannot have another Ray, because it cannot leave the one that it had."""
+    """Return True if this process cannot start another Ray because ray.shutdown() does not return."""
     return _state.stuck
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process; at once where Ray would hold it up for a minute."""
+    """Exit the process; exit immediately if a stuck Ray would delay the exit by a minute."""
     if _state.stuck:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -171,7 +172,7 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def _left_in_time() -> Iterator[None]:
-    """A block that ends with ray.shutdown(), which may take SHUTDOWN_S where Ray has lost a part."""
+    """Call ray.shutdown() at the end of the block; wait at most SHUTDOWN_S if a part of Ray is lost."""
     import ray
 
     try:
@@ -189,7 +190,7 @@ def _left_in_time() -> Iterator[None]:
 
 
 def _the_only(addresses: list[str], given: str) -> str:
-    """Ray itself would take any cluster that it finds, another run's own one, too."""
+    """Return the only address; Ray itself would use any cluster, even another run's local Ray."""
     if len(addresses) > 1:
         raise RunError(
             f"there are {len(addresses)} clusters on this machine: {', '.join(sorted(addresses))}",
@@ -202,11 +203,11 @@ def _the_only(addresses: list[str], given: str) -> str:
 def _init(where: str, **options: Any) -> None:
     import ray
 
-    # When this Ray has ended, no thread that still asks it for something may start or join another one.
+    # After this Ray has ended, late calls from other threads must not start or join another Ray.
     connect_by_hand()
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-    except Exception as error:  # Exception itself, too, when the machine is too busy to start Ray in time
+    except Exception as error:  # Ray raises a plain Exception if it does not start in time
         check_versions(
             str(error),
             where=where,
@@ -222,57 +223,58 @@ def _init(where: str, **options: Any) -> None:
 
 
 def _is_on_loopback(address: str) -> bool:
-    """Whether a cluster listens on this machine's loopback alone, as `raytrec head` starts it.
+    """Return True if a cluster listens only on loopback, as clusters of `raytrec head` do.
 
-    Ray would look for it, and make this driver listen, at the machine's own address (see stay_on_loopback).
+    Ray would connect to the machine's own address, and make this driver listen there (see stay_on_loopback).
     """
     try:
         target = bootstrap_address(address)
         host, _, port = (target or "").rpartition(":")
         own = bool(host) and host == own_address()
-    except (ConnectionError, ValueError):  # ray://, or no cluster; connecting will report it
+    except (ConnectionError, ValueError):  # ray://, or no cluster: connecting reports the error
         return False
     return own and not listens(host, int(port)) and listens("127.0.0.1", int(port))
 
 
 def on_node(node: str) -> dict[str, Any]:
-    """Options of a task or actor that needs no CPU, and runs on the node of this id or not at all."""
+    """Return options of a task or actor that needs no CPU and runs only on the node with this id."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 def stay_on_loopback() -> None:
-    """Lets nothing of a local Ray, or of gloo and NCCL between its workers, listen beyond this machine.
+    """Make a local Ray, and gloo and NCCL between its workers, listen on loopback only.
 
-    Ray 2.60 turns a node address of 127.0.0.1 back into the machine's own and its servers then listen on all
-    interfaces (`services.resolve_ip_for_localhost`), unless a setting, the default on macOS and Windows,
-    rules out a cluster of several nodes. Its processes inherit the environment; the constant is for this one,
-    where Ray may have been imported before.
+    Ray 2.60 replaces a node address of 127.0.0.1 with the machine's own
+    (`services.resolve_ip_for_localhost`), and its servers then listen on all interfaces. A setting that rules
+    out multi-node clusters, the default on macOS and Windows, prevents the replacement. Ray's processes
+    inherit the setting from the environment. In this process, where Ray may already be imported, a constant
+    is set as well.
     """
     os.environ |= loopback_environment()
     keep_loopback()
 
 
 def loopback_environment() -> dict[str, str]:
-    """The environment in which a Ray that is started, gloo and NCCL stay on loopback: stay_on_loopback."""
+    """Return the environment variables that keep a new Ray, gloo and NCCL on loopback (stay_on_loopback)."""
     mine = {name: os.environ.get(name, value) for name, value in socket_interfaces("lo").items()}
     return loopback_setting() | (mine if sys.platform == "linux" else {})
 
 
 def socket_interfaces(interface: str) -> dict[str, str]:
-    """The environment that keeps gloo, and NCCL unless its files set another, to one interface.
+    """Return the variables that restrict gloo, and NCCL unless its files set another, to one interface.
 
-    To NCCL a name is a prefix (eth1 is eth10, too), unless it begins with "=". NCCL takes from its files what
-    the environment does not have (NCCL 2.29.7: src/misc/param.cc), so what is set here would override what an
-    administrator has written there.
+    NCCL treats a name as a prefix (eth1 also matches eth10) unless it begins with "=". The environment takes
+    precedence over NCCL's files (NCCL 2.29.7: src/misc/param.cc). The variable is therefore omitted if an
+    administrator has set the interface there.
     """
     gloo = {"GLOO_SOCKET_IFNAME": interface}
     return gloo if in_nccl_files("NCCL_SOCKET_IFNAME") else gloo | {"NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an address; None where none has."""
+    """Return the name of the network interface with an address, or None."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -282,7 +284,7 @@ def interface_of(address: str) -> str | None:
 
 
 def in_nccl_files(name: str) -> bool:
-    """Whether a file of NCCL's on this machine sets a variable."""
+    """Return True if a NCCL configuration file on this machine sets a variable."""
     own = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")  # a user may have no home
     for file in (Path(own), Path("/etc/nccl.conf")):
         with suppress(OSError):

@@ -1,12 +1,12 @@
-"""Node providers for `ray up`: spot first, else on demand.
+"""Node providers for `ray up` that launch spot machines first and fall back to on-demand machines.
 
-Ray 2.60 has no such fallback. Its autoscaler (v2) prefers node types by `priority`, and lowers that of a type
-whose machines came up but never ran Ray (`CloudResourceMonitor`, which hears of ALLOCATION_TIMEOUT alone). A
-launch that the cloud refuses (ALLOCATION_FAILED) teaches it nothing: it asks for the same type for ever.
-So the second request is made here, within the launch that was refused; the autoscaler sees one node type.
+Ray 2.60 has no such fallback. Its autoscaler (v2) prefers node types by `priority`. The priority of a type is
+lowered only if its machines came up without running Ray (`CloudResourceMonitor`, ALLOCATION_TIMEOUT). If the
+cloud refuses a launch (ALLOCATION_FAILED), the autoscaler requests the same type forever. Therefore the
+second request is made here, within the refused launch, and the autoscaler sees a single node type.
 
-AwsSpotFirst and GcpSpotFirst are named in cluster.yaml as `provider: {type: external, module: …}`, and
-imported where `ray up` runs and by the autoscaler on the head node. They need requirements/cloud.txt.
+cluster.yaml names AwsSpotFirst and GcpSpotFirst as `provider: {type: external, module: …}`. Both are imported
+where `ray up` runs and by the autoscaler on the head node, and need requirements/cloud.txt.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ AwsProvider: Any
 GcpProvider: Any
 AwsProvider, GcpProvider = node_providers()
 logger = logging.getLogger(__name__)
-# A machine with GPUs cannot be moved to another host while it runs: GCP requires that it may be stopped.
+# GCP cannot migrate running machines with GPUs, so it requires permission to stop them.
 GCP_ON_DEMAND = {"provisioningModel": "STANDARD", "onHostMaintenance": "TERMINATE"}
 
 
 class SpotFirst(NodeProvider):
-    """What the providers of both clouds have in common: `create_node` in up to two requests.
+    """Base class of the providers of both clouds; `create_node` makes up to two requests.
 
-    `create_node` of Ray's providers raises when nothing was launched, and may launch fewer than asked for.
+    `create_node` of Ray's providers raises if nothing was launched, and may launch fewer machines than
+    requested.
     """
 
     def create_node(self, node_config: dict[str, Any], tags: dict[str, str], count: int) -> dict[str, Any]:
-        """Launches machines; those that cannot be had as spot are asked for once more, on demand.
+        """Launch machines; request machines that are not available as spot again, on demand.
 
         Args:
-            node_config: what the cloud is asked for, as in cluster.yaml.
-            tags: Ray's marks on the machines.
-            count: machines.
+            node_config: Request to the cloud, as in cluster.yaml.
+            tags: Ray's tags of the machines.
+            count: Number of machines.
 
         Returns:
-            What was launched, by the machine's id.
+            The launched machines by id.
 
         Raises:
-            Exception: the cloud's answer to the last request.
+            Exception: The last request was refused by the cloud.
         """
         on_demand = self.on_demand(node_config)
         if on_demand is None:
@@ -53,7 +54,7 @@ class SpotFirst(NodeProvider):
         try:
             created = super().create_node(node_config, tags, count) or {}
         except Exception as refused:
-            # Of whatever kind it is: a mistake in the request is one on demand, too, and then raised.
+            # Every kind of error is retried on demand; a mistake in the request fails again and is raised.
             logger.warning("no spot machine: %s", refused)
         missing = count - len(created)
         if missing > 0:
@@ -63,25 +64,26 @@ class SpotFirst(NodeProvider):
 
     @staticmethod
     def on_demand(node_config: dict[str, Any]) -> dict[str, Any] | None:
-        """The same machine on demand; None where this is not spot."""
+        """Return the configuration of the same machine on demand, or None if it is not a spot machine."""
         raise NotImplementedError
 
 
 class AwsSpotFirst(SpotFirst, AwsProvider):
-    """A request goes through all subnets, and so zones, that it may use, before the next one on demand."""
+    """Spot-first provider for AWS; each request tries all allowed subnets, and so zones, before the next."""
 
     @staticmethod
     def on_demand(node_config: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the configuration without its market options, or None if it is not a spot machine."""
         if "InstanceMarketOptions" not in node_config:
             return None
         return {key: value for key, value in node_config.items() if key != "InstanceMarketOptions"}
 
 
 class GcpSpotFirst(SpotFirst, GcpProvider):
-    """Machines are asked for one by one."""
+    """Spot-first provider for GCP; machines are requested one by one."""
 
     def create_node(self, node_config: dict[str, Any], tags: dict[str, str], count: int) -> dict[str, Any]:
-        """As SpotFirst. When one of several is refused, Ray's provider forgets those that it has got."""
+        """Launch machines one by one; Ray's provider loses launched machines if one of several fails."""
         created = {}
         for _ in range(count):
             created |= super().create_node(node_config, tags, 1)
@@ -89,6 +91,7 @@ class GcpSpotFirst(SpotFirst, GcpProvider):
 
     @staticmethod
     def on_demand(node_config: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the configuration with on-demand scheduling, or None if it is not a spot machine."""
         if node_config.get("scheduling", {}).get("provisioningModel") != "SPOT":
             return None
         return node_config | {"scheduling": GCP_ON_DEMAND}

@@ -1,8 +1,9 @@
-"""A process with all imports, which forks a local Ray's workers.
+"""Warm process with all imports, which forks the workers of a local Ray.
 
-Importing torch, TorchRec, FBGEMM and Ray takes a processor 5 s, and a run starts some ten processes that do;
-after a failure again. The warm process does it once, while the driver reads its configuration, and is kept as
-long as the driver lives. It talks over a Unix socket in the private folder of the local Ray (local_ray.py).
+Importing torch, TorchRec, FBGEMM and Ray takes 5 s of CPU time. A run starts about ten processes that import
+them, and again after a failure. The warm process imports them once, while the driver reads its configuration,
+and lives as long as the driver. Requests use a Unix socket in the private folder of the local Ray
+(local_ray.py).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from raytrec.compat.ray_start import ON_DEMAND, first_job, workers_started_by
 
 HERE = Path(__file__).parent
 SERVER, FORKED_WORKER, PLACE = HERE / "forking.py", HERE / "forked_worker.py", "RAYTREC_WARM"
-END_S = 0.5  # that its end takes, unless it is importing
-# What ranks, read tasks and Ray Train's controller import: first what does not import Ray.
+END_S = 0.5  # time in which the warm process ends, unless it is importing
+# Modules imported by ranks, read tasks and Ray Train's controller; MODULES do not import Ray.
 MODULES = ("torch", "torchrec", "torch.distributed.checkpoint", "pandas", "pyarrow.dataset", "pydantic")
 ON_RAY = (
     "ray.data",
@@ -38,19 +39,19 @@ ON_RAY = (
     "raytrec.worker.observers",
     "raytrec.data.stream",
     "raytrec.data.rows",
-    "torchrec.metrics.rec_metric",  # and with it torchmetrics and PIL, for the first step
+    "torchrec.metrics.rec_metric",  # also imports torchmetrics and PIL, which the first step needs
 )
 
 
 class Warm:
-    """The warm process; it ends when `close` is called, or this process ends.
+    """Warm process; it ends when `close` is called or this process ends.
 
     Args:
-        modules: to import at once.
-        on_ray: modules to import when the raylet has been started, because they import Ray.
+        modules: Modules to import immediately.
+        on_ray: Modules to import after the raylet's start, because they import Ray.
 
     Attributes:
-        listens: whether it has an address.
+        listens: True if the warm process has an address.
     """
 
     def __init__(self, modules: Sequence[str], on_ray: Sequence[str]):
@@ -64,35 +65,34 @@ class Warm:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=os.environ | FEW_ARENAS,
-                start_new_session=True,  # signals to the driver's group are for the driver
+                start_new_session=True,  # signals to the driver's group must not reach the warm process
             )
         self._send({"path": [os.path.abspath(path) for path in sys.path], "modules": list(modules)})
 
     def listen(self, place: Path) -> None:
-        """From now on, requests wait at this address; once, as it is for one Ray alone."""
+        """Queue requests at this address from now on; call once, because the process serves a single Ray."""
         self.listens = True
         self._listener.bind(str(place))
         self._listener.listen(64)
 
     def serve(self, raylet: int) -> None:
-        """Serves them, as soon as all is imported, for a new cluster.
+        """Serve requests of a new cluster as soon as all modules are imported.
 
-        Args:
-            raylet: process id.
+        `raylet` is the process id of the raylet.
         """
         message = {"env": first_job(raylet), "modules": self._on_ray}
-        with suppress(OSError), self._listener:  # it has ended: workers begin from the beginning
+        with suppress(OSError), self._listener:  # if the warm process has ended, workers start without it
             self._send(message, [self._listener.fileno()])
 
     def close(self) -> None:
-        """Ends it, and what it has forked."""
-        with suppress(OSError):  # it has ended
+        """Terminate the warm process and every worker forked from it."""
+        with suppress(OSError):  # the process has already ended
             self._control.sendall(b"!")
         self._control.close()
         self._listener.close()
         try:
             self._process.wait(END_S)
-        except subprocess.TimeoutExpired:  # it still imports
+        except subprocess.TimeoutExpired:  # the process is still importing
             self._process.kill()
             self._process.wait()
 
@@ -107,28 +107,27 @@ WARM = "warm"
 
 
 def warm_up() -> None:
-    """Start the warm process of this process, unless there is one, without waiting for its imports."""
+    """Start the warm process of this process if it is not running, without waiting for its imports."""
     if WARM not in _running:
         _running[WARM] = Warm(MODULES, ON_RAY)
         atexit.register(cool_down)
 
 
 def cool_down() -> None:
-    """End the warm process of this process, if there is one."""
+    """End the warm process of this process if it is running."""
     if process := _running.pop(WARM, None):
         process.close()
 
 
 @contextmanager
 def warm_workers(alone: bool) -> Iterator[None]:
-    """Keep a warm process during the block, so that a local Ray that the block starts forks its workers.
+    """Keep a warm process during the block, so that a local Ray started in the block forks its workers.
 
-    Args:
-        alone: True if the block starts a local Ray. Raylets of a cluster start their workers themselves.
+    If not `alone`, the block joins a cluster, whose raylets start their workers themselves.
     """
     import ray
 
-    if ray.is_initialized():  # a caller's, and so is a warm process that it may have
+    if ray.is_initialized():  # the caller owns this Ray, and a warm process if there is one
         yield
         return
     if alone:
@@ -141,13 +140,12 @@ def warm_workers(alone: bool) -> Iterator[None]:
 
 @contextmanager
 def forked_workers(folder: Path) -> Iterator[tuple[dict[str, str], Callable[[int], None]]]:
-    """A block in which a local Ray that is started has its workers forked, if there is a warm process.
+    """Make a local Ray that is started in the block fork its workers, if there is a warm process.
 
-    Args:
-        folder: a private one.
+    `folder` is a private folder for the socket.
 
     Yields:
-        Variables for the Ray's processes, and what is to be called with its raylet's process id.
+        Environment variables for Ray's processes, and a function to call with the raylet's process id.
     """
     process, place = _running.get(WARM), folder / WARM
     if process is None or process.listens:

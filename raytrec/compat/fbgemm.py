@@ -1,4 +1,4 @@
-"""Private names of FBGEMM (1.8.0): its lookups' caches, counters and buffers."""
+"""Private names of FBGEMM (1.8.0): caches, counters and buffers of its lookups."""
 
 from __future__ import annotations
 
@@ -14,89 +14,108 @@ from torch import nn
 from raytrec.compat.torchrec_ import sharded_kernels, tables_of
 from raytrec.compat.versions import private
 
-# Of a fused kernel with a cache: its hits are counted, and rows locked until their batch has been trained.
+# Settings of a fused kernel with a cache: hits are counted, and rows are locked until their batch is trained.
 CACHED = {"gather_uvm_cache_stats": True, "prefetch_pipeline": True}
 
 
 class InMemory(Protocol):
-    """Rows of a table in a file that are in memory, too: see embeddings.mapped.HotRows."""
+    """Rows of a table in a file that are also in memory; see embeddings.mapped.HotRows."""
 
-    def look_up(self, rows: torch.Tensor, *, trains: bool) -> torch.Tensor: ...
-    def share_found(self) -> float | None: ...
-    def flush(self) -> None: ...
-    def purge(self) -> None: ...
-    def read(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor: ...
-    def write(self, values: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None: ...
+    def look_up(self, rows: torch.Tensor, *, trains: bool) -> torch.Tensor:
+        """Return the indices at which the kernel finds these rows."""
+        ...
+
+    def share_found(self) -> float | None:
+        """Return the share of lookups that found their row in memory since the last call."""
+        ...
+
+    def flush(self) -> None:
+        """Write rows in memory back to the file."""
+        ...
+
+    def purge(self) -> None:
+        """Discard rows in memory without writing them back."""
+        ...
+
+    def read(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the current values of some rows."""
+        ...
+
+    def write(self, values: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
+        """Replace the values of some rows."""
+        ...
 
 
 def in_memory_of(kernel: nn.Module) -> InMemory | None:
-    """The rows in memory of a kernel's only table, where that is in a file."""
+    """Return the rows in memory of a kernel's only table, or None if the table is not in a file."""
     return getattr(fbgemm_of(kernel), "in_memory", None)
 
 
 def fbgemm_of(kernel: nn.Module) -> SplitTableBatchedEmbeddingBagsCodegen | None:
-    """FBGEMM's lookup of tables that are updated in backward; None for dense kernels."""
+    """Return FBGEMM's lookup of tables that are updated in backward; None for dense kernels."""
     lookup = private(kernel, "emb_module", "torchrec")
     return lookup if isinstance(lookup, SplitTableBatchedEmbeddingBagsCodegen) else None
 
 
 def has_cache(kernel: nn.Module) -> bool:
-    """Whether a kernel keeps on the device rows of host memory (fused_uvm_caching on a GPU)."""
+    """Return True if a kernel caches rows of host memory on the device (fused_uvm_caching on a GPU)."""
     lookup = fbgemm_of(kernel)
     return lookup is not None and _of(lookup, "lxu_cache_weights").numel() > 0
 
 
 @dataclass(frozen=True)
 class Cache:
-    """The rows of a table's shard that a kernel keeps on the device: newer than those in host memory.
+    """Rows of a table shard that a kernel caches on the device; they are newer than those in host memory.
 
-    The cache has no dirty bits: writing it back copies all of it, a part of the table's size, over PCIe. A
-    few rows are therefore read through it instead.
+    The cache has no dirty bits. Writing back copies the whole cache, a part of the table's size, over PCIe.
+    Therefore a few rows are read through the cache instead.
 
     Attributes:
-        kernel: TorchRec's, which also caches other tables.
-        first: number of the shard's first row among all rows of the kernel that may be cached.
+        kernel: TorchRec's kernel, which also caches other tables.
+        first: Index of the shard's first row among all cacheable rows of the kernel.
     """
 
     kernel: nn.Module
     first: int
 
     def flush(self) -> None:
-        """Writes all cached rows of the kernel back to host memory; they stay cached."""
+        """Write all cached rows of the kernel back to host memory; the rows stay cached."""
         private(self.kernel, "flush", "torchrec")()
 
     def purge(self) -> None:
-        """Forgets all cached rows of the kernel without writing them back."""
+        """Discard all cached rows of the kernel without writing them back."""
         private(self.kernel, "purge", "torchrec")()
 
     def write(self, values: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
-        """Replaces the values of some rows.
+        """Replace the values of some rows.
 
         Args:
-            values, rows: as in `read`. new: [n, columns], of the dtype of `values`.
+            values: Table shard, as in `read`.
+            rows: Row indices, int64 [n].
+            new: New values, [n, columns], of the dtype of `values`.
         """
         self.flush()
         values.index_copy_(0, rows, new)
         self.purge()
 
     def read(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The current values of some rows; no synchronization with the host.
+        """Return the current values of some rows, without synchronization with the host.
 
         Args:
-            values: [rows of the shard, columns], in host memory that the device can read.
-            rows: int64 [n].
+            values: Table shard, [rows, columns], in host memory that the device can read.
+            rows: Row indices, int64 [n].
 
         Returns:
-            [n, columns], of the dtype of `values`.
+            Current values, [n, columns], of the dtype of `values`.
         """
         if not len(rows):
             return values[:0].clone()
         lookup = self.kernel.emb_module
-        filling = _of(lookup, "prefetch_stream")  # brings the next batch's rows in; None: they are not
+        filling = _of(lookup, "prefetch_stream")  # stream that prefetches rows; None without prefetching
         if filling is not None:
             torch.cuda.current_stream().wait_stream(filling)
-        # Of each row its place in lxu_cache_weights, or -1. lxu_cache_state is [sets, 32], the numbers of the
-        # rows that are cached; of a cached row the first `columns` are used.
+        # slots_N has the position of each row in lxu_cache_weights, or -1. lxu_cache_state, [sets, 32], has
+        # the indices of cached rows. Only the first `columns` values of a cached row are used.
         cached, numbers = _of(lookup, "lxu_cache_weights"), _of(lookup, "lxu_cache_state")
         slots_N = torch.ops.fbgemm.lxu_cache_lookup((rows + self.first).long(), numbers).long()
         stored_NC = values.index_select(0, rows)
@@ -108,14 +127,14 @@ class Cache:
 
 
 def caches(model: nn.Module) -> dict[str, Cache | InMemory]:
-    """Table → the cache of this rank's shard of it, or its rows in memory, where its kernel has any."""
+    """Return table → the cache or the rows in memory of this rank's shard, for tables that have either."""
     found: dict[str, Cache | InMemory] = {}
     for kernel in sharded_kernels(model):
         if (rows := in_memory_of(kernel)) is not None:
             found[tables_of(kernel)[0].name] = rows
         if not has_cache(kernel):
             continue
-        # A number for each feature, -1 for tables that are not cached, and the total.
+        # The list has one number per feature (-1 for tables that are not cached), then the total.
         first_of_feature = _of(kernel.emb_module, "cache_hash_size_cumsum").tolist()
         features = 0
         for table in tables_of(kernel):
@@ -126,9 +145,11 @@ def caches(model: nn.Module) -> dict[str, Cache | InMemory]:
 
 
 def cache_hits(kernel: nn.Module) -> float | None:
-    """The share of distinct rows that were in a kernel's cache, since the last call; None without a cache, or
-    where it does not count (gather_uvm_cache_stats), or when nothing was looked up. Of rows in memory of a
-    table in a file: the share of lookups that they had."""
+    """Return the share of distinct rows found in a kernel's cache since the last call.
+
+    The result is None without a cache, without counting (gather_uvm_cache_stats), or without lookups. For
+    rows in memory of a table in a file, the result is the share of lookups that found their row.
+    """
     lookup = fbgemm_of(kernel)
     if (rows := in_memory_of(kernel)) is not None:
         return rows.share_found()
@@ -141,27 +162,28 @@ def cache_hits(kernel: nn.Module) -> float | None:
 
 
 def updates_made(kernel: nn.Module) -> int:
-    """How many updates the kernel of fused Adam has counted (it counts every forward, evaluation's, too).
+    """Return the number of updates counted by a fused Adam kernel; every forward counts, also in evaluation.
 
     Raises:
-        RunError: the kernel's optimizer counts nothing, or is not fused.
+        RunError: The kernel's optimizer counts nothing, or is not fused.
     """
     return int(_of(kernel.emb_module, "iter").item())
 
 
 def set_updates_made(kernel: nn.Module, count: int) -> None:
-    """Lets the kernel of fused Adam continue from this count of updates."""
+    """Set the update count from which a fused Adam kernel continues."""
     _of(kernel.emb_module, "set_optimizer_step")(count)
-    # FBGEMM computes with `iter_cpu`, and looks at `iter` only while that is 0.
+    # FBGEMM computes with `iter_cpu`, and reads `iter` only while `iter_cpu` is 0.
     _of(kernel.emb_module, "iter_cpu").fill_(count)
 
 
 @contextmanager
 def updates_uncounted(model: nn.Module) -> Iterator[None]:
-    """A block whose lookups do not train.
+    """Exclude lookups in the block from the update counts of fused kernels.
 
-    FBGEMM counts every lookup of a fused kernel as an update, also without gradients. Its Adam corrects its
-    bias by that count, which is saved, too: evaluating would change what is trained after.
+    FBGEMM counts every lookup of a fused kernel as an update, even without gradients. Its Adam uses this
+    count for bias correction, and the count is saved. Without this block, evaluation would change later
+    training.
     """
     fused = [lookup for kernel in sharded_kernels(model) if (lookup := fbgemm_of(kernel)) is not None]
     counters = [_of(lookup, name) for lookup in fused for name in ("iter", "iter_cpu")]
@@ -174,11 +196,11 @@ def updates_uncounted(model: nn.Module) -> Iterator[None]:
 
 
 def pad_empty_shards(model: nn.Module) -> None:
-    """Lets kernels run on a rank where tables have no row (row-wise, fewer rows than ranks).
+    """Pad kernels whose tables have no row on this rank (row-wise sharding with fewer rows than ranks).
 
-    FBGEMM on CPU takes a fused kernel without any weights for one on a GPU, and fails; and behind an empty
-    last table its backward reads beyond hash_size_cumsum. Both go away with a last row that belongs to no
-    table and that no id reaches.
+    FBGEMM on CPU treats a fused kernel without weights as a GPU kernel, and fails. Behind an empty last
+    table, its backward reads beyond hash_size_cumsum. A last row that belongs to no table and that no id
+    reaches fixes both.
     """
     for kernel in sharded_kernels(model):
         lookup = kernel.emb_module
@@ -192,9 +214,9 @@ def pad_empty_shards(model: nn.Module) -> None:
 
 
 def _of(lookup: Any, name: str) -> Any:
-    """An attribute of FBGEMM's that it documents nowhere.
+    """Return an undocumented attribute of FBGEMM.
 
     Raises:
-        RunError: it has no such attribute.
+        RunError: The attribute is missing.
     """
     return private(lookup, name, "fbgemm-gpu")

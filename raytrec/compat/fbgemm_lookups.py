@@ -1,7 +1,4 @@
-"""FBGEMM's lookups (1.8.0) as raytrec wants them.
-
-TorchRec (1.8.0) makes them for a sharded model.
-"""
+"""FBGEMM lookups (1.8.0) customized for raytrec; TorchRec (1.8.0) creates them for a sharded model."""
 
 from __future__ import annotations
 
@@ -22,45 +19,52 @@ from torchrec.distributed.types import ShardingPlan
 from raytrec.compat.fbgemm import InMemory
 from raytrec.compat.versions import private, replacing
 
-MAPPED = "raytrec_mapped"  # among a table's settings; tables that have it share no lookup with others
+MAPPED = "raytrec_mapped"  # key in a table's settings; tables with this key share no lookup with others
 
 
 class Files(Protocol):
-    """Makes what lookups of marked tables keep (embeddings/mapped.py).
+    """Factory for the storage of lookups of marked tables (embeddings/mapped.py).
 
     Attributes:
-        share: of the rows of those that are marked by name, how many are in memory, too.
+        share: Share of the rows that are also in memory, for tables marked by name.
     """
 
     share: float
 
-    def zeros(self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0) -> torch.Tensor: ...
-    def in_memory(self, whole: list[torch.Tensor], rows: int) -> InMemory: ...
+    def zeros(self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0) -> torch.Tensor:
+        """Return zeros, [count + more], of which the first `count` are shared with a new file."""
+        ...
+
+    def in_memory(self, whole: list[torch.Tensor], rows: int) -> InMemory:
+        """Return the rows in memory of a table with `rows` rows."""
+        ...
 
 
 class BagsOfOne(nn.Module):
-    """FBGEMM's lookup of each id's vector in one table, as sums of bags of one id each: the same vectors and
-    updates as by PoolingMode.NONE, which TorchRec asks for.
+    """FBGEMM's lookup of each id's vector in one table, computed as sums of bags with one id each.
+
+    Vectors and updates are the same as with PoolingMode.NONE, which TorchRec requests.
     """
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings | ONE_BAG)
 
     def forward(self, indices: torch.Tensor, offsets: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        """Return the vector of each id."""
         one_each = torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device)
         return super().forward(indices, one_each, *rest, **more)
 
 
 class FusedBagsOfOne(BagsOfOne, SplitTableBatchedEmbeddingBagsCodegen):
-    """The lookup of a table that is updated in backward.
+    """Lookup of a table that is updated in backward.
 
-    On CPU, PoolingMode.NONE takes 1 µs for every distinct row on the way back, in hash tables inside of hash
-    tables; this 0.04 µs.
+    On CPU, the backward of PoolingMode.NONE takes 1 µs per distinct row, in nested hash tables. The backward
+    of this lookup takes 0.04 µs.
     """
 
 
 class DenseBagsOfOne(BagsOfOne, DenseTableBatchedEmbeddingBagsCodegen):
-    """The lookup of a table with a dense kernel, for which FBGEMM on CPU takes PoolingMode.NONE for SUM."""
+    """Lookup of a table with a dense kernel, for which FBGEMM on CPU treats PoolingMode.NONE as SUM."""
 
 
 ONE_BAG: dict[str, Any] = {"feature_table_map": [0], "pooling_mode": PoolingMode.SUM}
@@ -71,13 +75,15 @@ EACH_ID_KERNELS = {
 
 
 def map_table(weight: nn.Parameter, state: Mapping[str, str], name: str = "") -> None:
-    """Marks a table, before sharding, to be in a file. It must be one that is updated in backward.
+    """Mark a table for storage in a file before sharding; the table must be updated in backward.
 
-    TorchRec puts tables of equal settings into one lookup, so that marked ones are among themselves.
+    TorchRec combines tables with equal settings into one lookup, so marked tables share no lookup with
+    others.
 
     Args:
-        state: FBGEMM's name of each kind of optimizer state → what it has a number for: value or row.
-        name: of a table whose rows may be in memory, too: it gets a lookup to itself.
+        weight: Weights of the table.
+        state: FBGEMM's name of each optimizer state → its granularity, "value" or "row".
+        name: Name of a table whose rows may also be in memory; such a table gets a separate lookup.
     """
     (settings,) = private(weight, "_optimizer_kwargs", "torch")
     settings[MAPPED] = (name, *state.items())
@@ -85,16 +91,16 @@ def map_table(weight: nn.Parameter, state: Mapping[str, str], name: str = "") ->
 
 @contextmanager
 def own_lookups(files: Files) -> Iterator[None]:
-    """A block in which TorchRec makes lookups as follows.
+    """Make TorchRec create customized lookups in the block.
 
-    Those of each id's vector in one table are of bags of one id. Weights and optimizer state of tables that
-    are marked (`map_table`) are in memory that `files` makes, which FBGEMM has for a kernel on CPU under the
-    name of preallocated_host_buffers. No initial values are drawn: raytrec writes its own.
+    Lookups of each id's vector in one table use bags of one id. Weights and optimizer state of marked tables
+    (`map_table`) use memory created by `files`, passed to FBGEMM's CPU kernel as preallocated_host_buffers.
+    No initial values are drawn, because raytrec writes its own.
     """
 
     def making(theirs: type, own: type) -> Callable[..., nn.Module]:
         def made(*args: Any, **settings: Any) -> nn.Module:
-            (specs,) = args or (settings["embedding_specs"],)  # a tuple for each table, of its rows, dim, …
+            (specs,) = args or (settings["embedding_specs"],)  # one tuple (rows, dim, …) per table
             each_id = settings["pooling_mode"] == PoolingMode.NONE and len(specs) == 1
             kind = own if each_id else theirs
             if (mark := settings.pop(MAPPED, None)) is None:
@@ -118,10 +124,9 @@ def own_lookups(files: Files) -> Iterator[None]:
 def _buffers(
     specs: list[tuple], settings: dict[str, Any], state: Mapping[str, str], files: Files, places: int
 ) -> dict[str, torch.Tensor] | None:
-    """What a fused kernel on CPU keeps: weights, and the state of its optimizer.
+    """Return the weights and optimizer state of a fused kernel on CPU, or None for shards without rows.
 
-    Args:
-        places: of rows in memory, behind those of the only table.
+    `places` is the number of additional rows for rows in memory, behind those of the only table.
     """
     sizes = {"value": sum(rows * dim for rows, dim, *_ in specs), "row": sum(rows for rows, *_ in specs)}
     if not sizes["value"]:
@@ -136,10 +141,10 @@ def _buffers(
 def _with_places(
     kind: Callable[..., nn.Module], specs: list[tuple], settings: dict[str, Any], files: Files, places: int
 ) -> nn.Module:
-    """A lookup of one table with more rows behind its own: places of rows that are in memory.
+    """Return a lookup of one table with additional rows behind its own, for rows in memory.
 
-    TorchRec and its optimizers see the table alone, by FBGEMM's embedding_specs; the kernel, which is made
-    before these are cut, reads and updates all of it.
+    TorchRec and its optimizers see only the table, through FBGEMM's embedding_specs. The kernel is created
+    before embedding_specs is reduced to the table, so it reads and updates all rows.
     """
     ((rows, *rest),) = specs
     lookup = kind(**settings | {"embedding_specs": [(rows + places, *rest)]})
@@ -160,10 +165,9 @@ def _with_places(
 
 @contextmanager
 def as_known_to_torchrec(plan: ShardingPlan, kernels: dict[str, str]) -> Iterator[None]:
-    """A block in which a plan names TorchRec's compute kernels instead of raytrec's.
+    """Replace raytrec's compute kernels in a plan by TorchRec's during the block.
 
-    Args:
-        kernels: raytrec's name → TorchRec's.
+    `kernels` maps raytrec's names to TorchRec's names.
     """
     own = [
         (spec, spec.compute_kernel)

@@ -1,4 +1,4 @@
-"""Private names of Ray (2.60.0): its cluster, processes, errors and libraries. Functions import Ray."""
+"""Private names of Ray (2.60.0): cluster, processes, errors and libraries; functions import Ray."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 
 from raytrec.compat.versions import private
 
-JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what Ray sets in the environment of a job's driver
-# Calls that exist on the two kinds of servers and change nothing; what matters is whether they are refused.
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the environment of a job's driver
+# Calls without side effects on the two kinds of servers, used to check whether the token is accepted.
 GCS_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 CLIENT_CALL = "/ray.rpc.RayletDriver/ClusterInfo"
-HEAD_PROCESSES = ("gcs_server", "ray.util.client.server")  # that listen at the addresses of a cluster
-# ray/train/v2/_internal/constants.py. How soon the end, or an error, is seen; how long Ray waits for places
-# that are not there after all; and whether it watches for nodes that will go.
+HEAD_PROCESSES = ("gcs_server", "ray.util.client.server")  # processes serving the addresses of a cluster
+# From ray/train/v2/_internal/constants.py: interval at which exits and errors are noticed, time to wait for
+# resources that turn out to be missing, and whether Ray watches for nodes that will be preempted.
 HEALTH_CHECK_INTERVAL_S = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
 WORKER_GROUP_START_TIMEOUT_S = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 ENABLE_PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
-SNAPSHOT = "checkpoint_manager_snapshot.json"  # what Ray Train notes in the folder of a run
+SNAPSHOT = "checkpoint_manager_snapshot.json"  # written by Ray Train to the folder of a run
 NOT_TAKEN = "Initialization failure from server"  # Ray client's error, with the server's traceback
-NOT_STARTED = "Starting Ray client server failed"  # the traceback, when a process has died
+NOT_STARTED = "Starting Ray client server failed"  # the traceback if a process has died
 NO_AGENT = "No available agent"  # the Job API's error while a cluster starts
 
 
 def is_head(command: list[str]) -> bool:
-    """Whether a process of this command listens at HOST:PORT or ray://HOST:PORT of a cluster."""
+    """Return True if a process with this command serves HOST:PORT or ray://HOST:PORT of a cluster."""
     return any(Path(word).name in HEAD_PROCESSES for word in command)
 
 
@@ -40,35 +40,35 @@ def alive_nodes() -> list[dict[str, Any]]:
 
 
 def available_resources() -> dict[str, dict[str, float]]:
-    """Node's id → resources that are free."""
+    """Return node id → free resources."""
     import ray
 
     return ray._private.state.available_resources_per_node()
 
 
 def draining_nodes() -> set[str]:
-    """Ids of nodes that are being drained (ray.train.get_preemption_info has the same source)."""
+    """Return the ids of nodes being drained (the same source as ray.train.get_preemption_info)."""
     import ray
 
     return set(ray._private.state.state.get_draining_nodes() or {})
 
 
 def actor_state(actor_id: str) -> dict[str, Any]:
-    """What the GCS of this process's own cluster knows of an actor; empty: nothing."""
+    """Return the GCS's record of an actor of this process's own cluster; empty if the actor is unknown."""
     import ray
 
     return ray._private.state.actors(actor_id) or {}
 
 
 def keep_for_actor(value: bytes) -> None:
-    """In an actor: keeps a value for when Ray starts it again, in the GCS, as long as that runs."""
+    """Store a value of the current actor in the GCS; the value survives restarts of the actor only."""
     from ray.experimental import internal_kv
 
     internal_kv._internal_kv_put(_key_of_actor(), value)
 
 
 def kept_for_actor() -> bytes | None:
-    """In an actor: what it has kept; None: nothing."""
+    """Return the stored value of the current actor, or None."""
     from ray.experimental import internal_kv
 
     return internal_kv._internal_kv_get(_key_of_actor())
@@ -81,7 +81,7 @@ def _key_of_actor() -> str:
 
 
 def starts_nodes() -> bool:
-    """Whether an autoscaler starts nodes: `ray up` and KubeRay give each node, the head too, a type."""
+    """Return True if an autoscaler starts nodes: `ray up` and KubeRay set a type for each node."""
     import ray
     from ray.autoscaler.v2.sdk import get_cluster_resource_state
 
@@ -90,17 +90,16 @@ def starts_nodes() -> bool:
 
 
 def gcs_client(address: str) -> Any:
-    """A client of the GCS at HOST:PORT."""
+    """Return a client of the GCS at HOST:PORT."""
     import ray._raylet as raylet
 
     return private(raylet, "GcsClient", "ray")(address=address)
 
 
 def drain(gcs_address: str, node: str, why: str, deadline_ms: int) -> tuple[bool, str]:
-    """Marks a node as one that is taken away; whether Ray accepts, and why not.
+    """Drain a node for preemption; return (True if Ray accepts, reason of the refusal).
 
-    Args:
-        deadline_ms: Unix time.
+    `deadline_ms` is a Unix time in milliseconds.
     """
     from ray.core.generated import autoscaler_pb2
 
@@ -109,24 +108,25 @@ def drain(gcs_address: str, node: str, why: str, deadline_ms: int) -> tuple[bool
 
 
 def head_nodes() -> list[str]:
-    """Ids of the head, if it is alive."""
+    """Return the id of the head node as a list; empty if the head is not alive."""
     from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 
     return [node["NodeID"] for node in alive_nodes() if HEAD_NODE_RESOURCE_NAME in node["Resources"]]
 
 
 def system_memory() -> int:
-    """Bytes of main memory of this machine, or of the container that this process is in."""
+    """Return the bytes of main memory of this machine, or of the container of this process."""
     from ray._common.utils import get_system_memory
 
     return get_system_memory()
 
 
 def bootstrap_address(address: str) -> str | None:
-    """HOST:PORT that Ray would join for an address, with 127.0.0.1 turned into the machine's own.
+    """Return the HOST:PORT that Ray would join for an address; the machine's own address replaces 127.0.0.1.
 
     Raises:
-        ConnectionError, ValueError: there is no cluster, or it is not an address.
+        ConnectionError: There is no cluster.
+        ValueError: The address is not valid.
     """
     from ray._private import services
 
@@ -134,23 +134,23 @@ def bootstrap_address(address: str) -> str | None:
 
 
 def own_address() -> str:
-    """The address by which Ray knows this machine."""
+    """Return the address by which Ray identifies this machine."""
     from ray._private import services
 
     return services.get_node_ip_address()
 
 
 def is_ray_process(pid: int) -> bool:
-    """Whether a process of this machine is a worker of Ray's, by its title.
+    """Return True if a process of this machine has the title of a Ray worker.
 
     Raises:
-        OSError: it is gone.
+        OSError: The process has exited.
     """
     return b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def job_id() -> str | None:
-    """The id under which this process was submitted to Ray's Job API; None: it was not."""
+    """Return the id under which Ray's Job API submitted this process, or None if it was not submitted."""
     try:
         return json.loads(os.environ.get(JOB_CONFIG, "{}"))["metadata"]["job_submission_id"]
     except (KeyError, ValueError):
@@ -158,14 +158,14 @@ def job_id() -> str | None:
 
 
 def token_metadata() -> tuple[tuple[str, str], ...]:
-    """What Ray sends with each call; nothing where it asks for no token."""
+    """Return the token metadata that Ray sends with each call; empty if authentication is disabled."""
     from ray._private.authentication import grpc_authentication_client_interceptor as interceptor
 
     return interceptor._get_authentication_metadata_tuple()
 
 
 def nodes_without_gpus() -> dict[str, float]:
-    """Id → CPUs of nodes with CPUs and without GPUs; none where all nodes are of one kind."""
+    """Return id → CPUs of nodes with CPUs but without GPUs; empty if no node of the cluster has GPUs."""
     alive = {node["NodeID"]: node["Resources"] for node in alive_nodes()}
     if not any(has.get("GPU") for has in alive.values()):
         return {}
@@ -173,14 +173,14 @@ def nodes_without_gpus() -> dict[str, float]:
 
 
 def reported(error: BaseException) -> BaseException:
-    """What made a worker fail its health check; another error itself."""
+    """Return the cause of a failed worker health check; other errors are returned unchanged."""
     from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
     return error.health_check_failure if isinstance(error, WorkerHealthCheckFailedError) else error
 
 
 def lost_its_node(error: BaseException) -> bool:
-    """Whether an error of Ray's means that an actor's node has gone."""
+    """Return True if an error of Ray means that the node of an actor is gone."""
     from ray.exceptions import NodeDiedError, RayActorError
 
     preempted = isinstance(error, RayActorError) and error.preempted
@@ -188,19 +188,19 @@ def lost_its_node(error: BaseException) -> bool:
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether Ray has ended a process because its node ran low on memory."""
+    """Return True if Ray killed a process because its node ran low on memory."""
     from ray.exceptions import OutOfMemoryError
 
     return isinstance(error, OutOfMemoryError) or "running low on memory" in str(error)
 
 
 def server_version(client: Any) -> str:
-    """The version of Ray that a JobSubmissionClient has asked its cluster for."""
+    """Return the cluster's Ray version as queried by a JobSubmissionClient."""
     return private(client, "_server_ray_version", "ray")
 
 
 def quiet_uploads() -> None:
-    """Silences the line for each file that is uploaded with a job."""
+    """Silence the log line for each file that is uploaded with a job."""
     for talkative in (
         "ray.dashboard.modules.job.sdk",
         "ray.dashboard.modules.dashboard_sdk",
@@ -210,7 +210,7 @@ def quiet_uploads() -> None:
 
 
 def version_mismatch(text: str) -> tuple[str, str] | None:
-    """Ray's and Python's version of a cluster that does not take this client's; None: it is another error."""
+    """Return the Ray and Python versions of a cluster that rejects this client; None for other errors."""
     found = re.findall(r"(Ray|Python): (\S+)", text) if "ersion mismatch" in text else []
     return (found[0][1], found[1][1]) if len(found) > 1 else None
 
@@ -226,9 +226,10 @@ def node_providers() -> tuple[Any, Any]:
 def prepare_replica() -> None:
     """Set up the process of a Ray Serve replica; called by the replica's constructor.
 
-    Its server for calls between deployments takes pickles from any client, so it must listen on loopback, not
-    on all interfaces; nothing calls it where RAY_SERVE_USE_GRPC_BY_DEFAULT is off. And Serve must not freeze
-    the garbage collector after the constructor, because the first model would then never be freed.
+    The replica's server for calls between deployments accepts pickles from any client, so the server must
+    listen on loopback instead of all interfaces. Nothing calls the server if RAY_SERVE_USE_GRPC_BY_DEFAULT is
+    off. Serve must not freeze the garbage collector after the constructor, because the first model would then
+    never be freed.
     """
     from ray.serve._private import replica
 

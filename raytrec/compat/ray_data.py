@@ -9,7 +9,7 @@ from uuid import uuid4
 from raytrec.compat.versions import private
 
 STATISTICS = ("register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics")
-# Of OpRuntimeMetrics.
+# Fields of OpRuntimeMetrics.
 PROGRESS = (
     "num_tasks_submitted",
     "num_task_outputs_generated",
@@ -17,23 +17,23 @@ PROGRESS = (
     "num_external_outqueue_blocks",
 )
 LEAST_REST_S, MOST_REST_S = 0.01, 0.2
-QUICK_S = 0.05  # half of what Ray Data's executor waits for a task that has nothing ready
+QUICK_S = 0.05  # half of the time that Ray Data's executor waits for tasks without output
 
 
 def prefer_node(node: str) -> Any:
-    """A scheduling strategy: on this node, or where Ray chooses if it is gone or full."""
+    """Return a scheduling strategy that prefers a node; if the node is gone or full, Ray chooses another."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True)
 
 
 def ask_for_no_nodes() -> None:
-    """Lets Ray Data start read tasks whatever a cluster has left, and ask its autoscaler for nothing.
+    """Make Ray Data start read tasks regardless of free resources, without requests to its autoscaler.
 
-    Read tasks ask for no CPU, so nothing is lost; the stream limits them in number and memory, and Ray's
-    scheduler knows whether there is a CPU for them. But Ray Data's own autoscaler (2.60) starts no task
-    where Ray Train's workers have reserved all CPUs of a cluster, and waits for ever without a word; and it
-    goes through an actor, whose process takes seconds to start, before the first batch, and 1 % of a core.
+    Read tasks request no CPU, so nothing is lost: the stream limits their number and memory, and Ray's
+    scheduler assigns the CPUs. Ray Data's own autoscaler (2.60) starts no task if Ray Train's workers have
+    reserved all CPUs of a cluster, and waits forever without a message. The autoscaler also uses an actor,
+    whose process takes seconds to start before the first batch, and 1 % of a core.
     """
     from ray.data import ExecutionResources
     from ray.data._internal.cluster_autoscaler import ClusterAutoscaler
@@ -59,11 +59,11 @@ def ask_for_no_nodes() -> None:
 
 
 def pace_executors() -> None:
-    """Lets the threads that drive Ray Data's executions rest while there is nothing for them to do.
+    """Make the threads that drive Ray Data's executions sleep while there is no work.
 
-    Ray 2.60's (execution/streaming_executor.py) goes round and round without a pause while it holds back the
-    output of its tasks, or has no more tasks: always when batches come faster than they are trained. During
-    the step it takes all that it is given of a core, and of Python's lock.
+    Ray 2.60's thread (execution/streaming_executor.py) spins while it holds back the output of its tasks, or
+    has no more tasks. Spinning is the normal state when batches arrive faster than they are trained. During a
+    step, the thread then uses all available time of a core, and of the GIL.
     """
     from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
@@ -74,10 +74,10 @@ def pace_executors() -> None:
     def step_and_rest(self: StreamingExecutor, topology: Any) -> bool:
         began = monotonic()
         has_more = before(self, topology)
-        # What changes whenever tasks of an operator begin, bring something or end, or a reader takes it.
+        # Counts change when tasks of an operator start, produce output or end, or output is consumed.
         counts = [tuple(private(op.metrics, name, "ray") for name in PROGRESS) for op in topology]
         known, rest_s = getattr(self, "raytrec_rest", (None, 0.0))
-        idle = counts == known and monotonic() - began < QUICK_S  # else it has waited for a task
+        idle = counts == known and monotonic() - began < QUICK_S  # a longer step has waited for a task
         rest_s = min(max(2 * rest_s, LEAST_REST_S), MOST_REST_S) if idle else 0.0
         self.raytrec_rest = counts, rest_s
         if rest_s and has_more:
@@ -88,13 +88,13 @@ def pace_executors() -> None:
 
 
 def keep_no_statistics() -> None:
-    """Lets Ray Data measure nothing of this process's executions, and start no actor for statistics.
+    """Make Ray Data collect no statistics of this process's executions and start no statistics actor.
 
-    A stream is an execution for each epoch, under its own name, and the actor keeps some 150 gauges of
-    each (data/_internal/stats.py): it grew by 0.5 to 1 MiB with every epoch of each rank, without end, and
-    the agents that export its gauges with it. It is also detached, and pinned to the node that reads
-    first, which would never become idle; and a process that wakes a hundred times a second. None of this is
-    read. Names of executions, which the actor counts, are random.
+    A stream is one execution per epoch, with a separate name, and the actor keeps some 150 gauges for each
+    (data/_internal/stats.py). The actor grew by 0.5 to 1 MiB per epoch and rank without limit, as did the
+    agents that export its gauges. The actor is also detached and pinned to the first node that reads, which
+    then never becomes idle. Its process wakes a hundred times per second. None of the statistics is read.
+    Names of executions, numbered by the actor, are random instead.
     """
     from ray.data._internal.execution.callbacks import ResourceAllocatorPrometheusCallback
     from ray.data._internal.stats import _StatsManager

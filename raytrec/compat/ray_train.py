@@ -38,13 +38,13 @@ __all__ = [
 
 
 class ControlledTrainer(DataParallelTrainer):
-    """Ray Train's trainer, whose controller is given policies, and is waited for by a function of ours.
+    """Ray Train trainer with custom controller policies and a custom wait for the controller.
 
     Args:
-        policies: scaling_policy and failure_policy.
-        on_start: called with the controller when it has been started, in the main thread.
-        wait: ref → what the controller's method returns.
-        own: whether the Ray ends with the run.
+        policies: Keyword arguments scaling_policy and failure_policy of the controller.
+        on_start: Function called in the main thread with the started controller.
+        wait: Function that waits for an object reference and returns its value.
+        own: True if the Ray ends with the run.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ControlledTrainer(DataParallelTrainer):
         self._policies, self._on_start, self._wait, self._own = policies, on_start, wait, own
 
     def _initialize_and_run_controller(self, **parts: Any) -> Any:
-        """As Ray's, whose wait for the controller nothing can interrupt when a part of Ray has ended."""
+        """Run the controller; unlike Ray's method, the wait can be interrupted if a part of Ray ends."""
         try:
             return super()._initialize_and_run_controller(**parts | self._policies)
         except _Started as started:
@@ -69,20 +69,20 @@ class ControlledTrainer(DataParallelTrainer):
         return self._wait(controller.get_result.remote())
 
     def _register_sigint_handler(self, controller: Any) -> None:
-        """Called in the main thread between the controller's start and the wait for it."""
+        """Take over from Ray, which calls this method between the controller's start and the wait for it."""
         self._on_start(controller)
         raise _Started(controller)
 
     def _create_default_callbacks(self) -> list[Any]:
         none = NoDatasets(self.train_run_context, self.datasets)
         callbacks = replace_callback(super()._create_default_callbacks(), DatasetsCallback, [none])
-        # A Ray that ends with its run has nothing to remove afterwards.
+        # If Ray ends with the run, nothing is left to remove.
         cleaner = [] if self._own else [OwnClusterCleanerCallback()]
         return replace_callback(callbacks, PlacementGroupCleanerCallback, cleaner)
 
 
 def replace_callback(callbacks: list[Any], kind: type, others: list[Any]) -> list[Any]:
-    """Return Ray Train's callbacks with the one of class `kind` replaced by others.
+    """Return Ray Train's callbacks with the callback of class `kind` replaced by others.
 
     Raises:
         RunError: Ray Train has no such callback any more.
@@ -93,32 +93,35 @@ def replace_callback(callbacks: list[Any], kind: type, others: list[Any]) -> lis
 
 
 class OwnClusterCleaner(PlacementGroupCleaner):
-    """The actor that removes the placement group of a run whose controller has died.
+    """Actor that removes the placement group of a run whose controller has died.
 
     Ray 2.60 (ray/train/v2/_internal: execution/controller/placement_group_cleaner.py,
-    callbacks/placement_group_callback.py) asks the state API whether the controller lives. The state API asks
-    the cluster that was started last on this machine. Another cluster knows no such controller, and Ray would
-    kill all workers of the run. This actor, alone in its process, asks its own cluster.
+    callbacks/placement_group_callback.py) asks the state API whether the controller is alive. The state API
+    queries the most recently started cluster on this machine. A cluster that was started later does not know
+    the controller, and Ray would kill all workers of the run. This actor, alone in its process, queries its
+    own cluster.
     """
 
     def start_monitoring(self) -> bool:
+        """Start to monitor the controller with `is_alive_here`."""
         placement_group_cleaner.is_actor_alive = is_alive_here
         return super().start_monitoring()
 
 
 class OwnClusterCleanerCallback(PlacementGroupCleanerCallback):
-    """Starts an OwnClusterCleaner from the controller's process, which serves one run."""
+    """Callback that starts an OwnClusterCleaner from the controller's process, which serves one run."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
+        """Start the cleaner of this run."""
         placement_group_callback.PlacementGroupCleaner = OwnClusterCleaner
         super().after_controller_start(train_run_context)
 
 
 def is_alive_here(actor_id: str, timeout: float) -> bool:
-    """Return True if an actor of this process's own cluster lives, according to the GCS.
+    """Return True if an actor of this process's own cluster is alive, according to the GCS.
 
     Raises:
-        RayStateApiException: the GCS does not answer; the cleaner then asks again.
+        RayStateApiException: The GCS does not answer; the cleaner then asks again.
     """
     import ray
     from ray.util.state.exception import RayStateApiException
@@ -130,12 +133,13 @@ def is_alive_here(actor_id: str, timeout: float) -> bool:
 
 
 class NoDatasets(DatasetsCallback):
-    """Of a trainer that hands out none of Ray Data's datasets: starts no actor for them.
+    """Callback of a trainer that uses no Ray Data datasets; no actor is started for them.
 
-    Workers still get the driver's settings of Ray Data.
+    Workers still receive the driver's Ray Data settings.
     """
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        """Return no dataset shards."""
         return {}
 
 
@@ -146,13 +150,14 @@ class _Started(Exception):
 
 
 class RequestingPolicy(ScalingPolicy):
-    """A ScalingPolicy that asks an autoscaler for as many workers as a run may have.
+    """Scaling policy that requests the maximum number of workers of a run from an autoscaler.
 
     Args:
-        most: workers.
-        cpus_beside: CPUs that the autoscaler is to have ready in addition to the workers'.
-        asks: whether there may be an autoscaler; without, nothing is asked, and the actor that would pass it
-            on is not started.
+        scaling_config: Ray Train's scaling configuration.
+        most: Maximum number of workers.
+        cpus_beside: CPUs that the autoscaler should provide in addition to the workers' CPUs.
+        asks: False if there is no autoscaler. Nothing is requested then, and the actor that forwards requests
+            is not started.
     """
 
     def __init__(self, scaling_config: Any, most: int, cpus_beside: int, asks: bool = True):
@@ -163,11 +168,11 @@ class RequestingPolicy(ScalingPolicy):
 
     @property
     def resources_per_worker(self) -> dict[str, float]:
-        """What Ray sets aside for each worker."""
+        """Resources that Ray reserves for each worker."""
         return self.scaling_config._resources_per_worker_not_none
 
     def request_resources(self) -> None:
-        """Asks the autoscaler again, as requests expire; does nothing while the last one is young."""
+        """Renew the request to the autoscaler before it expires; do nothing if the last request is recent."""
         if not self._asks:
             return
         self._maybe_send_resource_request()
@@ -175,6 +180,7 @@ class RequestingPolicy(ScalingPolicy):
             self._ask_for_cpus()
 
     def after_controller_start(self, train_run_context: Any) -> None:
+        """Send the first request to the autoscaler."""
         if not self._asks:
             return
         if self._cpus_beside:

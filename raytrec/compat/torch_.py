@@ -1,4 +1,4 @@
-"""Private names of torch (2.13.0), and of its sharded tensors."""
+"""Private names of torch (2.13.0), including its sharded tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as EveryOperator
 
 from raytrec.compat.versions import missing
 
-# Names of torch for other modules; the functions below are public anyway.
+# Names of torch for other modules; functions defined below need no entry.
 __all__ = [
     "Dropout",
     "EveryOperator",
@@ -35,7 +35,7 @@ __all__ = [
     "apply_optimizer_in_backward",
 ]
 
-MEMORY_EVENTS = 100_000  # of the allocator, that are kept at most: a few KB each
+MEMORY_EVENTS = 100_000  # maximum number of recorded allocator events, a few KB each
 
 
 def load_archive(archive: BinaryIO) -> torch.export.ExportedProgram:
@@ -51,20 +51,23 @@ def load_archive(archive: BinaryIO) -> torch.export.ExportedProgram:
 def is_dispatched(target: str) -> bool:
     """Return True if "torch.ops.aten.NAME.OVERLOAD" is an operator over tensors.
 
-    The others are TorchScript's functions, such as aten::save.
+    Other names are TorchScript functions, such as aten::save.
     """
     name = "aten::" + target.removeprefix("torch.ops.aten.").removesuffix(".default")
     return torch._C._dispatch_has_kernel(name)
 
 
 def quiet_tracing() -> None:
-    """Keeps torch from a warning of what TorchRec (1.8.0) calls, which users cannot change."""
+    """Silence a torch warning about calls made by TorchRec (1.8.0), which users cannot change."""
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 def mark_only_for_profiler() -> None:
-    """Makes record_function do nothing while no profiler runs. torch.optim and TorchRec mark some 30 parts of
-    a step with it, which takes an eighth of a step's Python."""
+    """Make record_function do nothing while no profiler runs.
+
+    torch.optim and TorchRec mark some 30 parts of a step with record_function, which takes an eighth of the
+    Python time of a step.
+    """
     record_function.__enter__ = _enter_if_profiled
 
 
@@ -78,9 +81,11 @@ def _enter_if_profiled(self: record_function) -> record_function:
 
 @contextmanager
 def no_gpu_asked_for() -> Iterator[None]:
-    """Modules are imported as on a machine without GPUs. fbgemm_gpu (1.8.0) asks whether there is one, after
-    which torch lets no forked process use it. (It needs the answer for AMD's, and for operators in Triton,
-    which nothing here uses.)"""
+    """Import modules in the block as on a machine without GPUs.
+
+    fbgemm_gpu (1.8.0) checks for a GPU at import, after which torch does not let forked processes use one.
+    The result of the check only matters for AMD GPUs and Triton operators, which raytrec does not use.
+    """
     asked, torch.cuda.is_available = torch.cuda.is_available, lambda: False
     try:
         yield
@@ -89,38 +94,39 @@ def no_gpu_asked_for() -> Iterator[None]:
 
 
 def refuses_gpus() -> bool:
-    """Whether this process is forked from one that CUDA has begun in, so that torch lets it use no GPU."""
+    """Return True if torch refuses GPUs in this process because it was forked after CUDA's initialization."""
     return torch.cuda._is_in_bad_fork()
 
 
 def rank_place(rank: int, device: str) -> _remote_device:
-    """Where a shard is: on a rank's device."""
+    """Return the placement of a shard on a device of a rank."""
     return _remote_device(f"rank:{rank}/{device}")
 
 
 def sharded_tensor(
     local: list[Shard], shards: list[ShardMetadata], shape: Sequence[int], dtype: torch.dtype
 ) -> ShardedTensor:
-    """A ShardedTensor over live values; no collective.
+    """Return a ShardedTensor over live values, without a collective.
 
     Args:
-        local: this rank's shards.
-        shards: those of all ranks.
-        shape: of the whole.
+        local: Shards of this rank.
+        shards: Metadata of the shards of all ranks.
+        shape: Shape of the whole tensor.
+        dtype: Data type of the tensor.
     """
     metadata = ShardedTensorMetadata(shards, torch.Size(shape), TensorProperties(dtype=dtype))
     return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
 
 
 def local_parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
-    """This rank's shards of a tensor; of one that is not sharded, itself."""
+    """Return this rank's shards of a sharded tensor; for another tensor, the tensor itself."""
     return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
 
 
 def with_local_shards(value: ShardedTensor, parts: list[torch.Tensor]) -> ShardedTensor:
-    """A ShardedTensor like another one, of other values of this rank, which are in host memory.
+    """Return a copy of a ShardedTensor in which this rank's shards are replaced by tensors in host memory.
 
-    torch compares each part with the metadata's device and pinned memory.
+    torch checks each part against the device and pinned memory in the metadata.
     """
     metadata = value.metadata()
     shards = [
@@ -140,24 +146,24 @@ def with_local_shards(value: ShardedTensor, parts: list[torch.Tensor]) -> Sharde
 
 
 def multiply_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiplies tensors in place, with few kernels."""
+    """Multiply tensors in place with few kernels."""
     torch._foreach_mul_(tensors, factor)
 
 
 def call_after_nodes(losses: torch.Tensor, call: Callable[[], object]) -> None:
-    """Has a function called in the next backward from `losses`, when all nodes of its graph have run.
+    """Call a function in the next backward from `losses` after all nodes of the graph have run.
 
-    DistributedDataParallel then waits for its all-reduces: in a callback like this one, which it queues
-    later, and they come in the order in which they were queued.
+    Callbacks run in the order in which they were queued. DistributedDataParallel waits for its all-reduces in
+    a later callback of the same kind, so this function runs before that wait.
     """
     losses.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(call))
 
 
 class FixedDtype(nn.Module):
-    """A module that hears of every cast before it has touched any of its tensors."""
+    """Module that is notified of every cast before any of its tensors change."""
 
     def before_cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Called with what is about to be applied to each tensor; raise to refuse it."""
+        """Handle a function that is about to be applied to each tensor; raise an error to refuse the cast."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable, recurse: bool = True) -> FixedDtype:
@@ -166,13 +172,13 @@ class FixedDtype(nn.Module):
 
 
 def bind_store(address: str) -> None:
-    """Makes the TCPStore that this process may start listen on this address.
+    """Make the TCPStore that this process may start listen on this address.
 
-    torch/distributed/rendezvous.py starts it, on all interfaces, unless it is handed a socket that listens.
+    torch/distributed/rendezvous.py starts the store on all interfaces unless it receives a listening socket.
     """
     module: Any = import_module(
         "torch.distributed.rendezvous"
-    )  # torch.distributed.rendezvous is a function, too
+    )  # the attribute torch.distributed.rendezvous is a function
     if "TCPStore" not in vars(module):
         raise missing("torch.distributed.rendezvous.TCPStore", "torch")
 
@@ -192,41 +198,41 @@ _untimed_wait: Any = dist.Work.wait
 
 
 def time_waits(timed: Callable[[Callable], Callable]) -> None:
-    """Wraps every wait for other ranks of this process: TorchRec waits within its autograd functions.
+    """Wrap every wait of this process for other ranks; TorchRec waits within its autograd functions.
 
     Args:
-        timed: torch.distributed.Work.wait → what takes its place; what an earlier call has put there goes.
+        timed: Function that maps torch.distributed.Work.wait to its replacement. The replacement of an
+            earlier call is removed.
     """
     dist.Work.wait = timed(_untimed_wait)
 
 
 def watch_compiler(begins: Callable[[], object], ends: Callable[[], object]) -> None:
-    """Has functions called before and after torch compiles something, in the thread that waits for it."""
-    from torch._dynamo.callback import callback_handler  # what is not compiled does without its import
+    """Call functions before and after each torch compilation, in the thread that waits for it."""
+    from torch._dynamo.callback import callback_handler  # not imported in runs without compilation
 
     callback_handler.register_start_callback(lambda _: begins())
     callback_handler.register_end_callback(lambda _: ends())
 
 
 def described(operator: Any) -> tuple[str, Any, bool]:
-    """Of an operator that EveryOperator sees: its name (aten::mm), the function that it is a variant of, and
-    whether it gives views."""
+    """Return the name (aten::mm), base function and is-view flag of an operator seen by EveryOperator."""
     schema = operator._schema
     is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
     return schema.name, operator._overloadpacket, is_view
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """What no other storage has as long as this one lives, on meta, too."""
+    """Return a key that is unique among live storages, also on the meta device."""
     return storage._cdata
 
 
 def record_memory() -> None:
-    """Keeps what the allocator of GPU memory does from now on, with stacks."""
+    """Start recording the events of the GPU memory allocator, with stacks."""
     torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
 
 
 def save_memory(file: Path) -> None:
-    """Writes what `record_memory` has kept, for pytorch.org/memory_viz, and keeps no more."""
+    """Write the recording of `record_memory` for pytorch.org/memory_viz, and stop recording."""
     torch.cuda.memory._dump_snapshot(str(file))
     torch.cuda.memory._record_memory_history(enabled=None)

@@ -21,38 +21,41 @@ from raytrec.compat.versions import private
 
 
 def sharded_kernels(model: nn.Module) -> Iterator[nn.Module]:
-    """TorchRec's lookups of this rank's shards, one for each group of tables that FBGEMM looks up at once
-    (data-parallel tables are behind a separate DDP, and not among them)."""
+    """Yield TorchRec's lookups of this rank's shards, one per group of tables that FBGEMM looks up at once.
+
+    Data-parallel tables are in a separate DDP module and not included.
+    """
     for lookup in _lookups(model):
         if not isinstance(lookup, DistributedDataParallel):
             yield from private(lookup, "_emb_modules", "torchrec")
 
 
 def replicated_kernels(model: nn.Module) -> Iterator[nn.Module]:
-    """The lookups of data-parallel tables, which every rank holds whole."""
+    """Yield the lookups of data-parallel tables, which every rank holds completely."""
     for lookup in _lookups(model):
         if isinstance(lookup, DistributedDataParallel):
             yield from private(lookup.module, "_emb_modules", "torchrec")
 
 
 def _lookups(model: nn.Module) -> Iterator[nn.Module]:
-    """One for each way of sharding of each collection."""
+    """Yield one lookup per sharding type of each collection."""
     for module in sharded_collections(model):
         yield from private(module, "_lookups", "torchrec")
 
 
 def sharded_collections(model: nn.Module) -> Iterator[nn.Module]:
-    """The sharded collections of tables: of those that give sums of bags, and of those that give each id's
-    vector."""
+    """Yield the sharded collections of tables, both those with pooled and with per-id output."""
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             yield module
 
 
 def watch_distinct_ids(model: nn.Module, called: Callable[[KeyedJaggedTensor], object]) -> None:
-    """Has a function called, at each lookup of a collection that sends each id of a batch once
-    (use_index_dedup), with what it has sent for each way of sharding: ids of a table, under any of the
-    features that read it; a feature comes again for each set of columns."""
+    """Call a function at each lookup of a collection that sends each id of a batch once (use_index_dedup).
+
+    The function receives the ids sent for each sharding type. Ids of a table can be listed under any feature
+    that reads the table. A feature is repeated for each set of columns.
+    """
     for module in sharded_collections(model):
         if not getattr(module, "_use_index_dedup", False):
             continue
@@ -66,17 +69,17 @@ def watch_distinct_ids(model: nn.Module, called: Callable[[KeyedJaggedTensor], o
 
 
 def gives_each_id(kernel: nn.Module) -> bool:
-    """Whether a lookup gives the vector of each id, [N, columns], and not sums of bags, [B, Σ columns]."""
+    """Return True if a lookup returns each id's vector, [N, columns], not sums of bags, [B, Σ columns]."""
     return isinstance(kernel, BaseBatchedEmbedding)
 
 
 def tables_of(kernel: nn.Module) -> list[ShardedEmbeddingTable]:
-    """The shards that a kernel looks up, in the order of its keys: .name, .feature_names, .local_cols."""
+    """Return the shards that a kernel looks up, in key order: .name, .feature_names, .local_cols."""
     return private(kernel, "config", "torchrec").embedding_tables
 
 
 def shard_origin(table: ShardedEmbeddingTable) -> tuple[int, int]:
-    """The first row and column of a rank's shard in the table: (0, 0) for a data-parallel table."""
+    """Return the first row and column of a rank's shard in the table; (0, 0) for a data-parallel table."""
     if not table.local_metadata:
         return 0, 0
     row, column = table.local_metadata.shard_offsets
@@ -84,12 +87,12 @@ def shard_origin(table: ShardedEmbeddingTable) -> tuple[int, int]:
 
 
 def is_pipelined(collection: nn.Module, sparse: Any) -> bool:
-    """Whether TorchRec's pipeline traces a lookup, or has exchanged copies of its ids before."""
+    """Return True if TorchRec's pipeline traces a lookup, or has already exchanged copies of its ids."""
     return isinstance(sparse, Proxy) or isinstance(collection.forward, BaseForward)
 
 
 def layers(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:
-    """Wrappers such as GlobalNormClip, from the outside in, and the optimizer inside them."""
+    """Yield an optimizer's wrappers, such as GlobalNormClip, from the outside in, then the wrapped one."""
     yield optimizer
     while isinstance(optimizer, OptimizerWrapper):
         optimizer = private(optimizer, "_optimizer", "torchrec")
@@ -97,13 +100,13 @@ def layers(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:
 
 
 def unwrapped(optimizer: KeyedOptimizer) -> KeyedOptimizer:
-    """The optimizer inside all wrappers."""
+    """Return the optimizer inside all wrappers."""
     *_, innermost = layers(optimizer)
     return innermost
 
 
 def torch_optimizers(optimizer: KeyedOptimizer) -> Iterator[torch.optim.Optimizer]:
-    """The torch optimizers of what is not updated in backward."""
+    """Yield the torch optimizers of parameters that are not updated in backward."""
     if isinstance(optimizer, CombinedOptimizer):
         for _, part in optimizer.optimizers:
             yield from torch_optimizers(part)

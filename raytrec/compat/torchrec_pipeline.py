@@ -1,9 +1,8 @@
-"""TorchRec's train pipelines (1.8.0), timed.
+"""TorchRec's train pipelines (1.8.0) with timed parts.
 
-Most of their methods are private; they are at rest between steps.
-
-Both exchange the next batch's ids during this batch's forward. Where tables are in host memory with a cache
-on the GPU, PrefetchPipeline also brings the next batch's rows into the cache while this batch is trained.
+Most of the pipelines' methods are private. The pipelines are at rest between steps. Both exchange the next
+batch's ids during this batch's forward. For tables in host memory with a cache on the GPU, PrefetchPipeline
+also loads the next batch's rows into the cache during this batch's training.
 """
 
 from __future__ import annotations
@@ -27,19 +26,22 @@ else:
     Pipeline = object
 
 
-# What it reads of the device before sizes are exchanged is for a check that is off: the host would wait for
-# each feature's and way of sharding's in every step.
+# TorchRec reads values from the device before it exchanges sizes, only for a check that is off. In every
+# step, the host would wait once per feature and sharding type.
 embedding_sharding._safe_tolist = lambda tensor: []
 
 
 class Timed(Pipeline):
-    """A pipeline with its parts timed; it does the same.
+    """Pipeline with timed parts; its behavior is unchanged.
 
     Args:
-        phase: a part's name (data, copy, input_exchange, forward, backward, optimizer) → a context in which
-            it runs.
-        waits: called in backward when only the dense layers' all-reduce is left to be waited for.
-        options: of TorchRec's.
+        model: Sharded model.
+        optimizer: Optimizer of the model.
+        device: Device of this rank.
+        phase: Function from a part's name (data, copy, input_exchange, forward, backward, optimizer) to the
+            context in which the part runs.
+        waits: Function called in backward when only the all-reduce of the dense layers remains.
+        options: Options of TorchRec's pipeline.
     """
 
     def __init__(
@@ -63,14 +65,17 @@ class Timed(Pipeline):
             return super()._next_batch(dataloader_iter)
 
     def copy_batch_to_gpu(self, dataloader_iter: Iterator) -> Any:
+        """Copy a batch to the device in phase "copy"."""
         with self._phase("copy"):
             return super().copy_batch_to_gpu(dataloader_iter)
 
     def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
+        """Start the exchange of a batch's ids in phase "input_exchange"."""
         with self._phase("input_exchange"):
             super().start_sparse_data_dist(batch, context)
 
     def wait_sparse_data_dist(self, context: Any) -> None:
+        """Wait for the exchange of a batch's ids in phase "input_exchange"."""
         with self._phase("input_exchange"):
             super().wait_sparse_data_dist(context)
 
@@ -85,17 +90,17 @@ class Timed(Pipeline):
 
 
 class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
-    """TorchRec's pipeline for tables with a cache on the GPU; for GPUs only, as it works by streams alone.
+    """TorchRec's pipeline for tables with a cache on the GPU; for GPUs only, because it requires streams.
 
     The order of a step's parts is TorchRec's. Four things differ:
 
-    - It knows enqueue_batch_after_forward, as TorchRec's other pipeline does.
-    - Backward and the optimizer's step go through the methods that TorchRec's other pipeline has for them.
-    - A step ends, for the current stream, when the next batch's rows are in the cache, and no further ones
-      come into it before what is put on that stream between two steps. So the cache may be written back there
-      (for a checkpoint, a check) without a row that is being replaced in it.
-    - In evaluation rows are not locked into the cache: what FBGEMM unlocks them in is backward, so that they
-      would stay there. Instead, nothing is brought into the cache while a batch is being looked up.
+    - It supports enqueue_batch_after_forward, as TorchRec's other pipeline does.
+    - Backward and the optimizer's step are separate methods, as in TorchRec's other pipeline.
+    - A step ends, for the current stream, when the next batch's rows are in the cache. No further rows are
+      loaded before the work put on that stream between two steps. The cache may therefore be written back
+      between steps (for a checkpoint or a check) while no row in it is being replaced.
+    - In evaluation, rows are not locked in the cache: FBGEMM unlocks rows in backward, so they would stay
+      locked. Instead, no rows are loaded into the cache while a batch is being looked up.
     """
 
     def __init__(
@@ -106,20 +111,25 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
         enqueue_batch_after_forward: bool = False,
         **options: Any,
     ):
-        # pipeline_postproc would take nothing here: the tables' input is an attribute of the batch.
+        # pipeline_postproc would have no effect: the tables' input is an attribute of the batch.
         super().__init__(model, optimizer, device, pipeline_postproc=False, **options)
         self._enqueue_batch_after_forward = enqueue_batch_after_forward
-        # TorchRec's is a new one, on which nothing runs.
+        # TorchRec's default stream here is a new stream, on which nothing runs.
         self._default_stream = torch.get_device_module(device).current_stream()
         self._kernels = [k for kernel in sharded_kernels(model) if (k := fbgemm_of(kernel)) is not None]
 
     def progress(self, dataloader_iter: Iterator) -> Any:
+        """Run one step and return the output of the model.
+
+        Raises:
+            StopIteration: There are no more batches.
+        """
         self._prefetch_stream.wait_stream(self._default_stream)
         for kernel in self._kernels:
             kernel.lock_cache_line = kernel.prefetch_pipeline and self._model.training
         self.fill_pipeline(dataloader_iter)
         if not self.batches:
-            for kernel in self._kernels:  # rows of steps that were skipped without a backward
+            for kernel in self._kernels:  # unlock rows of steps that were skipped without a backward
                 kernel.lxu_cache_locking_counter.zero_()
             raise StopIteration
         self._set_module_context(self.contexts[0])
@@ -153,11 +163,11 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
 
 
 class TimedPipeline(Timed, TrainPipelineSparseDist):
-    """TorchRec's pipeline."""
+    """TorchRec's standard pipeline with timed parts."""
 
 
 class TimedPrefetchPipeline(Timed, PrefetchPipeline):
-    """The one for tables with a cache."""
+    """Pipeline for tables with a cache on the GPU, with timed parts."""
 
     def _prefetch(self, context: Any) -> None:
         with self._phase("input_exchange"):

@@ -1,4 +1,4 @@
-"""The versions that raytrec is made for; others are refused."""
+"""Supported versions of upstream packages; other versions are refused."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from raytrec.common.errors import RunError
 from raytrec.common.machine import OTHER_DEVICE, cuda_of_torch, installed
 
-# Releases of torch, TorchRec and FBGEMM belong together: FBGEMM is compiled for one torch, and TorchRec
-# calls its operators. Files of requirements/ → package → version, or how it begins (a test compares).
+# Releases of torch, TorchRec and FBGEMM belong together: FBGEMM is compiled for one torch, and TorchRec calls
+# FBGEMM's operators. File in requirements/ → package → version or its prefix (compared by a test).
 PAIRS = {
     "cpu.txt (or cuda.txt, notebook.txt)": {
         "torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"
@@ -21,26 +21,26 @@ PAIRS = {
     "next.txt": {"torch": "2.14", "torchrec": "1.9", "fbgemm-gpu": "1.9.0", "fbgemm-gpu-cpu": "1.9.0"},
 }  # fmt: skip
 PAIRED = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
-# Packages that go with every pair.
+# Packages that are compatible with every pair.
 OTHERS = {"ray": ("2.60.0",), "mlflow": ("3.17", "3.18"), "pyarrow": ("25", "26")}
 
 
 def require_versions() -> None:
-    """Refuses packages that `wrong_versions` finds.
+    """Check that the installed packages have supported versions.
 
     Raises:
-        RunError: as there.
+        RunError: `wrong_versions` has found an error.
     """
     if error := wrong_versions():
         raise error
 
 
 def wrong_versions() -> RunError | None:
-    """Compares what is installed with PAIRS and OTHERS, without importing it. A driver needs only some of it.
+    """Compare the installed packages with PAIRS and OTHERS without importing them; a driver needs only some.
 
     Returns:
-        The error that names the packages of other versions, and the pair that is nearest to the installed
-        one; or FBGEMM's two builds in one folder; or one of another CUDA than torch. None: all is well.
+        The error, or None. It names the packages of other versions and the pair nearest to the installed one;
+            or two builds of FBGEMM in one folder; or a build for another CUDA version than torch's.
     """
     found = {name: version for name in (*OTHERS, *PAIRED) if (version := installed(name))}
     wrong = [name for name in OTHERS if name in found and not _matches(found[name], *OTHERS[name])]
@@ -49,7 +49,7 @@ def wrong_versions() -> RunError | None:
     paired = {name: found[name] for name in PAIRED if name in found}
 
     def distance(pair: dict[str, str]) -> int:
-        """Return the number of releases X.Y between what is installed and a pair, over all packages."""
+        """Return the number of releases X.Y between the installed packages and a pair, over all packages."""
         return sum(abs(_release(version) - _release(pair[name])) for name, version in paired.items())
 
     files, pair = min(PAIRS.items(), key=lambda item: distance(item[1]))
@@ -68,7 +68,7 @@ def wrong_versions() -> RunError | None:
 
 
 def _wrong_build(found: dict[str, str], where: str) -> RunError | None:
-    """The error about builds of FBGEMM that this torch cannot load, in spite of their right releases."""
+    """Return the error for builds of FBGEMM that this torch cannot load although their releases match."""
     cuda, build = found.get("fbgemm-gpu"), "fbgemm-gpu-cpu"
     release = (cuda or "").partition("+")[0]
     if cuda and build in found:
@@ -81,7 +81,7 @@ def _wrong_build(found: dict[str, str], where: str) -> RunError | None:
         )
     if not cuda or "torch" not in found:
         return None
-    suffix = re.search(r"\+cu(\d+)(\d)$", cuda)  # of wheels of PyTorch's index, such as 1.8.0+cu126
+    suffix = re.search(r"\+cu(\d+)(\d)$", cuda)  # wheels from PyTorch's index, such as 1.8.0+cu126
     theirs, ours = ".".join(suffix.groups()) if suffix else None, cuda_of_torch()
     if ours and theirs in (None, ours):
         return None
@@ -98,7 +98,7 @@ def _wrong_build(found: dict[str, str], where: str) -> RunError | None:
 
 
 def _matches(found: str, *pins: str) -> bool:
-    release = found.partition("+")[0].split(".")  # torch's builds end with +cpu or +cu130
+    release = found.partition("+")[0].split(".")  # versions of torch builds end with +cpu or +cu130
     return any(release[: pin.count(".") + 1] == pin.split(".") for pin in pins)
 
 
@@ -109,10 +109,10 @@ def _release(version: str) -> int:
 
 @contextmanager
 def replacing(owner: Any, name: str, own: Any, package: str) -> Iterator[None]:
-    """A block in which an attribute of an upstream package is another one.
+    """Replace an attribute of an upstream package during the block.
 
     Raises:
-        RunError: as `private`.
+        RunError: The attribute is missing (see `private`).
     """
     theirs = private(owner, name, package)
     setattr(owner, name, own)
@@ -123,10 +123,10 @@ def replacing(owner: Any, name: str, own: Any, package: str) -> Iterator[None]:
 
 
 def private(owner: Any, name: str, package: str) -> Any:
-    """A private attribute of an upstream object.
+    """Return a private attribute of an upstream object.
 
     Raises:
-        RunError: there is none of that name, because `package` is of a version that raytrec is not made for.
+        RunError: The attribute is missing because the version of `package` is not supported.
     """
     try:
         return getattr(owner, name)
@@ -135,7 +135,7 @@ def private(owner: Any, name: str, package: str) -> Any:
 
 
 def missing(name: str, package: str) -> RunError:
-    """The error for a name that upstream does not have any more."""
+    """Return the error for a name that upstream no longer has."""
     found = installed(package) or installed(f"{package}-cpu") or "(not installed)"
     pins = OTHERS.get(package) or [pair[package] for pair in PAIRS.values()]
     return RunError(

@@ -1,1 +1,1 @@
-"""Which rank holds which part of which table; memory and time of a step under that plan."""
+"""Placement of tables on ranks, and the predicted memory and step time of a plan."""

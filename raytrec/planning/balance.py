@@ -1,9 +1,9 @@
-"""The choice of a plan: a way of sharding and ranks for each table, so that the predicted step is short.
+"""The choice of a plan: a sharding option and ranks for each table that minimize the predicted step time.
 
-TorchRec's planner (1.8.0) adds up the times of everything that a rank does, estimated shard by shard. Here
-plans are compared by `step_time`: by the rank that lookups wait for, and by the rank that exchanges wait for.
-Several plans are built table by table, each with other ways of sharding; then tables of the slowest ranks are
-moved, swapped and cut.
+TorchRec's planner (1.8.0) adds up the estimated times of all work of a rank, shard by shard. Here,
+`step_time` compares plans by the slowest rank in lookups and the slowest rank in exchanges. Several plans are
+built table by table, each with different sharding types. Then tables of the slowest ranks are moved, swapped
+and split.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torchrec.distributed.planner.types import ShardingOption
 
 from raytrec.planning.board import TIE, Board, Change, Placed, Way
 
-ALIKE = 0.005  # of a score: plans that differ by less are compared by the memory of their fullest rank
-LARGEST = (1.0, 0.5, 0.25, 0.0)  # of a rank's mean time, the time of a shard that need not be cut further
-LOOKED_AT, MOST_LOOKED_AT = 8, 400  # changes that are rated at once, and in all for one plan
-SLOW = 3  # ranks, the slowest first, of which one is to be relieved
+ALIKE = 0.005  # relative score difference below which plans are compared by their fullest rank's memory
+LARGEST = (1.0, 0.5, 0.25, 0.0)  # maximum time of a shard as a share of a rank's mean time
+LOOKED_AT, MOST_LOOKED_AT = 8, 400  # maximum number of changes rated per slow rank, and in total per plan
+SLOW = 3  # number of slowest ranks that changes try to relieve
 
 
 class NoRoom(Exception):
-    """No plan was found that fits into memory; the text names a table."""
+    """Raised if no plan that fits into memory was found; the message names a table."""
 
 
 class Balancer:
-    """Chooses the plan of one configuration on equal ranks.
+    """Chooses the plan of one configuration on identical ranks.
 
-    Tables with given ranks get these, and groups that must be together one rank; neither moves later.
+    Tables with fixed ranks stay on these ranks, and each group of tables stays together on one rank.
 
     Args:
-        board: Ways of sharding the tables.
+        board: Sharding options of the tables.
     """
 
     def __init__(self, board: Board):
@@ -46,10 +46,10 @@ class Balancer:
         )
 
     def choose(self) -> list[ShardingOption]:
-        """Return the ways and ranks of all tables with about the shortest predicted step that was found.
+        """Return the sharding options of all tables, with ranks, of about the fastest plan that was found.
 
         Raises:
-            NoRoom: No plan fits into the ranks' memory.
+            NoRoom: No plan fits into the memory of the ranks.
         """
         built, refusal = [], NoRoom("")
         for kinds, largest in self._starts():
@@ -72,7 +72,7 @@ class Balancer:
         return out
 
     def _starts(self) -> Iterator[tuple[set[str], float | None]]:
-        """Yield (ways of sharding, LARGEST) of plans to build: with all ways, each alone, and by memory."""
+        """Yield (sharding types, LARGEST) of plans to build: all types, each type alone, and by memory."""
         kinds = {way.option.sharding_type for ways in self._board.ways.values() for way in ways}
         yield from ((kinds, largest) for largest in LARGEST)
         if len(kinds) > 1:
@@ -80,16 +80,16 @@ class Balancer:
         yield kinds, None
 
     def _build(self, kinds: set[str], largest: float | None) -> Placed:
-        """Build a plan table by table: pinned tables, groups, then tables with most of the time or memory.
+        """Build a plan table by table: pinned tables, then groups, then the other tables by time or memory.
 
         Args:
-            kinds: Ways of sharding, for tables that have one of them.
-            largest: Ways whose shards take at most this share of a rank's mean time go before others, of
-                these the one that takes least; of others the one whose slowest rank is done first. None: ways
-                and ranks that leave the fullest rank the most memory.
+            kinds: Sharding types to use for tables that support at least one of them.
+            largest: Share of a rank's mean time. Options whose shards take at most this share are preferred,
+                cheapest first. Otherwise the option whose slowest rank finishes first is chosen. None:
+                minimize the memory use of the fullest rank.
 
         Raises:
-            NoRoom: A table has no room next to the tables placed before it.
+            NoRoom: A table does not fit next to the tables placed before it.
         """
         plan = self._board.empty()
         constraints = self._board.constraints
@@ -111,12 +111,12 @@ class Balancer:
         return self._board.rate(plan)
 
     def _memory(self, ways: Sequence[Way]) -> float:
-        """Return the largest share of a tier that a table takes, in the way that takes least memory."""
+        """Return the largest share of a memory tier that a table takes with its smallest sharding option."""
         least = min((way.needs.sum(0) for way in ways), key=sum)
         return float((least / np.maximum(1.0, self._board.room.sum(0))).max())
 
     def _add(self, plan: Placed, name: str, ways: Sequence[Way], largest: float | None, whole: float) -> None:
-        """Place a table; see `_build`."""
+        """Place one table as described in `_build`."""
         busy = plan.busy if largest is not None else self._board.filled(plan.room)
         places = [(way, ranks) for way in ways if (ranks := self._board.place(way, busy, plan.room))]
         if not places:
@@ -133,7 +133,7 @@ class Balancer:
         self._board.put(plan, *chosen)
 
     def _add_group(self, plan: Placed, group: Sequence[str]) -> None:
-        """Place tables that must be together on the least busy rank that has room for all of them."""
+        """Place a group of tables together on the least busy rank that has room for all of them."""
         pin = self._board.constraints[group[0]].ranks
         for rank in pin or np.argsort(plan.busy, kind="stable").tolist():
             left, chosen = plan.room[rank].copy(), []
@@ -150,16 +150,16 @@ class Balancer:
         raise NoRoom(f"no rank has room for {', '.join(group)} together")
 
     def _fullest(self, room: np.ndarray, way: Way, ranks: Sequence[int]) -> tuple[float, float]:
-        """Return the used share of the fullest rank after adding a table, and as a tie its time."""
+        """Return the used memory share of the fullest rank after adding a table, and its mean time."""
         left = room[list(ranks)] - way.needs
         return float(self._board.filled(left, list(ranks)).max()), self._board.mean(way)
 
     def _done(self, busy: np.ndarray, way: Way, ranks: Sequence[int]) -> float:
-        """Return when the slowest rank of a table is done, and as a tie the table's mean time."""
+        """Return the finish time of a table's slowest rank plus the mean time of the table."""
         return float((busy[list(ranks)] + way.own).max()) + way.spread + self._board.mean(way)
 
     def _refine(self, plan: Placed) -> Placed:
-        """Relieve the slowest ranks while the step gets shorter."""
+        """Relieve the slowest ranks until the predicted step gets no shorter."""
         left = MOST_LOOKED_AT
         while left > 0:
             changes = (
@@ -176,7 +176,7 @@ class Balancer:
         return plan
 
     def _try(self, plan: Placed, change: Change) -> bool:
-        """Make a change if it makes the plan better; return True if it did."""
+        """Apply a change if it improves the plan; return True if it was applied."""
         before, busy = plan.score, plan.busy.copy()
         was = [self._board.take(plan, way.option.name) for way, _ in change]
         for way, ranks in change:
@@ -191,10 +191,10 @@ class Balancer:
         return False
 
     def _changes(self, plan: Placed, slow: int) -> Iterator[tuple[float, Change]]:
-        """Yield (about the seconds of the slowest rank afterwards, change) for changes that relieve a rank.
+        """Yield (approximate seconds of the slowest rank afterwards, change) for changes that relieve a rank.
 
-        A table moves to other ranks or is sharded in another way, or a whole table is swapped with one of a
-        rank that is less busy.
+        A change moves a table to other ranks, uses another sharding option, or swaps two whole tables between
+        this rank and a less busy one.
         """
         movable = {name: its for name, its in plan.of.items() if not self._board.is_fixed(name)}
         here = {name: its for name, its in movable.items() if slow in its[1]}

@@ -1,4 +1,4 @@
-"""Ways of sharding tables, and plans that are made of them: their memory, predicted time and ranks."""
+"""Sharding options of tables, and partial plans with their memory, predicted time and ranks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from raytrec.planning.step import StepTime, step_time
 if TYPE_CHECKING:
     from raytrec.planning.search import Search
 
-TIE = 0.1  # weight of all parts together: of two steps that wait for the host, the one with less to do
+TIE = 0.1  # weight of the sum of all parts; it breaks ties between steps that are limited by the host
 OF_TABLES = ("lookup", "input exchange", "output exchange", "all-reduce")
-EVERYWHERE = ("row_wise", "data_parallel")  # on all ranks, in order
-ON_HOSTS = ("table_row_wise", "table_column_wise", "grid_shard")  # on ranks of one host, or of several
+EVERYWHERE = ("row_wise", "data_parallel")  # sharding types that use all ranks, in order
+ON_HOSTS = ("table_row_wise", "table_column_wise", "grid_shard")  # sharding types that use one or more hosts
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way of sharding one table.
+    """One sharding option of a table.
 
     Attributes:
-        needs: bytes that each shard takes of (GPU, host, disk), float64 [shards, 3].
-        own: seconds that each shard takes its rank, [shards]; spread: that it takes every rank.
+        option: Option as enumerated by TorchRec.
+        needs: Bytes of each shard in (GPU, host, disk), float64 [shards, 3].
+        own: Seconds that each shard adds to its own rank, float64 [shards].
+        spread: Seconds that the table adds to every rank.
     """
 
     option: ShardingOption
@@ -38,18 +40,19 @@ class Way:
     spread: float
 
 
-Change = list[tuple[Way, tuple[int, ...]]]  # tables' new ways of sharding and ranks
+Change = list[tuple[Way, tuple[int, ...]]]  # new sharding options and ranks of some tables
 
 
 @dataclass
 class Placed:
-    """A plan that is being made.
+    """A plan under construction.
 
     Attributes:
-        of: Table → its way of sharding and the ranks of its shards.
-        room: Bytes that each rank has left of (GPU, host, disk), [ranks, 3].
-        loads: Loads of the tables in it. busy: about the seconds of each rank, [ranks]; exact after rating.
-        score: Less is better.
+        of: Table → sharding option and the ranks of its shards.
+        room: Remaining bytes of each rank in (GPU, host, disk), float64 [ranks, 3].
+        loads: Loads of the tables in the plan.
+        busy: Approximate seconds of each rank, float64 [ranks]; exact after rating.
+        score: Score of the plan; lower is better.
     """
 
     of: dict[str, tuple[Way, tuple[int, ...]]]
@@ -60,18 +63,20 @@ class Placed:
 
 
 class Board:
-    """The ways of sharding every table on equal ranks; puts tables into plans and takes them out again.
+    """Sharding options of every table on identical ranks; adds tables to plans and removes them.
 
     Args:
-        search: Configuration, rates and ranks.
-        constraints: Table → its constraint.
-        options: Every way in which TorchRec may shard the tables, with the storage of each shard.
-        room: Bytes of each rank that tables may take, of (GPU, host, disk), float64 [ranks, 3].
-        kernels: Table → the kernel that it will have, whatever TorchRec's option has.
+        search: Search with the configuration, rates and ranks.
+        constraints: Table → constraint.
+        options: Every sharding option that TorchRec allows, with the storage of each shard.
+        room: Bytes of each rank available to tables in (GPU, host, disk), float64 [ranks, 3].
+        kernels: Table → compute kernel to use instead of the option's kernel.
 
     Attributes:
-        ways: Table → its ways of sharding.
-        world: Number of ranks. constraints, room: As given.
+        ways: Table → sharding options.
+        world: Number of ranks.
+        constraints: Table → constraint.
+        room: Bytes of each rank available to tables, float64 [ranks, 3].
     """
 
     def __init__(
@@ -92,7 +97,7 @@ class Board:
             self.ways.setdefault(option.name, []).append(self._way(option))
 
     def empty(self) -> Placed:
-        """Return a plan without any table."""
+        """Return a plan without tables."""
         return Placed({}, self.room.copy(), self._counter.count(), self._idle.copy())
 
     def _time(self, loads: Loads) -> StepTime:
@@ -100,7 +105,7 @@ class Board:
         return step_time(given.config, given.schema, loads, given.dense, given.rates, *given.linked)
 
     def rate(self, plan: Placed) -> Placed:
-        """Set the score of a plan, and the seconds of its ranks, by `step_time`."""
+        """Set the score of a plan and the seconds of its ranks with `step_time`."""
         time = self._time(plan.loads)
         plan.busy = np.array(time.busy)
         plan.score = time.step + TIE * sum(time.parts[name] for name in OF_TABLES)
@@ -129,7 +134,7 @@ class Board:
         self._count(plan, way, ranks, 1)
 
     def take(self, plan: Placed, name: str) -> tuple[Way, tuple[int, ...]]:
-        """Remove a table from a plan; return its way of sharding and ranks."""
+        """Remove a table from a plan and return its sharding option and ranks."""
         way, ranks = plan.of.pop(name)
         self._count(plan, way, ranks, -1)
         return way, ranks
@@ -146,19 +151,20 @@ class Board:
         return constraint.group is not None or constraint.ranks is not None
 
     def filled(self, room: np.ndarray, ranks: Sequence[int] | slice = slice(None)) -> np.ndarray:
-        """Return the used share of the fullest tier of each rank, [ranks].
+        """Return the used share of the fullest memory tier of each rank, float64 [ranks].
 
         Args:
-            room: Bytes that these ranks have left, [ranks, 3].
+            room: Remaining bytes of these ranks, float64 [ranks, 3].
+            ranks: Ranks that the rows of `room` belong to; default: all ranks.
         """
         return (1 - room / np.maximum(1.0, self.room[ranks])).max(1)
 
     def mean(self, way: Way) -> float:
-        """Return the seconds of a table, shared by all ranks."""
+        """Return the mean seconds per rank of a table."""
         return float(way.own.sum()) / self.world + way.spread
 
     def place(self, way: Way, busy: np.ndarray, room: np.ndarray) -> tuple[int, ...]:
-        """Return the least busy ranks with room for the shards of a table, one rank per shard; or ()."""
+        """Return the least busy ranks with room for a table, one rank per shard; () if there is no room."""
         count, kind = len(way.option.shards), way.option.sharding_type
         pin = self.constraints[way.option.name].ranks
         if kind in EVERYWHERE:

@@ -1,4 +1,4 @@
-"""What dense layers compute in a step, counted while they run on the meta device."""
+"""Work of the dense layers in a step, counted while the layers run on the meta device."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 
 MOST_META_ROWS, FEW_CPU_ROWS = 8192, 64
-# Operators that compute nothing, besides views.
+# Name prefixes of operators that compute nothing, in addition to views.
 NOTHING = ("empty", "detach", "_local_scalar_dense", "sym_", "is_pinned", "_unsafe_view", "_reshape_alias")
 
 
 @dataclass(frozen=True)
 class DenseWork:
-    """Of a rank's part of a step.
+    """Work of the dense layers in one rank's part of a step.
 
     Attributes:
-        flops: of matrix products, forward and backward; a multiplication and an addition are two.
-        matrices: of products of many small matrices at once, how many they are.
-        bytes: read and written by operators other than matrix products, whose own traffic hides behind their
-            arithmetic.
-        launches: operators that compute something; on a GPU a kernel each.
-        parameters: bytes of the dense layers; tensors: how many they are in.
-        activations: bytes alive at once that the step makes, at most, without gradients of parameters.
+        flops: Floating-point operations of matrix products, forward and backward; multiply and add count as
+            two.
+        matrices: Number of small matrices in batched matrix products.
+        bytes: Bytes read and written by other operators. The traffic of matrix products overlaps with their
+            arithmetic and is not counted.
+        launches: Number of operators that compute something; on a GPU each is one kernel.
+        parameters: Bytes of the parameters.
+        tensors: Number of parameter tensors.
+        activations: Peak bytes of live tensors that the step creates, without gradients of parameters.
     """
 
     flops: float
@@ -45,10 +47,10 @@ class DenseWork:
 
 
 def guess_dense_work(parameters: Iterable[torch.Tensor], rows: int) -> DenseWork:
-    """About what dense layers compute for so many rows, by their shapes alone, where counting takes too long.
+    """Return the approximate work of dense layers for a number of rows, estimated from their shapes alone.
 
-    Each weight is used once a row; 32 bytes of each value that goes in or out and 9 operators a tensor are
-    those of a DCN-v2.
+    The estimate replaces counting where counting takes too long. Each weight is used once per row. The
+    constants are for a DCN-v2: 32 bytes per input or output value and 9 operators per tensor.
     """
     found = [parameter for parameter in parameters if parameter.requires_grad]
     values, widths = sum(each.numel() for each in found), sum(sum(each.shape) for each in found)
@@ -58,12 +60,15 @@ def guess_dense_work(parameters: Iterable[torch.Tensor], rows: int) -> DenseWork
 
 
 class Counter(EveryOperator):
-    """Counts what runs inside a `with`.
+    """Context manager that counts the operators run inside its block.
 
     Attributes:
-        flops, matrices, bytes, launches: as in DenseWork.
-        peak: the most bytes that tensors which were made inside had at one time; kept: those that had them at
-            the last call of `keep`.
+        flops: See DenseWork.
+        matrices: See DenseWork.
+        bytes: See DenseWork.
+        launches: See DenseWork.
+        peak: Peak bytes of live tensors created inside the block.
+        kept: Bytes of live tensors at the last call of `keep`.
     """
 
     def __init__(self) -> None:
@@ -92,7 +97,7 @@ class Counter(EveryOperator):
         return out
 
     def keep(self) -> None:
-        """Notes what is alive, between forward and backward: activations."""
+        """Record the bytes of live tensors; between forward and backward these are the activations."""
         self.kept = self._alive
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -128,16 +133,18 @@ def _bytes(tensor: torch.Tensor) -> int:
 def count_dense_layers(
     build: Callable[[RunConfig, Schema, torch.device], Any], config: RunConfig, schema: Schema, rows: int
 ) -> DenseWork:
-    """Count the work of the dense layers, losses and their backward for a rank's batch.
+    """Count the work of the dense layers, losses and their backward for the batch of one rank.
 
-    Autocast, and models that read values (such as lengths of sequences), cannot run on the meta device: they
-    run on CPU with two small numbers of rows, and a line through these is extended. The same is done for more
-    than MOST_META_ROWS rows. Losses that compare the rows of a global batch are counted for this rank's rows
-    alone; where a line is extended, losses that compare each two rows are underestimated.
+    Autocast, and models that read values (e.g. lengths of sequences), cannot run on the meta device. Such
+    layers run on CPU with two small numbers of rows, and the counts are extrapolated linearly. More than
+    MOST_META_ROWS rows are extrapolated as well. Losses that compare rows of a global batch are counted for
+    the rows of this rank alone. Extrapolation underestimates losses that compare all pairs of rows.
 
     Args:
-        build: Builds a rank's model (worker.build.unsharded).
-        rows: Rows of the rank's batch.
+        build: Function that builds the model of one rank (worker.build.unsharded).
+        config: Configuration of the run.
+        schema: Schema of the data.
+        rows: Number of rows in the batch of one rank.
 
     Raises:
         ConfigError: No model can be built from this schema.
@@ -149,7 +156,7 @@ def count_dense_layers(
     features, tasks = resolve_features(schema, config.model), resolve_tasks(config.tasks, schema)
 
     def count(device: str, rows: int) -> tuple[DenseWork, int]:
-        """Return the work, and bytes alive between forward and backward."""
+        """Return the work, and the bytes of live tensors between forward and backward."""
         counter = Counter()
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             head = build(config, schema, torch.device("cpu")).head.to(device)

@@ -1,4 +1,4 @@
-"""A run on machines that are not here: its plan, memory, time of a step, and what would make it fit."""
+"""Dry run on a hypothetical cluster: plan, memory and step time, and changes that would make a run fit."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from raytrec.planning.loads import Loads
     from raytrec.planning.step import Memory, StepTime
 
-TABLES_SHARE = 0.85  # of a GPU's memory, which TorchRec's planner gives to tables
+TABLES_SHARE = 0.85  # share of GPU memory that TorchRec's planner gives to tables
 MOST_HOSTS = 256
-MOST_REFUSALS = 3  # of plans, each of twice as many hosts: then it is not for want of these
+MOST_REFUSALS = 3  # plans refused while doubling the hosts, after which more hosts are assumed not to help
 
 
 @dataclass(frozen=True)
 class Lack:
-    """Missing memory of the fullest rank, or of its share of its host, in GiB."""
+    """Missing memory of the fullest rank in one tier, in GiB; ranks share "host" and "disk" evenly."""
 
     tier: str
     rank: int
@@ -47,14 +47,14 @@ class Lack:
 
 @dataclass
 class Prediction:
-    """The plan, memory and time of a configuration on a cluster.
+    """Plan, memory and time of a configuration on a cluster.
 
     Attributes:
-        time: None without rates.
-        refusal: Why there is no plan; then only `remedies` and `tables_gib` are set.
-        tables_gib: GiB that the tables take, and GiB that there are for them; set with `refusal`.
-        lacks: Tiers that are too small.
-        remedies: Changes, each of which makes it fit.
+        time: Predicted step time; None without rates.
+        refusal: Reason why there is no plan; if set, only `remedies` and `tables_gib` are set as well.
+        tables_gib: GiB that tables need and GiB available to them; set with `refusal`.
+        lacks: Missing memory of each tier that is too small.
+        remedies: Changes, each of which makes the run fit.
     """
 
     cluster: Cluster
@@ -74,16 +74,18 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
+        """True if there is a plan and every tier has enough memory."""
         return self.refusal is None and not self.lacks
 
 
 class Predictor:
-    """Predicts one configuration on many clusters. The dense layers are counted once per size of a batch.
+    """Predicts one configuration on many clusters; the dense layers are counted once per batch size.
 
     Args:
-        schema: Schema of its data.
-        build: Builds a rank's model (worker.build.unsharded).
-        rates: Rates of all clusters; None: data sheets of named machines.
+        config: Configuration of the run.
+        schema: Schema of the data.
+        build: Function that builds the model of one rank (worker.build.unsharded).
+        rates: Rates of all clusters; None: use the data sheets of named machines.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class Predictor:
         self._parameters: list[Any] = []
 
     def __call__(self, cluster: Cluster, remedies: bool = False) -> Prediction:
-        """Return the prediction for a cluster, with remedies if asked for and if it does not fit."""
+        """Return the prediction for a cluster, with remedies if requested and if the run does not fit."""
         config = _for(self._config, cluster)
         found = self._predict(config, cluster)
         if remedies and not found.fits:
@@ -108,9 +110,9 @@ class Predictor:
         from raytrec.planning.step import memory_of, step_time
 
         try:
-            with catch_warnings():  # of what TorchRec will change
+            with catch_warnings():  # TorchRec announces future changes
                 simplefilter("ignore", FutureWarning)
-                if not self._parameters:  # alike on all clusters
+                if not self._parameters:  # the same on all clusters
                     head = self._build(config, self._schema, torch.device("cpu")).head
                     self._parameters = list(head.parameters())
                 tables = dry_run(config, self._schema, cluster, self._parameters)
@@ -143,7 +145,7 @@ class Predictor:
         return self._dense[key]
 
     def _remedies(self, config: RunConfig, cluster: Cluster) -> Iterator[str]:
-        """Changes that make it fit, one at a time: of the configuration, then of the number of hosts."""
+        """Yield single changes that make the run fit: first of the configuration, then of the host count."""
         plan, on_cpu = config.plan, config.scaling.device == "cpu"
         kernels = ["fused", "fused_mmap"] if on_cpu else ["fused", "fused_uvm_caching", "fused_uvm"]
         changes = {
@@ -171,12 +173,10 @@ class Predictor:
             yield f"{more.cluster.hosts} hosts of this kind" if not cluster.machine else more.cluster.name
 
     def smallest(self, of_hosts: Callable[[int], Cluster], least: int = 1) -> Prediction | None:
-        """The prediction for the fewest hosts that it fits, found by doubling, then halving the gap; None:
-        none was found.
+        """Return the prediction for the smallest number of hosts on which the run fits, or None.
 
-        Args:
-            of_hosts: the cluster of so many.
-            least: as many at least.
+        The number of hosts is doubled from `least`, then bisected. `of_hosts` returns the cluster with a
+        number of hosts.
         """
         one = of_hosts(1)
         config = _for(self._config, one)
@@ -203,7 +203,7 @@ class Predictor:
         return found
 
     def _tables_gib(self, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
-        """GiB that tables take of devices, with optimizer state, and that there are for them."""
+        """Return the GiB of device memory that tables need with optimizer state, and the GiB available."""
         on_cpu = config.scaling.device == "cpu"
         constraints = resolve_constraints(config, self._schema)
         sizes = footprints(config, self._schema, constraints, "cpu" if on_cpu else "cuda")
@@ -212,10 +212,9 @@ class Predictor:
         return sum(size.device for size in sizes.values()) / GIB, share * memory * cluster.world
 
     def choose(self, machines: list[Machine], prices: Mapping[str, float]) -> list[Prediction]:
-        """Of each machine as few as it fits, the fewest GPUs first.
+        """Return the smallest fitting cluster of each machine, sorted by number of GPUs, then by price.
 
-        Args:
-            prices: machine → price an hour, of those that have one.
+        `prices` maps machines to their price per hour.
         """
         found = [self.smallest(partial(Cluster.of, machine=machine)) for machine in machines]
         return sorted(
@@ -225,14 +224,14 @@ class Predictor:
 
 
 def price_of(found: Prediction, prices: Mapping[str, float]) -> float | None:
-    """Of its cluster an hour; None: not known."""
+    """Return the price per hour of a prediction's cluster; None if unknown."""
     machine = found.cluster.machine
     price = prices.get(machine.name) if machine else None
     return None if price is None else found.cluster.hosts * price
 
 
 def _for(config: RunConfig, cluster: Cluster) -> RunConfig:
-    """The configuration with a worker for each GPU of a cluster."""
+    """Return the configuration with one worker per GPU of a cluster."""
     values: dict[str, Any] = {"num_workers": cluster.world}
     if cluster.machine:
         values["device"] = "cuda"
@@ -242,15 +241,13 @@ def _for(config: RunConfig, cluster: Cluster) -> RunConfig:
 def dry_run(
     config: RunConfig, schema: Schema, cluster: Cluster, dense: Iterable[nn.Parameter] = ()
 ) -> list[PlannedTable]:
-    """The plan on a cluster's GPUs, or workers on CPU (scaling.device), as a run there would make it.
+    """Return the plan that a run on a cluster's GPUs, or CPU workers (scaling.device), would make.
 
-    As in a run, 15 % of each GPU are kept free for dense layers and activations.
-
-    Args:
-        dense: weights of the dense layers, by whose shapes plans are compared.
+    As in a run, 15 % of each GPU are reserved for dense layers and activations. The shapes of the `dense`
+    weights are used to compare plans.
 
     Raises:
-        ConfigError: tables that do not fit, or constraints that cannot be met.
+        ConfigError: Tables do not fit, or constraints cannot be met.
     """
     from raytrec.embeddings.optim import fuse
     from raytrec.embeddings.pooling import PooledEmbeddings
@@ -274,7 +271,7 @@ def dry_run(
     with _as_on_hosts_of(gpus):
         constraints, topology = validated(there, world, config, schema, device)
         tables = PooledEmbeddings(schema, constraints, resolve_features(schema, config.model).sequences)
-        fuse(tables.collections, optimizers, device)  # from which the planner knows of the optimizers' state
+        fuse(tables.collections, optimizers, device)  # the planner reads the optimizer state from the result
         offered = sharders_for_planning(config, schema, world)
         plan = plan_for(there, topology, constraints, schema, config, tables, offered, dense)
     return planned(plan, config, schema, world)
@@ -282,8 +279,10 @@ def dry_run(
 
 @contextmanager
 def _as_on_hosts_of(ranks: int) -> Iterator[None]:
-    """Set the number of ranks per host that TorchRec reads from the environment (plan.agree_on_hosts), and
-    silence its warnings that topology and dense layers are made up."""
+    """Set the number of ranks per host that TorchRec reads from the environment (plan.agree_on_hosts).
+
+    TorchRec's warnings about the hypothetical topology and dense layers are silenced.
+    """
     logger, name = logging.getLogger("torchrec.distributed.planner"), "LOCAL_WORLD_SIZE"
     level, before = logger.level, os.environ.get(name)
     logger.setLevel(logging.ERROR)

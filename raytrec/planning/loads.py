@@ -1,4 +1,4 @@
-"""What each rank looks up, holds and sends in a step, from the plan of the tables. No torch here."""
+"""Ids, bytes and values that each rank looks up, holds and sends per step under a plan of the tables."""
 
 from __future__ import annotations
 
@@ -24,37 +24,38 @@ from raytrec.planning.memory import CACHED, DTYPE_BYTES, PlannedTable
 
 ID_BYTES, LENGTH_BYTES, VALUE_BYTES = 8, 4, 4
 WIRE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.125}  # int8: with scales of 64 values
-# Of a table without statistics: the share of lookups that the hottest fifth of its rows takes. By Zipf's law
-# with exponent 1 it is 0.89 of a million rows; 0.8 leaves room.
+# Share of lookups that go to the hottest fifth of the rows of a table without statistics. Zipf's law with
+# exponent 1 gives 0.89 for a million rows; 0.8 leaves a margin.
 UNKNOWN_HITS = 0.8
 
 
 class Loads:
-    """What the tables of a plan take of each rank in a step, forward and backward; LoadCounter adds tables.
+    """Work that tables of a plan cause on each rank per step, forward and backward; LoadCounter adds tables.
 
     Arrays are float64 [ranks].
 
     Args:
         world: Number of ranks.
-        row_ids: Mean number of ids of a row.
+        row_ids: Mean number of ids per row.
 
     Attributes:
-        ids, shards, touched: Way of updating rows (a table's optimizer, or dense) → ids looked up, of all
-            ranks' rows; shards that they are looked up in; bytes read and written for that in the device's
-            memory, at random places.
-        streamed: Bytes that dense updates read and write, in order.
+        ids: Update type (a table's optimizer, or dense) → ids looked up for the rows of all ranks.
+        shards: Update type → shards in which ids are looked up.
+        touched: Update type → bytes of device memory that lookups read and write at random places.
+        streamed: Bytes that dense updates read and write sequentially.
         host_bytes: Bytes of host memory that lookups read and write over the link of a GPU.
         file_rows: Rows read from files.
-        received_ids: Bytes of ids and lengths that reach the rank; sent_ids: bytes sent (one number).
-        pooled: Bytes of the sums, or vectors, that its lookups give; summed: those of sums that ranks add up.
-        near, far: Kind of collective → bytes that a rank sends to others of its host and to other hosts;
-            forward and backward together.
-        arrived: Bytes of all-to-alls that each rank gets from its host and from other hosts (two numbers).
+        received_ids: Bytes of ids and lengths that the rank receives; sent_ids: bytes sent (one number).
+        pooled: Bytes of the sums or vectors that lookups return; summed: bytes of sums reduced over ranks.
+        near, far: Collective → bytes that a rank sends within its host and to other hosts, forward and
+            backward.
+        arrived: Bytes of all-to-alls that each rank receives from its host and from other hosts (two
+            numbers).
         gradients: Bytes of dense gradients of tables, which replicas add up.
-        groups: (table that is read id by id, or "", way of sharding) → number of tables; ids and sums of each
-            group travel apart.
-        replicated: Bytes of gradients of tables that are copied to all ranks (one number).
-        row_values: Values of a row's inputs that reach the dense layers.
+        groups: (table read id by id, or "", sharding type) → number of tables. Ids and sums of each group
+            travel separately.
+        replicated: Bytes of gradients of tables that are replicated on all ranks (one number).
+        row_values: Values per row that reach the dense layers.
     """
 
     def __init__(self, world: int, row_ids: float):
@@ -71,24 +72,27 @@ class Loads:
 class LoadCounter:
     """Counts loads table by table.
 
-    With G rows of the global batch, B = G ÷ W of each of W ranks, a table with F features and ℓ ids of a row
-    in all, and shards of c columns of w bytes:
+    Let a global batch have G rows and each of W ranks B = G ÷ W rows. A table has F features, ℓ ids per row
+    in total, and shards of c columns with w bytes per value.
 
-    table_wise, column_wise, table_column_wise: the rank of a shard gets G·ℓ ids, looks them up, and sends
-        G·F·c values of which B·F·c stay.
-    row_wise: each rank gets its part of G·ℓ ids, and has partial sums of all G·F·c values, which a
-        reduce-scatter adds up: a ring sends (W−1)/W of them to the neighbour, and over the network each host
-        passes them once, through all of its GPUs' ports.
-    table_row_wise, grid_shard: the same within a host of L ranks; then the hosts exchange sums, of which a
-        rank has G/L rows.
-    data_parallel: each rank looks up its own B·ℓ ids; gradients of whole tables are added up.
+    table_wise, column_wise, table_column_wise: The rank of a shard receives G·ℓ ids, looks them up, and sends
+        G·F·c values, of which B·F·c stay on the rank.
+    row_wise: Each rank receives its part of G·ℓ ids and has partial sums of all G·F·c values, which a
+        reduce-scatter adds up. A ring sends (W−1)/W of the values to the neighbor. Over the network, each
+        host passes them on once, through the ports of all its GPUs.
+    table_row_wise, grid_shard: The same within a host of L ranks; then the hosts exchange the sums, of which
+        a rank has G/L rows.
+    data_parallel: Each rank looks up its own B·ℓ ids; gradients of whole tables are added up.
 
-    Tables whose model reads them id by id send vectors of ids, G·ℓ·c values, instead of sums.
-    A lookup reads c·w bytes of an id and writes c·4 of a bag; an update reads c·4 bytes of gradient of an id,
-    and reads and writes weights and state of each distinct row.
+    Tables that the model reads id by id send one vector per id, G·ℓ·c values, instead of sums. A lookup reads
+    c·w bytes per id and writes c·4 per bag. An update reads c·4 bytes of gradient per id, and reads and
+    writes weights and state of each distinct row.
 
     Args:
-        hosts, gpus: groups of ranks whose links are fast, and ranks of each (Cluster.linked).
+        config: Configuration of the run.
+        schema: Schema of the data.
+        hosts: Number of groups of ranks connected by fast links (Cluster.linked).
+        gpus: Number of ranks per group.
     """
 
     def __init__(self, config: RunConfig, schema: Schema, hosts: int, gpus: int):
@@ -107,7 +111,7 @@ class LoadCounter:
         self._distinct: dict[tuple[str, float], float] = {}
 
     def count(self, plan: Sequence[PlannedTable] = ()) -> Loads:
-        """Return the loads of all ranks under a plan; default: without any table."""
+        """Return the loads of all ranks under a plan; default: without tables."""
         out = Loads(self._world, sum(self._lengths.values()))
         for table in plan:
             self.add(out, table)
@@ -117,7 +121,7 @@ class LoadCounter:
         """Add the loads of a table; with times = −1, subtract them."""
         names, kind = self._of_table[table.table], table.sharding_type
         each, by_id = sum(self._lengths[name] for name in names), table.table in self._features.tables_by_id
-        vectors = each if by_id else len(names)  # that a row sends
+        vectors = each if by_id else len(names)  # vectors sent per row
         out.row_values += times * table.dim * vectors
         optimizer = optimizer_of(self._optimizers[table.table].name)
         ranks = np.array([rank for rank, _, _ in table.shards])
@@ -143,7 +147,7 @@ class LoadCounter:
         def add(to: np.ndarray, values: np.ndarray | float) -> None:
             np.add.at(to, ranks, times * values)
 
-        if dense:  # gradients of all rows are made, copied for each table, and read with weights and state
+        if dense:  # gradients of all rows are created, copied per table, and read with weights and state
             add(out.streamed, rows * (3 * row + 2 * state + 5 * columns * VALUE_BYTES))
             add(out.gradients, rows * columns * VALUE_BYTES)
         add(out.ids[way], ids)
@@ -168,16 +172,16 @@ class LoadCounter:
             del out.groups[group]
         weighted = sum(self._lengths[name] for name in names if self._schema.sparse[name].weights)
         bytes_of_ids, of_lengths = each * ID_BYTES + weighted * VALUE_BYTES, len(names) * LENGTH_BYTES
-        blocks = round(table.dim / columns[0])  # of columns: each gets all ids
+        blocks = round(table.dim / columns[0])  # column blocks; each receives all ids
         out.sent_ids += times * self._batch * blocks * (bytes_of_ids + of_lengths)
         add(out.received_ids, self._total * (bytes_of_ids * share + of_lengths))
         self._add_sums(out, table, ranks, times * self._total * vectors * columns * (share if by_id else 1.0))
 
     def _add_sums(self, out: Loads, table: PlannedTable, ranks: np.ndarray, values: np.ndarray) -> None:
-        """Add the bytes that ranks exchange of the values that a table's shards give.
+        """Add the bytes that ranks exchange for the lookup results of a table.
 
-        Args:
-            values: Values of each shard, [shards]; where ranks add them up, each shard has partial sums.
+        `values` has the number of values of each shard, [shards]. If ranks add them up, each shard has
+        partial sums.
         """
         world, hosts, gpus, kind = self._world, self._hosts, self._gpus, table.sharding_type
         both = (("reduce_scatter", self._there), ("all_gather", self._back))
@@ -189,7 +193,7 @@ class LoadCounter:
                 out.far[collective] += size / gpus if hosts > 1 else 0.0
             return
         near, far, wire = (min(world, gpus) - 1) / world, (world - gpus) / world, self._there + self._back
-        if summed:  # within a host, of which the hosts then exchange the sums
+        if summed:  # sums are reduced within each host; then the hosts exchange them
             for collective, width in both:
                 np.add.at(out.near[collective], ranks, values * width * (gpus - 1) / gpus)
             near, far, wire = 0.0, (hosts - 1) / hosts, wire / gpus
@@ -201,8 +205,9 @@ class LoadCounter:
 def ids_of_features(schema: Schema, features: Features) -> dict[str, float]:
     """Return the expected number of ids per row, by sparse feature.
 
-    It is the mean that `raytrec inspect` has found, for sequences read id by id at most the length that the
-    model reads. Without statistics it is that length, and 1 for other features.
+    The number is the mean length found by `raytrec inspect`. For sequences read id by id, the number is at
+    most the length that the model reads. Without statistics, sequences count with that length, and other
+    features with 1.
     """
     found = {}
     for name in schema.sparse:
@@ -212,7 +217,7 @@ def ids_of_features(schema: Schema, features: Features) -> dict[str, float]:
 
 
 def lengths_of_tables(schema: Schema, features: Features) -> dict[str, list[float]]:
-    """Return `ids_of_features` by table: a number for each feature that looks the table up."""
+    """Return `ids_of_features` by table: one number for each feature that looks up the table."""
     found: dict[str, list[float]] = {table: [] for table in schema.tables}
     for name, length in ids_of_features(schema, features).items():
         found[schema.sparse[name].table].append(length)
@@ -222,8 +227,8 @@ def lengths_of_tables(schema: Schema, features: Features) -> dict[str, list[floa
 def _distinct(draws: float, rows: int, known: Statistics | None) -> float:
     """Return the number of distinct rows among lookups of a table.
 
-    n draws from m equally likely ids give m·(1 − (1 − 1/m)ⁿ) of them. The 1, next 9, next 90, … hottest ids
-    count separately; without statistics, all rows are equally likely.
+    n draws from m equally likely ids give m·(1 − (1 − 1/m)ⁿ) distinct ids. The hottest 1, next 9, next 90, …
+    ids are counted separately. Without statistics, all rows are equally likely.
     """
 
     def of_likely(draws: float, ids: float) -> float:
@@ -241,9 +246,9 @@ def _distinct(draws: float, rows: int, known: Statistics | None) -> float:
 
 
 def hit_share(rows: float, known: Statistics | None) -> float:
-    """Return the share of lookups that the `rows` hottest rows of a table take.
+    """Return the share of lookups that go to the `rows` hottest rows of a table.
 
-    Between two powers of ten the share grows with the logarithm of the number of rows.
+    Between two powers of ten, the share grows with the logarithm of the number of rows.
     """
     if known is None or not known.hottest:
         return UNKNOWN_HITS
@@ -261,7 +266,7 @@ def recorded_lengths(lines: Iterable[RankLine], config: RunConfig, schema: Schem
     """Return the mean number of ids per row of the global batch, by table, over all recorded steps.
 
     Copies of a replicated table count once. Ranks that are not recorded (messages.recorded_ranks) are assumed
-    to look up as many ids as the others. On GPUs, ids that are looked up once a batch count once.
+    to look up as many ids as the others. On GPUs, ids that are looked up once per batch count once.
     """
     sums: dict[str, tuple[float, float]] = {}  # table → ids looked up; rows held × steps
     for line in lines:
@@ -278,10 +283,10 @@ def recorded_lengths(lines: Iterable[RankLine], config: RunConfig, schema: Schem
 
 
 def with_lengths(config: RunConfig, schema: Schema, lengths: Mapping[str, float]) -> Schema:
-    """Return the schema with statistics of this many ids per row; the frequencies of ids stay as they are.
+    """Return the schema with mean lengths that match these ids per row by table (recorded_lengths).
 
-    Args:
-        lengths: table → ids per row (recorded_lengths). Features of a table share them as they did before.
+    Features of a table share the number in the same proportion as before. The frequencies of ids are
+    unchanged.
     """
     features, statistics = resolve_features(schema, config.model), {}
     expected, of_tables = ids_of_features(schema, features), lengths_of_tables(schema, features)

@@ -1,4 +1,4 @@
-"""Public GPUs and machines: memory, rates, links. The only such table; no torch."""
+"""Memory, rates and links of public GPUs and machines; the only such table, without imports of torch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from typing import NamedTuple
 
 from raytrec.common.errors import ConfigError, hint
 
-ENOUGH_GIB = 1e6  # of a disk whose size is not given
+ENOUGH_GIB = 1e6  # assumed disk size if none is given
 GIB_OF = r"(\d+(?:\.\d+)?)gib"
 DESCRIBED = re.compile(rf"(\d+)x{GIB_OF}(?::{GIB_OF}(?::{GIB_OF})?)?")
 
 
 class Gpu(NamedTuple):
-    """Of one GPU.
+    """Data sheet of one GPU.
 
     Attributes:
-        memory_gib: that CUDA leaves to programs (torch's total_memory, rounded down).
-        fp32, tf32, bf16: 10¹² operations a second of matrix products, without sparsity.
-        memory: 10⁹ bytes a second of its memory.
-        intra_host: the same of its links to GPUs of its host, in one direction.
-        pcie: the same of its link to its host.
-        linked: how many GPUs such links join, where that is more than a host has.
+        memory_gib: GiB that CUDA leaves to programs (torch's total_memory, rounded down).
+        fp32: Matrix products in fp32, in 10¹² operations/s without sparsity.
+        tf32: Matrix products in tf32, in 10¹² operations/s without sparsity.
+        bf16: Matrix products in bf16, in 10¹² operations/s without sparsity.
+        memory: Memory bandwidth in 10⁹ bytes/s.
+        intra_host: Bandwidth of the links to other GPUs of the host in one direction, in 10⁹ bytes/s.
+        pcie: Bandwidth of the link to the host in one direction, in 10⁹ bytes/s.
+        linked: Number of GPUs connected by such links if greater than the number of GPUs per host.
     """
 
     memory_gib: float
@@ -35,10 +37,11 @@ class Gpu(NamedTuple):
     linked: int = 0
 
 
-# By the names that NVIDIA's driver and torch have, without "NVIDIA ". From NVIDIA's data sheets (A10G: AWS),
-# halved where these count sparsity, or both directions of a link: NVLink has 600 GB/s (A100), 900 (H100 SXM,
-# H200) or 1,800 (B200), PCIe x16 64 (fourth generation) or 128 (fifth). Where NVLink joins pairs only, as on
-# cards, the link is PCIe. In GB200 NVL72 it joins the GPUs of 18 hosts, whose CPUs have NVLink, too.
+# Keys are the names used by NVIDIA's driver and torch, without "NVIDIA ". Values are from its data sheets
+# (A10G: AWS), halved if the data sheet counts sparsity or both directions of a link: NVLink has 600 GB/s
+# (A100), 900 (H100 SXM, H200) or 1,800 (B200), PCIe x16 64 (fourth generation) or 128 (fifth). If NVLink
+# connects only pairs, as on cards, the link is PCIe. In GB200 NVL72, NVLink connects the GPUs of 18 hosts,
+# and also the CPUs.
 GPUS = {
     "A10G": Gpu(22.0, 31.5, 35, 70, 600, 32, 32),
     "L4": Gpu(22.0, 30.3, 60, 121, 300, 32, 32),
@@ -54,18 +57,21 @@ GPUS = {
     "B200": Gpu(178.3, 75, 1100, 2250, 7700, 900, 64),
     "GB200": Gpu(184.0, 80, 1250, 2500, 8000, 900, 450, 72),
 }
-# A V100, as in TorchRec's defaults, stands for GPUs that are not known.
+# Unknown GPUs count as a V100, as in TorchRec's defaults.
 UNKNOWN_GPU, UNKNOWN_NETWORK = Gpu(15.7, 15.7, 15.7, 15.7, 900, 150, 16), 12.5
 
 
 class Machine(NamedTuple):
-    """A host with GPUs.
+    """Host with GPUs.
 
     Attributes:
-        gpu: a name among GPUS.
-        cpus: threads of its processors (the clouds' vCPUs).
-        memory_gib, disk_gib: of its main memory and its local disks.
-        network: 10⁹ bytes a second, in one direction, for all of its GPUs.
+        name: Name of the machine, e.g. 8xh100-sxm.
+        gpu: Name of the GPU, a key of GPUS.
+        gpus: Number of GPUs.
+        cpus: Number of hardware threads (the clouds' vCPUs).
+        memory_gib: GiB of main memory.
+        network: Network bandwidth in one direction for all GPUs together, in 10⁹ bytes/s.
+        disk_gib: GiB of local disks.
     """
 
     name: str
@@ -78,14 +84,16 @@ class Machine(NamedTuple):
 
     @property
     def network_of_gpu(self) -> float:
+        """Network bandwidth per GPU in one direction, in 10⁹ bytes/s."""
         return self.network / self.gpus
 
 
-# kind → its GPU, and of hosts with so many of them: vCPUs, GiB of memory, Gb/s of network, TB of local disk.
+# Kind → (GPU, number of GPUs per host → (vCPUs, GiB of memory, Gb/s of network, TB of local disk)).
 # From the clouds' lists of instances (November 2025): A10G AWS g5.48xlarge, .12xlarge, .4xlarge; L4 and L40S
-# the same of g6 and g6e; A100 Azure ND96asr_v4 and ND96amsr_A100_v4 (a 200 Gb/s port a GPU, as in NVIDIA's
-# DGX A100), Google a2-highgpu and a2-ultragpu for 4 and 1; H100 AWS p5.48xlarge (a 400 Gb/s port a GPU, as in
-# DGX H100), Google a3-highgpu for 4 and 1; H200 AWS p5en; B200 AWS p6-b200; GB200 AWS p6e-gb200.
+# the same sizes of g6 and g6e; A100 Azure ND96asr_v4 and ND96amsr_A100_v4 (one 200 Gb/s port per GPU, as in
+# NVIDIA's DGX A100), Google a2-highgpu and a2-ultragpu for 4 and 1; H100 AWS p5.48xlarge (one 400 Gb/s port
+# per GPU, as in DGX H100), Google a3-highgpu for 4 and 1; H200 AWS p5en; B200 AWS p6-b200; GB200 AWS
+# p6e-gb200.
 _HOSTS: dict[str, tuple[str, dict[int, tuple[int, float, float, float]]]] = {
     "a10g": ("A10G", {8: (192, 768, 100, 7.6), 4: (48, 192, 40, 3.8), 1: (16, 64, 25, 0.6)}),
     "l4": ("L4", {8: (192, 768, 100, 7.5), 4: (48, 192, 40, 3.8), 1: (16, 64, 25, 0.6)}),
@@ -109,10 +117,10 @@ MACHINES = {
 
 
 def machine_of(name: str, where: str = "--on") -> Machine:
-    """A machine such as 8xh100-sxm, by its name.
+    """Return the machine with a name such as 8xh100-sxm; `where` is the option named in errors.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: There is no machine with this name.
     """
     gpus, _, kind = name.strip().lower().partition("x")
     found = MACHINES.get(f"{gpus}x{_SHORT.get(kind, kind)}")
@@ -127,13 +135,15 @@ def machine_of(name: str, where: str = "--on") -> Machine:
 
 
 class Cluster(NamedTuple):
-    """Equal hosts.
+    """Set of identical hosts.
 
     Attributes:
-        gpus: of each host; on CPU, workers.
-        memory_gib: of each GPU, or worker.
-        host_memory_gib, disk_gib: of each host; default: twice the memory of its GPUs, and enough.
-        machine: what the hosts are; None: they are described by the rest alone.
+        hosts: Number of hosts.
+        gpus: Number of GPUs per host; on CPU, of workers.
+        memory_gib: GiB of memory per GPU or worker.
+        host_memory_gib: GiB of main memory per host; default: twice the memory of its GPUs.
+        disk_gib: GiB of disk per host; default: enough for any table.
+        machine: Machine type of the hosts; None if the hosts are described by the other fields alone.
     """
 
     hosts: int
@@ -152,27 +162,28 @@ class Cluster(NamedTuple):
         host_gib: float | None = None,
         disk_gib: float | None = None,
     ) -> Cluster:
-        """Hosts of no known machine."""
+        """Return a cluster of hosts described by their sizes."""
         return cls(hosts, gpus, memory_gib, host_gib or 2 * memory_gib * gpus, disk_gib or ENOUGH_GIB)
 
     @classmethod
     def of(cls, hosts: int, machine: Machine) -> Cluster:
-        """So many machines."""
+        """Return a cluster of known machines."""
         memory = GPUS[machine.gpu].memory_gib
         return cls(hosts, machine.gpus, memory, machine.memory_gib, machine.disk_gib, machine)
 
     @property
     def name(self) -> str:
+        """Name of the cluster, e.g. 2x8xh100-sxm, or "2 × 4" for described hosts."""
         return f"{self.hosts}x{self.machine.name}" if self.machine else f"{self.hosts} × {self.gpus}"
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.hosts * self.gpus
 
     @property
     def rooms(self) -> dict[str, float]:
-        """Tier (memory.TIERS) → GiB of a rank, of its host a share."""
+        """Tier (memory.TIERS) → GiB per rank; of the host's memory and disk, each rank has an equal share."""
         return {
             "device": self.memory_gib,
             "host": self.host_memory_gib / self.gpus,
@@ -181,16 +192,18 @@ class Cluster(NamedTuple):
 
     @property
     def linked(self) -> tuple[int, int]:
-        """(groups, GPUs of each) that links within a host, or NVLink over hosts, join."""
+        """(groups, GPUs per group) connected by links within a host, or by NVLink across hosts."""
         return linked(self.hosts, self.gpus, [self.machine.gpu] if self.machine else [])
 
 
 def cluster_of(text: str) -> Cluster:
-    """Machines such as 2x8xh100-sxm; 8xh100-sxm is one. 2x4x48gib:384gib:900gib are two hosts with 4 GPUs of
-    48 GiB each, 384 GiB of memory and 900 of disk (the last two may be missing).
+    """Return the cluster described by a text such as 2x8xh100-sxm; 8xh100-sxm is a single machine.
+
+    2x4x48gib:384gib:900gib describes two hosts, each with 4 GPUs of 48 GiB, 384 GiB of memory and 900 GiB of
+    disk. The last two sizes are optional.
 
     Raises:
-        ConfigError: it is no such text, or no machine has that name.
+        ConfigError: The text has another format, or there is no machine with this name.
     """
     counted = re.fullmatch(r"\s*(\d+)x(\d+x.+)", text)
     count, name = (int(counted[1]), counted[2]) if counted else (1, text)
@@ -203,10 +216,9 @@ def cluster_of(text: str) -> Cluster:
 
 
 def linked(hosts: int, gpus: int, names: Collection[str]) -> tuple[int, int]:
-    """(groups, GPUs of each) that links within a host, or NVLink over hosts, join.
+    """Return (groups, GPUs per group) connected by links within a host, or by NVLink across hosts.
 
-    Args:
-        names: of all GPUs.
+    `names` has the names of all GPUs.
     """
     known, world = [known_gpu(name) for name in names], hosts * gpus
     reach = min((gpu.linked if gpu else 0 for gpu in known), default=0)
@@ -216,11 +228,13 @@ def linked(hosts: int, gpus: int, names: Collection[str]) -> tuple[int, int]:
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """A GPU by the name that its driver has."""
+    """Return the GPU with a name as reported by its driver; None if unknown."""
     return GPUS.get(name.removeprefix("NVIDIA "))
 
 
 def network_of(name: str) -> float:
-    """10⁹ bytes a second of network for a GPU, where its hosts are not known: as in the largest machine that
-    has it; 0: there is none."""
+    """Return the network bandwidth per GPU, in 10⁹ bytes/s, if the GPU's hosts are unknown.
+
+    The result is the highest value of all machines with this GPU; 0 if there is no such machine.
+    """
     return max((m.network_of_gpu for m in MACHINES.values() if GPUS[m.gpu] is known_gpu(name)), default=0.0)

@@ -1,6 +1,7 @@
-"""Memory and disk of tables with their optimizer state, and the tables that go to files on CPU.
+"""Memory and disk use of tables with their optimizer state, and the tables that move to files on CPU.
 
-TorchRec, which weighs a GPU's memory against its host's, has no files. No torch here, for the driver.
+TorchRec compares GPU memory with host memory and does not support files. This module does not import torch,
+so the driver can load it.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ if TYPE_CHECKING:
 
 GIB = 1024**3
 DTYPE_BYTES = {"fp32": 4, "fp16": 2}
-# Bytes in a map of managed ids (embeddings/managed/key_map.py), six in ten slots of which are used: of a row
-# (key, sightings, last step, row), and of an id that waits for one.
+# Bytes per row (key, sightings, last step, row) and per id that waits for a row, in a map of managed ids
+# (embeddings/managed/key_map.py) with 60 % of its slots in use.
 ID_BYTES, WAITING_BYTES = 41, 35
-HOST_RESERVE = 0.15  # of the host memory of GPUs, for processes; TorchRec keeps as much of a GPU
-CACHED = 0.2  # of a table's rows, in the GPU's cache of fused_uvm_caching: FBGEMM's default (1.8.0)
-TIERS = ("device", "host", "disk")  # of memory
+HOST_RESERVE = 0.15  # share of a GPU host's memory kept for processes; TorchRec reserves as much of a GPU
+CACHED = 0.2  # share of a table's rows in the GPU cache of fused_uvm_caching: FBGEMM's default (1.8.0)
+TIERS = ("device", "host", "disk")  # memory tiers
 WEIGHTS, STATE, CACHE = "weights", "optimizer state", "cache"
 Constraints = dict[str, TableConstraint]
 
 
 class Footprint(NamedTuple):
-    """Bytes of a table, or of a part of it: weights, optimizer state, cache."""
+    """Bytes of a table, or of one of its parts (weights, optimizer state, cache), in each memory tier."""
 
     device: int
     host: int
@@ -53,16 +54,21 @@ class Footprint(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Sum of the bytes in all tiers."""
         return self.device + self.host + self.disk
 
 
 def parts_of(table: Table, dtype: str, optimizer: str, kernel: str | None = None) -> dict[str, Footprint]:
-    """Return the bytes of a table, or of a part of it: weights, optimizer state and cache.
+    """Return the bytes of a table or shard for each part: weights, optimizer state and cache.
 
-    They are on the device; with a UVM kernel on a GPU also in host memory, with fused_mmap on CPU on disk.
+    The parts are on the device. With a UVM kernel on a GPU, part of them is in host memory; with fused_mmap
+    on CPU, they are on disk.
 
     Args:
-        kernel: Kernel as the device has it (`kernel_on`).
+        table: Table or shard; only rows and dim are read.
+        dtype: Data type of the weights, fp32 or fp16.
+        optimizer: Name of the optimizer.
+        kernel: Kernel that the device uses (`kernel_on`); None: a kernel with all parts on the device.
     """
     values, width, optimizer_ = table.rows * table.dim, DTYPE_BYTES[dtype], optimizer_of(optimizer)
     weights, state = values * width, values * optimizer_.bytes_per("value")
@@ -71,8 +77,8 @@ def parts_of(table: Table, dtype: str, optimizer: str, kernel: str | None = None
         return {WEIGHTS: Footprint(0, 0, weights), STATE: Footprint(0, 0, state + row_state)}
     if kernel not in UVM_KERNELS:
         return {WEIGHTS: Footprint(weights, 0), STATE: Footprint(state + row_state, 0)}
-    # FBGEMM (1.8.0, construct_split_state) keeps state of one value a row on the GPU, and for the cache 4
-    # bytes a row and 16 a slot in addition to the slots' weights.
+    # FBGEMM (1.8.0, construct_split_state) keeps row-wise state on the GPU. The cache takes 4 bytes per row
+    # and 16 bytes per slot in addition to the weights of the slots.
     cache = table.rows * (4 + CACHED * (16 + table.dim * width)) if kernel == CACHING_KERNEL else 0
     return {
         WEIGHTS: Footprint(0, weights),
@@ -89,11 +95,7 @@ def added(sizes: Iterable[Footprint]) -> Footprint:
 def footprints(
     config: RunConfig, schema: Schema, constraints: Constraints, device: str
 ) -> dict[str, Footprint]:
-    """Return the bytes of each table with a constraint, with its optimizer state.
-
-    Args:
-        device: Device that ranks train on, cpu or cuda.
-    """
+    """Return the bytes of each table with a constraint, including optimizer state, on cpu or cuda."""
     optimizers = table_optimizers(config, schema)
     return {
         table: added(
@@ -106,11 +108,7 @@ def footprints(
 
 
 def map_share(schema: Schema, world: int) -> int:
-    """Return the bytes of each rank's device for its equal part of the maps of managed ids.
-
-    Args:
-        world: Number of ranks.
-    """
+    """Return the bytes per rank for the maps of managed ids, divided equally among `world` ranks."""
     of_tables = (
         table.rows * (ID_BYTES + (WAITING_BYTES if table.ids.admit_after > 1 else 0))
         for table in schema.tables.values()
@@ -121,12 +119,12 @@ def map_share(schema: Schema, world: int) -> int:
 
 @dataclass(frozen=True)
 class PlannedTable:
-    """The plan of one table.
+    """Sharding of one table in a plan.
 
     Attributes:
-        ranks: that hold a part of it.
-        shards: (rank, rows, columns) of each.
-        dtype: fp32 or fp16.
+        ranks: Ranks that hold a part of the table.
+        shards: (rank, rows, columns) of each shard.
+        dtype: Data type of the weights, fp32 or fp16.
     """
 
     table: str
@@ -141,11 +139,11 @@ class PlannedTable:
 
 @dataclass
 class Held:
-    """What a rank holds of a table.
+    """Part of a table that one rank holds.
 
     Attributes:
-        rows: that it has a part of.
-        parts: weights, optimizer state, cache → bytes.
+        rows: Number of rows of which the rank holds a part.
+        parts: Weights, optimizer state or cache → bytes.
     """
 
     rows: int
@@ -153,16 +151,16 @@ class Held:
 
     @property
     def size(self) -> Footprint:
-        """All parts together."""
+        """Sum of all parts."""
         return added(self.parts.values())
 
 
 def planned(plan: ShardingPlan, config: RunConfig, schema: Schema, world: int) -> list[PlannedTable]:
-    """The tables of a plan for `world` ranks."""
+    """Return the tables of a plan for `world` ranks."""
     constraints, out = resolve_constraints(config, schema), []
     for name, spec in (item for module in plan.plan.values() for item in sorted(module.items())):
         rows, dim = schema.tables[name].rows, schema.tables[name].dim
-        shards = [(rank, rows, dim) for rank in range(world)]  # every rank has all of it
+        shards = [(rank, rows, dim) for rank in range(world)]  # replicated: every rank has the whole table
         if spec.sharding_spec:
             shards = [(s.placement.rank(), *s.shard_sizes) for s in spec.sharding_spec.shards]
         kinds, ranks = (spec.sharding_type, spec.compute_kernel), sorted({rank for rank, _, _ in shards})
@@ -173,10 +171,9 @@ def planned(plan: ShardingPlan, config: RunConfig, schema: Schema, world: int) -
 def held(
     tables: Sequence[PlannedTable], config: RunConfig, schema: Schema, device: str | None = None
 ) -> dict[tuple[str, int], Held]:
-    """(table, rank) → what the rank holds of it.
+    """Return (table, rank) → the part of the table that the rank holds.
 
-    Args:
-        device: cpu or cuda; default: of scaling.device, GPUs where that is auto.
+    `device` is cpu or cuda; the default follows scaling.device, where auto means GPUs.
     """
     device = device or ("cpu" if config.scaling.device == "cpu" else "cuda")
     optimizers = table_optimizers(config, schema)
@@ -192,14 +189,14 @@ def held(
 
 
 def without_saves(config: RunConfig) -> RunConfig:
-    """Return the configuration without room for the copies from which checkpoints are written."""
+    """Return the configuration without memory for the copies from which checkpoints are written."""
     return config.model_copy(
         update={"checkpoint": config.checkpoint.model_copy(update={"async_save": False})}
     )
 
 
 def without_training(config: RunConfig) -> RunConfig:
-    """Return the configuration without these copies and without optimizer state of tables."""
+    """Return the configuration without checkpoint copies and without optimizer state of tables."""
     optim = config.optim.model_copy(update={"embeddings": EmbeddingOptim(name="sgd"), "tables": {}})
     return without_saves(config).model_copy(update={"optim": optim})
 
@@ -207,13 +204,11 @@ def without_training(config: RunConfig) -> RunConfig:
 def host_room(
     config: RunConfig, schema: Schema, constraints: Constraints, world: int, host_share: int
 ) -> int:
-    """Return the bytes of host memory that each rank on a GPU may fill with tables (UVM kernels).
+    """Return the bytes of host memory that each rank on a GPU may use for tables (UVM kernels).
 
-    It is the rank's share less a reserve, rows read ahead and, with checkpoint.async_save, the copies from
-    which checkpoints are written: of these tables, and of its part of the tables on GPUs.
-
-    Args:
-        host_share: Bytes of main memory of each rank.
+    The result is the rank's `host_share` in bytes, less a reserve and rows read ahead. With
+    checkpoint.async_save, room is also kept for the copies of these tables and of the rank's part of tables
+    on GPUs.
     """
     room = (1 - HOST_RESERVE) * host_share - config.data.buffer_gib * GIB
     if config.checkpoint.async_save:
@@ -225,8 +220,10 @@ def host_room(
 def memory_for_copies(
     config: RunConfig, schema: Schema, constraints: Constraints, world: int
 ) -> tuple[float, float]:
-    """Return the bytes of main memory of each rank on a GPU: of page-locked copies of its tables, from which
-    checkpoints are written, and of rows read ahead."""
+    """Return the bytes of main memory per GPU rank for checkpoint copies of tables, and for rows read ahead.
+
+    The copies are page-locked; checkpoints are written from them.
+    """
     sizes = footprints(config, schema, constraints, "cuda").values()
     return sum(size.device for size in sizes) / world, config.data.buffer_gib * GIB
 
@@ -234,14 +231,12 @@ def memory_for_copies(
 def move_to_files(
     constraints: Constraints, schema: Schema, config: RunConfig, memory: int
 ) -> Iterator[Constraints]:
-    """Yield constraints for CPU with more and more tables in files; the first with a plan is to be used.
+    """Yield constraints for CPU with an increasing number of tables in files; use the first that has a plan.
 
-    Only tables without settings that forbid it move, if plan.compute_kernels allows files. Tables with the
-    fewest lookups for their bytes go first: a file is slow at lookups. The first constraints have as few in
-    files as memory holds the rest of; if ranks cannot share that, twice as many are tried.
-
-    Args:
-        memory: Bytes for tables of all ranks together.
+    `memory` is the number of bytes for tables on all ranks together. Tables move only if plan.compute_kernels
+    allows files and no setting of the table forbids it. Tables with the fewest lookups per byte move first,
+    because lookups in files are slow. At first, only as many tables move as needed for the rest to fit into
+    memory. If the ranks cannot divide the rest, twice as many are tried.
     """
     optimizers, features = table_optimizers(config, schema), Counter(f.table for f in schema.sparse.values())
     movable = [
@@ -269,14 +264,12 @@ def move_to_files(
 
 
 def check_disk(constraints: Constraints, schema: Schema, config: RunConfig, memory: int, free: int) -> None:
-    """Check that the disk holds the tables that have to be in files on CPU.
+    """Check that the disk can hold the tables that must be in files on CPU.
 
-    Args:
-        memory: Bytes of memory for tables of all ranks together.
-        free: Bytes of disk for tables of all ranks together.
+    `memory` and `free` are the bytes of memory and disk for tables on all ranks together.
 
     Raises:
-        ConfigError: The disk is too small, or the folder is itself in memory.
+        ConfigError: The disk is too small, or the folder is in a memory filesystem.
     """
     chosen = next(move_to_files(constraints, schema, config, memory))
     found = footprints(config, schema, chosen, "cpu")

@@ -1,4 +1,4 @@
-"""The plan of a run: which rank holds which part of which table."""
+"""The sharding plan of a run, which assigns parts of tables to ranks."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from raytrec.planning.validation import validate_constraints
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is.
+    """Location and resources of one rank.
 
     Attributes:
-        host: a name that no other host has.
-        ranks_per_host: how many ranks share its host, by its launcher.
-        device: as processes of this host number it: cpu, or cuda:INDEX.
-        device_memory: bytes of its GPU; None on CPU.
-        host_memory: bytes of its host.
-        disk: bytes that are free where its host has tables with compute_kernel fused_mmap.
-        gpu: name of its GPU; empty on CPU.
+        host: Unique name of the host.
+        ranks_per_host: Number of ranks on the host, as set by the launcher.
+        device: Device as numbered by processes of this host: cpu or cuda:INDEX.
+        device_memory: Bytes of GPU memory; None on CPU.
+        host_memory: Bytes of main memory of the host.
+        disk: Free bytes on the host's disk for tables with compute_kernel fused_mmap.
+        gpu: Name of the GPU; empty on CPU.
     """
 
     host: str
@@ -54,16 +54,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Hosts:
-    """What all ranks agree on, the same on each.
+    """Properties of the hosts that all ranks have agreed on; identical on every rank.
 
     Attributes:
-        ranks_per_host: how many consecutive ranks TorchRec takes for one host.
-        devices: each rank's device, as processes of its host number them.
-        memory: bytes of the smallest rank's device: of its GPU, on CPU of its share of its host.
-        host_share: bytes of main memory that each rank has, where the ranks of a host share it evenly.
-        disk_share: the same of the disk for tables with compute_kernel fused_mmap.
-        gpus: the names of all GPUs.
-        network: 10⁹ bytes a second between hosts, for each GPU; None: not known.
+        ranks_per_host: Number of consecutive ranks that TorchRec treats as one host.
+        devices: Device of each rank, as numbered by processes of its host.
+        memory: Bytes of the smallest device of any rank: GPU memory, or on CPU the rank's share of its host.
+        host_share: Bytes of main memory per rank if the ranks of a host share memory evenly.
+        disk_share: Bytes of disk per rank for tables with compute_kernel fused_mmap, shared in the same way.
+        gpus: Names of all GPUs.
+        network: Network bandwidth between hosts in 10⁹ bytes/s per GPU; None if unknown.
     """
 
     ranks_per_host: int
@@ -76,10 +76,11 @@ class Hosts:
 
 
 def agree_on_hosts(config: RunConfig, device: torch.device) -> Hosts:
-    """Where the ranks are, the same on every rank; a collective.
+    """Return the hosts of all ranks, identical on every rank; a collective.
 
-    TorchRec reads LOCAL_WORLD_SIZE wherever it needs the number of ranks of a host. Where hosts hold
-    different numbers of ranks, each rank would have another one; so ranks agree on it, and write it there.
+    TorchRec reads LOCAL_WORLD_SIZE wherever it needs the number of ranks per host. If hosts hold different
+    numbers of ranks, this variable differs between ranks. Therefore the ranks agree on one number and set the
+    variable to this number.
     """
     places = [_place(config, device)] * dist.get_world_size()
     dist.all_gather_object(places, places[0])
@@ -96,7 +97,7 @@ def _place(config: RunConfig, device: torch.device) -> Place:
         properties = torch.cuda.get_device_properties(device)
         memory, gpu = properties.total_memory, properties.name
     return Place(
-        # Ray's number of the node, too: machines that were copied may have one name.
+        # Cloned machines may share a hostname, so Ray's node rank is part of the name.
         f"{socket.gethostname()}/{os.environ.get('NODE_RANK', '')}",
         int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
         str(device),
@@ -108,13 +109,14 @@ def _place(config: RunConfig, device: torch.device) -> Place:
 
 
 def hosts_of(places: list[Place], config: PlanSection) -> Hosts:
-    """What follows from the places of all ranks.
+    """Return the properties that the places of all ranks imply.
 
-    Ranks count as one host each where hosts hold different numbers of them. Memory is the least of any
-    rank's, so that what fits one rank fits all, and all ranks refuse alike what does not.
+    If hosts hold different numbers of ranks, each rank counts as its own host. Memory is the minimum over all
+    ranks: tables that fit one rank then fit all, and all ranks reject the same tables.
 
     Args:
-        places: of each rank, in order.
+        places: Place of each rank, in rank order.
+        config: Section `plan` of the configuration.
     """
     on_host, counts = Counter(place.host for place in places), {place.ranks_per_host for place in places}
     share = min(place.host_memory // on_host[place.host] for place in places)
@@ -128,10 +130,11 @@ def hosts_of(places: list[Place], config: PlanSection) -> Hosts:
 
 
 def rates_of(hosts: Hosts, device: str, world: int) -> Rates:
-    """Return the rates by the data sheet of the ranks' slowest GPU; unknown GPUs count as V100.
+    """Return the rates from the data sheet of the slowest GPU of any rank; an unknown GPU counts as V100.
 
     Args:
-        device: cpu or cuda.
+        hosts: Hosts of all ranks.
+        device: Device type, cpu or cuda.
         world: Number of ranks.
     """
     if device == "cpu":
@@ -143,18 +146,18 @@ def rates_of(hosts: Hosts, device: str, world: int) -> Rates:
 def make_plan(
     model: nn.Module, sharders: list[ModuleSharder], schema: Schema, config: RunConfig, device: torch.device
 ) -> ShardingPlan:
-    """Plan on rank 0 and return the plan on every rank; a collective.
+    """Make the plan on rank 0 and return it on every rank; a collective.
 
-    Args:
-        model: Model with the dense layers as `head`.
+    The model must have its dense layers in the attribute `head`.
 
     Raises:
-        ConfigError: A constraint that cannot be met, tables that do not fit, or no allowed sharding type that
-            fits a table; on every rank.
+        ConfigError: A constraint cannot be met, tables do not fit, or no allowed sharding type fits a table.
+            Raised on every rank.
     """
     hosts = agree_on_hosts(config, device)
     constraints, topology = validated(hosts, dist.get_world_size(), config, schema, device.type)
-    outcome: list = [None]  # or an error: with TorchRec's collective_plan, other ranks would wait for ever
+    # A plan or an error. With TorchRec's collective_plan, an error on rank 0 leaves the other ranks waiting.
+    outcome: list = [None]
     if dist.get_rank() == 0:
         try:
             if device.type == "cpu":
@@ -173,14 +176,17 @@ def make_plan(
 def validated(
     hosts: Hosts, world: int, config: RunConfig, schema: Schema, device: str
 ) -> tuple[dict[str, TableConstraint], Topology]:
-    """The constraints of tables, which these hosts can meet, and what each rank there has for tables.
+    """Return the validated constraints of tables, and the topology with the memory of each rank for tables.
 
     Args:
-        world: number of ranks.
-        device: cpu or cuda.
+        hosts: Hosts of all ranks.
+        world: Number of ranks.
+        config: Configuration of the run.
+        schema: Schema of the data.
+        device: Device type, cpu or cuda.
 
     Raises:
-        ConfigError: a constraint that cannot be met.
+        ConfigError: A constraint cannot be met.
     """
     memory, local = hosts.memory - map_share(schema, world), hosts.ranks_per_host
     known = {"ranks_per_host": local, "memory": memory, "host_share": hosts.host_share}
@@ -193,14 +199,15 @@ def validated(
 
 
 def name_devices(plan: ShardingPlan, devices: Sequence[str]) -> ShardingPlan:
-    """The same plan, in which shards are on the devices that the ranks have.
+    """Set the devices of a plan's shards to the devices of their ranks, in place, and return the plan.
 
-    The planner (torchrec 1.8.0, planner/utils.py) takes rank % ranks_per_host for the number of a rank's GPU,
-    which is another one where hosts hold different numbers of ranks or share their GPUs in another order; and
-    shards whose tensors are not on their plan's devices are an error.
+    The planner (torchrec 1.8.0, planner/utils.py) uses rank % ranks_per_host as a rank's GPU index. This
+    index is wrong if hosts hold different numbers of ranks or order their GPUs differently. TorchRec raises
+    an error if a shard's tensor is not on the device in the plan.
 
     Args:
-        devices: each rank's, as its own process names it: cpu, or cuda:INDEX.
+        plan: Plan to change.
+        devices: Device of each rank, as named by its own process: cpu or cuda:INDEX.
     """
     for module in plan.plan.values():
         for spec in module.values():
@@ -220,11 +227,10 @@ def plan_for(
     sharders: list[ModuleSharder],
     dense: Iterable[nn.Parameter] = (),
 ) -> ShardingPlan:
-    """Return the plan for these devices.
+    """Return the plan for a topology.
 
-    Args:
-        constraints, topology: Result of `validated`.
-        dense: Weights of the dense layers.
+    `constraints` and `topology` are the result of `validated`. The shapes of the `dense` weights determine
+    the estimated work of the dense layers.
 
     Raises:
         ConfigError: No plan fits.

@@ -1,8 +1,8 @@
-"""Rates of the ranks of this machine: the samples that each rank takes, and the rates that follow from them.
+"""Measured rates of the ranks of this machine: samples taken by each rank, and the rates computed from them.
 
-All ranks measure the same at the same time, so that they share caches, memory and links as in a run. What a
-rank computes on CPU is counted in seconds of CPU. The time of a step on the host is not measured: it is that
-of `Rates.of_cpu` or `Rates.of_gpu`.
+All ranks take the same samples at the same time, so they share caches, memory and links as in a run. Work of
+a rank on CPU is measured in CPU seconds. The host time of a step is not measured; it is taken from
+`Rates.of_cpu` or `Rates.of_gpu`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from raytrec.planning.dense_work import Counter
 from raytrec.planning.rates import COLLECTIVES, DENSE, LookupRates, Rates
 
 BAGS, TABLE_BYTES, ID_SETS = 512, 64 << 20, 24
-DENSE_BYTES = 4 * (3 + 2 + 3)  # of a value in Adagrad's dense update, as loads.LoadCounter counts them
-# Of lookups: (tables, columns, ids of a bag). Bytes, ids and shards follow from these.
+DENSE_BYTES = 4 * (3 + 2 + 3)  # bytes per value in Adagrad's dense update, as counted by loads.LoadCounter
+# Shapes of lookups: (tables, columns, ids per bag). Bytes, ids and shards follow from these.
 LOOKUP_SHAPES = ((1, 16, 16), (8, 16, 1), (8, 64, 1), (1, 64, 16))
-SMALL, LARGE = 256, 1 << 20  # values of a collective
+SMALL, LARGE = 256, 1 << 20  # numbers of values in collectives
 ROUNDS = 7
 Sample = dict[str, float]
-Lookup = tuple[str, int, int, int]  # way of updating rows, and one of LOOKUP_SHAPES
+Lookup = tuple[str, int, int, int]  # update type, followed by one of LOOKUP_SHAPES
 
 
 def lookups_on(device: str) -> list[Lookup]:
-    """Return the lookups to measure: of every optimizer that has a kernel on a device, and dense."""
+    """Return the lookups to measure on a device: dense, and each optimizer with a kernel, in every shape."""
     ways = [name for name, optimizer in OPTIMIZERS.parts.items() if device in optimizer.devices]
     return [(way, *shape) for way in (*ways, DENSE) for shape in LOOKUP_SHAPES]
 
@@ -45,8 +45,10 @@ def take_samples(rank: int, world: int, folder: str, limit_s: float) -> dict[str
     """Return the samples of one rank, one for each round.
 
     Args:
+        rank: Rank of this process.
+        world: Number of ranks.
         folder: Empty folder in which the ranks find each other.
-        limit_s: Seconds that a collective may take.
+        limit_s: Timeout of a collective in seconds.
     """
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
@@ -59,17 +61,17 @@ def take_samples(rank: int, world: int, folder: str, limit_s: float) -> dict[str
         "nccl" if on_gpu else "gloo", f"file://{folder}/store", timeout, rank=rank, world_size=world
     )
     probe = Probe(device)
-    probe.sample()  # sets everything up
+    probe.sample()  # warm-up
     samples = [probe.sample() for _ in range(ROUNDS)]
     dist.destroy_process_group()
     return {"samples": samples}
 
 
 def rates_from(samples: Sequence[Sequence[Sample]]) -> Rates:
-    """Return the rates that follow from samples.
+    """Return the rates computed from samples.
 
     Args:
-        samples: Of each rank, one for each round.
+        samples: Samples of each rank, one for each round.
     """
     world, device = len(samples), "cuda" if samples[0][0]["on_gpu"] else "cpu"
     seen = {
@@ -95,16 +97,16 @@ def rates_from(samples: Sequence[Sequence[Sample]]) -> Rates:
         matrix={name: seen[f"matrix {name}"] for name in ("fp32", "tf32", "bf16")},
         latency_s=latency,
         bandwidth=bandwidth,
-        peer_s=0.0,  # in the latency of as many ranks
+        peer_s=0.0,  # included in the latency, which is measured with as many ranks
         host_link=seen.get("host link", float("inf")),
     )
 
 
 def fit_lookups(took: Mapping[Lookup, float]) -> LookupRates:
-    """Return the seconds of a byte, an id and a shard: at least 0, with the least squares of relative errors.
+    """Return the seconds per byte, id and shard as a non-negative least-squares fit of relative errors.
 
     Args:
-        took: Lookup → its seconds.
+        took: Lookup → measured seconds.
     """
     found, left = [0.0, 0.0, 0.0], [0, 1, 2]
     while left:
@@ -119,7 +121,7 @@ def fit_lookups(took: Mapping[Lookup, float]) -> LookupRates:
 
 
 class Probe:
-    """Measures rates in a rank; making it and each sample are collectives.
+    """Measures rates on one rank; the constructor and each sample are collectives.
 
     Args:
         device: Device of the rank.
@@ -146,7 +148,7 @@ class Probe:
         """Measure every rate once.
 
         Args:
-            clock: Clock of collectives; process_time on a machine that has other work.
+            clock: Clock for collectives; use process_time on a machine with other load.
         """
         out: Sample = {"on_gpu": float(self._device.type == "cuda")}
         products = 3 * 2.0 * self._x.shape[0] * self._x.shape[1] * self._w.shape[0]
@@ -175,8 +177,10 @@ class Probe:
         return out
 
     def _run_layers(self) -> None:
-        """Run some layers as models have them, forward and backward. The time beyond products and launches is
-        for reading, writing and getting memory."""
+        """Run typical model layers, forward and backward.
+
+        The time in excess of products and launches is spent on reading, writing and allocating memory.
+        """
         kept = [self._x]
         for weights in self._layers:
             kept.append(torch.nn.functional.linear(kept[-1], weights).relu())
@@ -186,21 +190,21 @@ class Probe:
             weights.grad = None
 
     def _layer(self, bf16: bool = False) -> None:
-        """Run a layer's products, forward and backward."""
+        """Run the matrix products of one layer, forward and backward."""
         with torch.autocast(self._device.type, torch.bfloat16, enabled=bf16):
             given = torch.nn.functional.linear(self._x, self._w)
         given.backward(given.detach())
         self._x.grad = self._w.grad = None
 
     def _update(self) -> None:
-        """Run a dense update, whose gradients are made for it."""
+        """Create gradients and run a dense update."""
         for weights in self._large.param_groups[0]["params"]:
             weights.grad = torch.ones_like(weights)
         self._large.step()
         self._large.zero_grad()
 
     def _compute(self, call: Callable[[], object], times: int = 8) -> float:
-        """Return the seconds of the device that a call takes, at least."""
+        """Return the minimum device seconds of a call."""
         clock = process_time if self._device.type == "cpu" else perf_counter
         return min(self._timed(call, times, clock) for _ in range(3))
 
@@ -233,7 +237,7 @@ class Probe:
 
 
 class _Lookup:
-    """FBGEMM's lookup and update of some tables, as TorchRec calls it."""
+    """FBGEMM's lookup and update of some tables, called as TorchRec does."""
 
     def __init__(self, way: str, tables: int, dim: int, length: int, device: torch.device, made: Any):
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
@@ -247,7 +251,7 @@ class _Lookup:
         places = (EmbeddingLocation.HOST, ComputeDevice.CPU)
         if not on_cpu:
             places = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
-        if way == DENSE:  # whose gradients are as large as its tables: small ones
+        if way == DENSE:  # gradients are as large as the tables, so the tables are small
             rows = 1024
             self._kernel: Any = DenseTableBatchedEmbeddingBagsCodegen([(rows, dim)] * tables, use_cpu=on_cpu)
         else:
@@ -256,7 +260,7 @@ class _Lookup:
                 [(rows, dim, *places)] * tables, optimizer=kind, device=device
             )
         bags = BAGS * tables
-        # Other ids each time, as in training: rows of the last ones are in caches.
+        # Each call uses other ids, as in training, because the rows of the previous ids are still in caches.
         drawn = torch.randint(0, rows, (ID_SETS, bags * length), generator=made).to(device)
         self._ids = cycle(drawn.unbind())
         self._offsets = torch.arange(0, bags * length + 1, length).to(device)
@@ -267,7 +271,7 @@ class _Lookup:
 
 
 def lookup_shape(way: str, tables: int, dim: int, length: int) -> tuple[float, float, float]:
-    """Return the bytes at random places, ids and shards of `_Lookup`, as loads.LoadCounter counts them."""
+    """Return the bytes at random places, ids and shards of `_Lookup`, as counted by loads.LoadCounter."""
     bags, row, state = BAGS * tables, 4.0 * dim, 0.0
     if way != DENSE:
         state = dim * optimizer_of(way).bytes_per("value") + optimizer_of(way).bytes_per("row")

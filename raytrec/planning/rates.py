@@ -1,4 +1,4 @@
-"""What a rank reaches: rates of its device, links and host, from data sheets or measured. No torch here."""
+"""Rates of a rank's device, links and host, from data sheets or measured; without imports of torch."""
 
 from __future__ import annotations
 
@@ -15,56 +15,67 @@ from raytrec.common.reading import NotReadable, json_values
 from raytrec.embeddings.optimizers import OPTIMIZERS
 from raytrec.planning.machines import UNKNOWN_GPU, UNKNOWN_NETWORK, known_gpu
 
-# Kinds of collectives, by what takes them: ids and whole tables' sums; sums of tables that are cut by rows,
-# and their gradients; dense layers.
+# Collectives: all_to_all exchanges ids and the sums of whole tables, reduce_scatter the sums of tables split
+# by rows, all_gather their gradients, and all_reduce the gradients of dense layers.
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
-DENSE = "dense"  # update of rows that have no optimizer in a kernel
-# Shares of data sheets that steps reach: fp32 products as in TorchRec's published 149,000 rows/s on A100;
-# tf32, bf16, memory and wires as docs/gpu.md assumes them; rows of some hundred bytes at random places half.
+DENSE = "dense"  # update type of rows without a fused optimizer
+# Shares of the data sheets' rates that steps reach: fp32 products as in TorchRec's published 149,000 rows/s
+# on A100; tf32, bf16, memory and wires as assumed in docs/gpu.md; half for random rows of some hundred bytes.
 SHARES = {"fp32": 0.9, "tf32": 0.65, "bf16": 0.5, "copy": 0.75, "lookup": 0.5, "wire": 0.7}
 
-# Bytes that FBGEMM moves to sort an id by its row for the update: 12 of row and place, read and written for
-# each of 4 digits, of which 8 are read once more to count them; and 16 to make and to read them.
+# Bytes that FBGEMM moves per id to sort ids by row for the update. For each of 4 digits, 12 bytes of row and
+# position are read and written, and 8 are read again for counting; 16 bytes are for creating and reading.
 SORTED = 4 * (2 * 12 + 8) + 16
 
 
 class LookupRates(NamedTuple):
-    """Of lookups in tables, forward and update, whose rows are updated in one way: seconds of a byte that is
-    read or written, of an id, and of a table's shard in addition."""
+    """Rates of table lookups, forward and update, for one update type.
+
+    Attributes:
+        byte_s: Seconds per byte read or written.
+        id_s: Seconds per id.
+        shard_s: Seconds per shard of a table, in addition.
+    """
 
     byte_s: float
     id_s: float = 0.0
     shard_s: float = 0.0
 
     def seconds(self, touched: Any, ids: Any, shards: Any) -> Any:
-        """Of so much; numbers or arrays."""
+        """Return the seconds of lookups with these counts, which are numbers or arrays."""
         return touched * self.byte_s + ids * self.id_s + shards * self.shard_s
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one rank, in bytes, operations and seconds.
+    """Rates of one rank, in bytes, operations and seconds.
 
     Attributes:
-        source: where they come from.
-        device: cpu or cuda.
-        ranks: with how many ranks collectives were measured; 1: they are from data sheets.
-        cores: that ranks of a host share for what they compute; 0: each has a device.
-        copy: bytes a second, read and written. stream: the same of large tensors, made at each step.
-        lookup: how rows are updated (a table's optimizer, or dense) → rates of lookups.
-        matrix: precision → operations a second. matrix_s: of each small matrix of a batched product.
-        latency_s, bandwidth: of each kind of collective within a host: seconds that it takes however small,
-            and bytes a second that a rank sends.
-        peer_s: of each other rank of an all-to-all. far: bytes a second to other hosts.
-        host_link: bytes a second between host and device. file_row_s: of a row that is read from a file.
-        launch_s: of an operator of the dense layers on the host. tensor_s: of a tensor that their optimizer
-            updates. step_s, group_s: of the rest of a step on the host: of each step, and of each way of
-            sharding in it.
-        assemble_column_s, read_column_s: of each column of a row, to put a batch together in the rank's
-            process, and to read it in another one; read_id_s: of an id, in each of the two.
+        source: Origin of the rates.
+        device: Device type, cpu or cuda.
+        ranks: Number of ranks with which collectives were measured; 1 for data sheets.
+        cores: Cores that the ranks of a host share for computation; 0 if each rank has its own device.
+        copy: Memory bandwidth in bytes/s, read and written.
+        stream: The same for large tensors that are created at each step.
+        lookup: Update type (a table's optimizer, or dense) → rates of lookups.
+        matrix: Precision → operations/s of matrix products.
+        latency_s: Collective within a host → seconds of its minimum duration.
+        bandwidth: Collective within a host → bytes/s that a rank sends.
+        launch_s: Host seconds per operator of the dense layers.
+        step_s: Other host seconds per step.
+        tensor_s: Host seconds per tensor that the dense optimizer updates.
+        group_s: Host seconds per sharding type in a step.
+        matrix_s: Seconds per small matrix of a batched product.
+        peer_s: Seconds per other rank of an all-to-all.
+        far: Bytes/s to other hosts.
+        host_link: Bytes/s between host and device.
+        file_row_s: Seconds per row read from a file.
+        assemble_column_s: Seconds per column of a row for assembling a batch in the rank's process.
+        read_column_s: Seconds per column of a row for reading in another process.
+        read_id_s: Seconds per id, both for assembling and for reading.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # of files of rates
+    __pydantic_config__ = ConfigDict(extra="forbid")  # files of rates must not have unknown keys
 
     source: str
     device: str
@@ -85,7 +96,7 @@ class Rates:
     far: float = 0.0
     host_link: float = float("inf")
     file_row_s: float = 1e-4  # an SSD's random read
-    # benchmarks/results/ingest.json: 0.35 and 1.17 CPU-µs a row of 40 columns, 26 of which have an id
+    # benchmarks/results/ingest.json: 0.35 and 1.17 CPU-µs per row of 40 columns, 26 of which have an id
     assemble_column_s: float = 5.5e-9
     read_column_s: float = 26e-9
     read_id_s: float = 5e-9
@@ -94,7 +105,7 @@ class Rates:
         """Return the rates of a table optimizer, or of dense updates.
 
         Raises:
-            ConfigError: The rates were measured without it.
+            ConfigError: The rates were measured without this update type.
         """
         if way not in self.lookup:
             raise ConfigError(
@@ -106,15 +117,15 @@ class Rates:
         return self.lookup[way]
 
     def to_json(self) -> str:
-        """Text that `from_json` reads."""
+        """Return the rates as JSON text, which `from_json` reads."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str) -> Rates:
-        """Reads what `to_json` wrote.
+        """Return the rates in a JSON text written by `to_json`.
 
         Raises:
-            ConfigError: it is not that; `where` names it.
+            ConfigError: The text has another format; the error names `where`.
         """
         try:
             made = TypeAdapter(cls).validate_python(json_values(text))
@@ -134,10 +145,10 @@ class Rates:
 
     @classmethod
     def load(cls, path: str | Path) -> Rates:
-        """Reads a file.
+        """Read rates from a file.
 
         Raises:
-            ConfigError: there is none, or it has no rates.
+            ConfigError: The file is missing or contains no rates.
         """
         with os_errors("cannot read the rates", ConfigError, where=str(path)):
             text = Path(path).read_bytes()
@@ -145,9 +156,12 @@ class Rates:
 
     @classmethod
     def of_cpu(cls, world: int) -> Rates:
-        """Orders of magnitude: of two ranks with a core each (benchmarks/results/plan.json), of hosts with as
-        many cores as this one, and 10 Gb/s between them. Sums over three and four ranks take about
-        (ranks − 1)² times as long to begin there."""
+        """Return rates of CPU ranks, accurate to an order of magnitude.
+
+        The rates are from two ranks with one core each (benchmarks/results/plan.json). Hosts are assumed to
+        have as many cores as this one, and 10 Gb/s between them. On such hosts, sums over three and four
+        ranks have about (ranks − 1)² times the latency.
+        """
         rings = (world - 1) ** 2
         fused = {name: LookupRates(*of.cpu_lookup) for name, of in OPTIMIZERS.parts.items() if of.cpu_lookup}
         return cls(
@@ -180,16 +194,17 @@ class Rates:
 
     @classmethod
     def of_gpu(cls, name: str, network: float = UNKNOWN_NETWORK) -> Rates:
-        """From a GPU's data sheet, and SHARES of it.
+        """Return rates from a GPU's data sheet, multiplied by SHARES.
 
-        Host: benchmarks/results/host.json counts operators and milliseconds of a step. With TorchRec's
-        exchanges and kernels of two ways of sharding (95 launches each), metrics and the all-reduce, a
-        DCN-v2's 400 launches take 7 ms and 260, compiled, 5.5 ms: 11 µs each, and 4.8 ms of the rest. A
-        collective takes 20 µs, and 1 µs for each peer: guesses of the right size for NCCL.
+        Host rates follow from the operators and milliseconds per step in benchmarks/results/host.json.
+        TorchRec's exchanges and kernels of two sharding types (95 launches each), metrics and the all-reduce
+        are added. The 400 launches of a DCN-v2 then take 7 ms, and 260 compiled launches 5.5 ms. This gives
+        11 µs per launch and 4.8 ms for the rest. A collective takes 20 µs, and 1 µs per peer: guesses of the
+        right magnitude for NCCL.
 
         Args:
-            name: As its driver has it; a GPU that is not known counts as V100.
-            network: 10⁹ bytes a second to other hosts.
+            name: Name of the GPU as reported by its driver; an unknown GPU counts as V100.
+            network: Network bandwidth to other hosts, in 10⁹ bytes/s.
         """
         gpu, wire = known_gpu(name) or UNKNOWN_GPU, SHARES["wire"] * 1e9
         copy = SHARES["copy"] * gpu.memory * 1e9
@@ -212,7 +227,7 @@ class Rates:
             peer_s=1e-6,
             far=network * wire,
             host_link=gpu.pcie * wire,
-            # of cores that are 1.7 times as fast as those of benchmarks/results/ingest.json
+            # Cores are assumed to be 1.7 times as fast as in benchmarks/results/ingest.json.
             assemble_column_s=cls.assemble_column_s / 1.7,
             read_column_s=cls.read_column_s / 1.7,
             read_id_s=cls.read_id_s / 1.7,

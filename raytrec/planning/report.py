@@ -1,4 +1,4 @@
-"""Predictions of `raytrec plan` side by side: printed, drawn, and as JSON."""
+"""Predictions of `raytrec plan` side by side, as console output, picture and JSON."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ TIER_NAMES = {"device": "GPU", "host": "host", "disk": "disk"}
 
 @dataclass(kw_only=True)
 class Plans:
-    """The predictions of one command.
+    """Predictions of one command.
 
     Attributes:
-        on: those that were asked for; chosen: machine by machine the smallest cluster, the fewest GPUs first.
-        prices: machine → price an hour.
+        on: Predictions for the requested clusters.
+        chosen: Prediction for the smallest cluster of each machine, sorted by number of GPUs.
+        prices: Machine → price per hour.
     """
 
     config: RunConfig
@@ -36,12 +37,12 @@ class Plans:
     prices: dict[str, float] = field(default_factory=dict)
 
     def cheapest(self) -> Prediction | None:
-        """Of the chosen ones with a price."""
+        """Return the chosen prediction with the lowest price; None if no price is known."""
         priced = [(price, each) for each in self.chosen if (price := price_of(each, self.prices)) is not None]
         return min(priced, key=lambda pair: pair[0])[1] if priced else None
 
     def metrics(self) -> dict[str, Any]:
-        """Everything, as JSON has it: bytes in GiB, one number a rank; seconds."""
+        """Return all predictions as JSON values: memory in GiB, one number per rank; times in seconds."""
         cheapest = self.cheapest()
         return {
             "clusters": [self._of(each) for each in self.on],
@@ -75,7 +76,7 @@ class Plans:
 
 
 def print_plans(plans: Plans) -> None:
-    """Print predictions: tables of one cluster; memory and time of all side by side; what does not fit."""
+    """Print the tables of a single cluster, memory and time of all clusters, and memory that is missing."""
     console = open_console()
     shown = plans.on or plans.chosen
     if len(shown) == 1 and shown[0].tables:
@@ -115,7 +116,7 @@ def _tables(plans: Plans, found: Prediction) -> Table:
 
 
 def _memory(shown: list[Prediction]) -> Table:
-    """Return a table of the GiB of the fullest rank, part by part; of the host a rank's share."""
+    """Return a table of the fullest rank's GiB, part by part; a rank has a share of its host."""
     keys = list(dict.fromkeys(key for each in shown if each.memory for key in each.memory.parts))
     lines = _side_by_side("GiB of a rank, at most", shown)
     for tier, name in TIER_NAMES.items():
@@ -169,7 +170,7 @@ def _time(plans: Plans, shown: list[Prediction]) -> Table:
 
 
 def _troubles(found: Prediction) -> list[str]:
-    """What does not fit, by how much, and what would make it fit."""
+    """Return lines with the missing memory of a prediction and changes that would make the run fit."""
     name, lines = found.name, []
     if found.refusal:
         lines.append(f"{name} does not fit: {found.refusal.what}; expected {found.refusal.expected}")
@@ -189,10 +190,10 @@ def _troubles(found: Prediction) -> list[str]:
 
 
 def draw(plans: Plans, path: str | Path) -> None:
-    """Writes the picture of the first cluster's shards, tables × ranks, as .svg or .png.
+    """Write a picture of the shards of the first cluster with a plan, tables × ranks, as .svg or .png.
 
     Raises:
-        ConfigError: another kind of file, or no plan.
+        ConfigError: The file has another extension, or there is no plan.
     """
     from raytrec.report.figures import style, tables
     from raytrec.report.report import writing

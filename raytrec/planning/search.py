@@ -1,8 +1,8 @@
-"""The search for a plan: TorchRec enumerates ways of sharding and estimates their storage, Balancer chooses.
+"""The search for a plan: TorchRec enumerates sharding options and estimates their storage, Balancer chooses.
 
-What is enumerated grows neither with tables × tables nor with tables × ranks: storage of shards of one size
-is estimated once, and where there are many tables and ranks, only the tables that need it may be cut into a
-part for every rank (docs/scaling.md).
+The number of options grows neither with tables × tables nor with tables × ranks. Storage is estimated once
+per shard size. With many tables and ranks, only the tables that need it may be split across all ranks
+(docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ from raytrec.planning.loads import lengths_of_tables
 from raytrec.planning.memory import GIB, Constraints, move_to_files
 from raytrec.planning.rates import Rates
 
-RESERVED_SHARE = 0.15  # of each GPU, for dense layers, activations and the rest
-MOST_SHARDS = 32_768  # that ways of sharding over all ranks add to the search
-LARGE = 0.25  # of a rank's memory: a larger table may always be cut
-SPREAD = ("row_wise", "grid_shard")  # a part for every rank, or for many
+RESERVED_SHARE = 0.15  # share of GPU memory reserved for dense layers, activations and other uses
+MOST_SHARDS = 32_768  # maximum number of shards that sharding types over all ranks add to the search
+LARGE = 0.25  # share of a rank's memory above which a table may always be split
+SPREAD = ("row_wise", "grid_shard")  # sharding types with a shard on every rank, or on many
 
 
 @dataclass(frozen=True)
 class Search:
-    """The search for the plan of a model's tables on equal ranks.
+    """Search for the plan of a model's tables on identical ranks.
 
     Attributes:
-        topology: Ranks, and the memory of each for tables.
-        dense: About what the dense layers of a rank compute.
-        rates: Rates by which plans are compared.
-        linked: (groups, ranks of each) that fast links join; of one host or more.
+        topology: Ranks and the memory of each rank for tables.
+        sharders: TorchRec sharders of the model's modules.
+        dense: Estimated work of the dense layers of one rank.
+        rates: Rates used to compare plans.
+        linked: (groups, ranks per group) connected by fast links; a group can span several hosts.
     """
 
     topology: Topology
@@ -72,7 +73,7 @@ class Search:
         """Return the plan.
 
         Args:
-            constraints: Checked constraint of each table.
+            constraints: Validated constraint of each table.
 
         Raises:
             ConfigError: No plan fits.
@@ -103,8 +104,8 @@ class Search:
         board = Board(self, constraints, options, self._room(of_torchrec), kernels)
         chosen = Balancer(board).choose()
         plan = to_sharding_plan(chosen, self.topology)
-        # TorchRec's options (1.8.0) have no dense kernels for sharded tables, and no kernel names of
-        # tables in files or, on CPU, in UVM, which run all the same.
+        # TorchRec's options (1.8.0) lack dense kernels for sharded tables, and the kernels of tables in files
+        # and of UVM tables on CPU. These kernels work nevertheless, so their names are set here.
         for module in plan.plan.values():
             for table, spec in module.items():
                 spec.compute_kernel = kernels.get(table, spec.compute_kernel)
@@ -113,7 +114,7 @@ class Search:
     def _options(
         self, of_torchrec: dict[str, ParameterConstraints], fused: Mapping[str, str], on_disk: Set[str]
     ) -> Iterator[ShardingOption]:
-        """Yield every way of sharding each table, with the storage of its shards."""
+        """Yield every sharding option of each table, with the storage of its shards."""
         yield from Enumerator(self.topology, self._batch, of_torchrec, fused, on_disk).enumerate(
             self.model, self.sharders
         )
@@ -125,12 +126,12 @@ class Search:
 
     @property
     def _batch(self) -> int:
-        """Rows of a rank's batch."""
+        """Number of rows in the batch of one rank."""
         return -(-self.config.data.global_batch_size // self.topology.world_size)
 
     def _room(self, of_torchrec: dict[str, ParameterConstraints]) -> np.ndarray:
-        """Return the bytes of each rank that tables may take, of (GPU, host, disk), float64 [ranks, 3]."""
-        with catch_warnings():  # that it may reserve too much
+        """Return the bytes available to tables on each rank in (GPU, host, disk), float64 [ranks, 3]."""
+        with catch_warnings():  # TorchRec warns that the heuristic may reserve too much
             simplefilter("ignore", FutureWarning)
             reservation = HeuristicalStorageReservation(RESERVED_SHARE)
         left = reservation.reserve(self.topology, self._batch, self.model, self.sharders, of_torchrec)
@@ -148,7 +149,7 @@ class Search:
             free = kernel in (None, "dense") or device == "cpu"
             out[table] = ParameterConstraints(
                 sharding_types=list(constraint.sharding),
-                compute_kernels=["dense", *kernels] if free else [kernel],  # data_parallel is dense anyway
+                compute_kernels=["dense", *kernels] if free else [kernel],  # data_parallel is always dense
                 min_partition=dim // parts,
                 pooling_factors=lengths[table],
             )
@@ -175,15 +176,12 @@ class Search:
 
 
 def narrow(constraints: Constraints, schema: Schema, world: int, memory: int) -> Constraints:
-    """Return the constraints with which a search stays small.
+    """Return constraints that keep the search small on `world` ranks with `memory` bytes for tables each.
 
-    Where there are too many tables × ranks, only the tables with most bytes or most lookups may be cut into a
-    part for every rank, and only the smallest may be copied to every rank; the others keep what else they
-    were allowed. Tables that are allowed nothing else, and large ones, stay as they are. On one rank, where a
-    part for every rank is the whole table, no table is cut: the same values without sorting ids by rank.
-
-    Args:
-        memory: Bytes for tables on each rank's device.
+    If there are too many tables × ranks, only the tables with the most bytes or lookups may be split across
+    all ranks. Likewise, only the smallest tables may be replicated on every rank. Other tables keep their
+    remaining sharding types. Large tables, and tables without another sharding type, are unchanged. On one
+    rank, no table is split by rows: a single shard holds the same values and needs no sorting of ids by rank.
     """
     features = Counter(feature.table for feature in schema.sparse.values())
     bytes_of = {name: 4 * table.rows * table.dim for name, table in schema.tables.items()}
@@ -216,8 +214,10 @@ def narrow(constraints: Constraints, schema: Schema, world: int, memory: int) ->
 def finer_cuts(
     constraints: dict[str, ParameterConstraints], dims: dict[str, int]
 ) -> Iterator[dict[str, ParameterConstraints]]:
-    """Yield constraints in which tables that may be cut by columns are cut into 2, 4, 8, … parts, as long as
-    these are fewer than in the constraints given."""
+    """Yield constraints that split the columns of tables into 2, 4, 8, … parts.
+
+    Only tables that may be split by columns are included, with fewer parts than in `constraints`.
+    """
     most = {
         table: dims[table] // each.min_partition
         for table, each in constraints.items()
@@ -236,11 +236,7 @@ def finer_cuts(
 def estimate_once_per_size(
     options: list[ShardingOption], estimate: Callable[[list[ShardingOption]], None]
 ) -> None:
-    """Estimate the storage of all shards, in each option once for shards of one size.
-
-    Args:
-        estimate: TorchRec's estimate of all shards of all options.
-    """
+    """Run TorchRec's `estimate` on all options, once per distinct shard size of each option."""
     shards_of = [option.shards for option in options]
     for option in options:
         option.shards = list({tuple(shard.size): shard for shard in option.shards}.values())
@@ -253,14 +249,14 @@ def estimate_once_per_size(
 
 
 class Enumerator(EmbeddingEnumerator):
-    """TorchRec's enumerator, which counts weights and optimizer state as FBGEMM holds them, and where.
+    """TorchRec's enumerator with corrected sizes and locations of weights and optimizer state.
 
-    TorchRec (1.8.0) takes state to be of the weights' dtype, which for fp16 tables is half of what it is,
-    and to be where the weights are, although one value a row is on the GPU even if the weights are not. It
-    knows of no tables in files.
+    TorchRec (1.8.0) assumes that optimizer state has the dtype of the weights, which is half of its actual
+    size for fp16 tables. TorchRec also places state next to the weights, although FBGEMM always keeps
+    row-wise state on the GPU. Tables in files are unknown to TorchRec.
 
     Args:
-        fused: Table → the optimizer that updates it in backward; of the others TorchRec counts no state.
+        fused: Table → optimizer that updates it in backward. TorchRec counts no state for other tables.
         on_disk: Tables in files.
     """
 
@@ -278,6 +274,7 @@ class Enumerator(EmbeddingEnumerator):
         self._on_disk = on_disk
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """Estimate the storage of all shards, including optimizer state that TorchRec omits."""
         estimate_once_per_size(sharding_options, super().populate_estimates)
         for option in sharding_options:
             if option.name in self._fused:

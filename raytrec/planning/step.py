@@ -1,8 +1,8 @@
-"""Memory and time of a step, part by part, from loads and rates.
+"""Memory and time of a step, part by part, computed from loads and rates.
 
-Tiers: device is a GPU's memory, or on CPU main memory; host is the main memory of GPUs; disk has tables in
-files. Parts of memory are added up as if all were there at once: on GPUs they belong to streams whose memory
-PyTorch's allocator keeps apart.
+The tier "device" is GPU memory, or main memory on CPU. The tier "host" is the main memory of GPU hosts, and
+"disk" holds tables in files. Parts of memory are summed as if all were live at once: on GPUs the parts belong
+to separate streams, whose memory PyTorch's allocator does not share.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from raytrec.planning.memory import CACHE, GIB, TIERS, Held, PlannedTable, held,
 from raytrec.planning.rates import COLLECTIVES, Rates
 
 DEVICE, HOST, DISK = TIERS
-IN_FLIGHT = 3  # batches in TorchRec's pipeline: the one that is trained and two that come
-CONTEXT_GIB = 1.5  # of a GPU: CUDA's context with its kernels, and NCCL's buffers
-# Of a rank's process: 331 MiB after importing torch and TorchRec, and what a run adds; with CUDA's libraries,
-# pinned batches and Ray's worker 6 GiB.
+IN_FLIGHT = 3  # batches in TorchRec's pipeline: the current batch and the next two
+CONTEXT_GIB = 1.5  # GPU memory of the CUDA context with its kernels, and of NCCL's buffers
+# A rank's process takes 331 MiB after importing torch and TorchRec, and grows during a run. With CUDA's
+# libraries, pinned batches and Ray's worker it takes 6 GiB.
 PROCESS_GIB = {"cpu": 0.45, "cuda": 6.0}
-OBJECTS_MIB = 6  # of Python, for model, plan and pipeline, with what the allocator keeps (make bench-plan)
-GLOO_COPIES = 3  # in its reduce-scatter and all-gather (make bench-plan)
-SORTED_BYTES = 40  # of an id in FBGEMM's update on GPUs: its row and place twice, sorted and not, and a run's
+OBJECTS_MIB = 6  # Python objects of model, plan and pipeline, with allocator overhead (make bench-plan)
+GLOO_COPIES = 3  # copies in Gloo's reduce-scatter and all-gather (make bench-plan)
+SORTED_BYTES = 40  # per id in FBGEMM's update on GPUs: row and position, unsorted and sorted, and the run
 
 
 @dataclass(frozen=True)
 class Memory:
-    """(tier, part) → bytes of each rank, float64 [ranks]."""
+    """Memory use of each rank: (tier, part) → bytes, float64 [ranks]."""
 
     parts: Mapping[tuple[str, str], np.ndarray]
 
     def of(self, tier: str) -> np.ndarray:
-        """All parts of a tier together, [ranks]."""
+        """Return the bytes of all parts of a tier, float64 [ranks]."""
         found = [size for (place, _), size in self.parts.items() if place == tier]
         return np.sum(found, axis=0) if found else np.zeros(len(next(iter(self.parts.values()))))
 
@@ -48,21 +48,21 @@ class Memory:
 def memory_of(
     config: RunConfig, schema: Schema, plan: Sequence[PlannedTable], loads: Loads, dense: DenseWork
 ) -> Memory:
-    """What each rank has.
+    """Return the memory use of each rank, in these parts.
 
-    weights, optimizer state, cache: of shards, by `memory.parts_of`; id maps by `memory.map_share`.
-    hot rows: of tables in files, in what plan.memory_gib leaves (`hot_rows`).
-    dense model: weights P, the optimizer's state (Adam 2·P, Adagrad P), an average P with train.ema.
-    gradients: of the dense layers P; of tables with a dense kernel, or copied to all ranks, twice their size,
-        as the kernel makes them for all tables at once, and each table then gets its own.
-    activations: what the dense layers have alive at most (dense_work), of B rows.
-    exchange buffers: sums that lookups give, and their gradients; sums that arrive for B rows, and their
-        gradients; on GPUs 40 bytes an id that the update sorts; on CPU GLOO_COPIES of sums that ranks add up.
-    pipeline batches: three batches of B rows (ids 8 bytes, bags 4, dense columns and labels 4), and ids that
-        have arrived from other ranks for two.
-    checkpoint copies, with checkpoint.async_save: all that a rank's GPU holds of tables and dense layers, and
-        tables in host memory once more; on CPU dense layers and tables with dense updates alone.
-    read ahead: data.buffer_gib. process, objects, CUDA: PROCESS_GIB, OBJECTS_MIB, CONTEXT_GIB.
+    weights, optimizer state, cache: Shards, by `memory.parts_of`; id maps: by `memory.map_share`.
+    hot rows: Rows of tables in files that are cached in the rest of plan.memory_gib (`hot_rows`).
+    dense model: Weights P, optimizer state (Adam 2·P, Adagrad P), and an average P with train.ema.
+    gradients: P for the dense layers; twice the size of tables that are replicated or have a dense kernel.
+        The kernel creates gradients of all tables at once, and then a copy for each table.
+    activations: Peak memory of the dense layers (dense_work) for B rows.
+    exchange buffers: Pooled lookup results and their gradients; received results of B rows and their
+        gradients; on GPUs 40 bytes per id sorted by the update; on CPU GLOO_COPIES of sums over ranks.
+    pipeline batches: Three batches of B rows (ids 8 bytes, bags 4, dense columns and labels 4), and for two
+        batches the ids received from other ranks.
+    checkpoint copies, with checkpoint.async_save: On GPUs all device memory of tables and dense layers, and
+        tables in host memory; on CPU only dense layers and tables with dense updates.
+    read ahead: data.buffer_gib; process, objects, CUDA: PROCESS_GIB, OBJECTS_MIB, CONTEXT_GIB.
     """
     device, world = "cpu" if config.scaling.device == "cpu" else "cuda", len(loads.pooled)
     parts: dict[tuple[str, str], np.ndarray] = {}
@@ -102,19 +102,19 @@ def memory_of(
 
 
 def states_of(optimizer: DenseOptim) -> int:
-    """Values of state that the dense layers' optimizer has for each weight."""
+    """Return the number of state values that the dense optimizer stores per weight."""
     return optimizer_of(optimizer.name).bytes_per("value") // VALUE_BYTES
 
 
 def batch_bytes(schema: Schema, loads: Loads, rows: int) -> float:
-    """Of a rank's batch as it is read: ids and lengths, dense columns, labels and weights."""
+    """Return the bytes of a rank's batch as read: ids, lengths, dense columns, labels and weights."""
     ids = loads.row_ids * ID_BYTES + len(schema.sparse) * LENGTH_BYTES
     return rows * (ids + VALUE_BYTES * (len(schema.dense) + len(schema.labels) + 1))
 
 
 BUCKET = 25 << 20  # bytes of gradients in one all-reduce (DistributedDataParallel)
-COMPILED_BYTES, COMPILED_LAUNCHES = 0.5, 1 / 3  # of eager layers' (docs/gpu.md)
-HIDDEN = 0.5  # of the dense layers' time hides an all-reduce: their backward, but for its first layers
+COMPILED_BYTES, COMPILED_LAUNCHES = 0.5, 1 / 3  # relative to eager layers (docs/gpu.md)
+HIDDEN = 0.5  # share of dense time that hides an all-reduce: backward except its first layers
 PARTS = (
     *("lookup", "input exchange", "output exchange", "dense layers", "all-reduce", "host launches"),
     *("ingest", "host to device"),
@@ -123,14 +123,15 @@ PARTS = (
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step.
+    """Predicted time of a step, in seconds.
 
     Attributes:
-        parts: each of PARTS as long as it takes alone, of the slowest rank.
-        step: the step; rows_per_s: of all ranks.
-        bottleneck: the part that it waits for most.
-        balance: of lookups and their exchange, the mean of ranks ÷ the slowest; 1: even.
-        busy: of each rank, what it computes and sends itself: ingest and waiting left out.
+        parts: Part (see PARTS) → seconds of the slowest rank if the part ran alone.
+        step: Seconds of the whole step.
+        rows_per_s: Rows per second of all ranks.
+        bottleneck: Part that takes most of the critical path.
+        balance: Mean ÷ maximum over ranks of the time of lookups and their exchange; 1 means even.
+        busy: Seconds in which each rank computes and sends, without ingest and waiting.
     """
 
     parts: dict[str, float]
@@ -151,37 +152,37 @@ def step_time(
     gpus: int,
     cpus: float = 0.0,
 ) -> StepTime:
-    """How long a step takes.
+    """Return the predicted time of a step.
 
-    lookup = bytes touched ÷ random-access rate + ids × time of an id + shards × time of one + bytes of dense
-        updates ÷ memory rate + bytes of host memory ÷ host link + rows of files × time of one.
-    input exchange = ids and lengths: three all-to-alls (sizes, lengths, ids) for each way of sharding.
-    output exchange = sums and gradients: two collectives for each way of sharding; the slower of links and
-        network, which work at the same time.
-    dense layers = products ÷ their rate + small matrices × time of one + other operators' bytes ÷ memory rate
-        + the optimizer, which reads weights, gradients and state and writes weights and state.
+    lookup = bytes touched ÷ random-access rate + ids × time per id + shards × time per shard + bytes of dense
+        updates ÷ memory rate + bytes of host memory ÷ host link + rows of files × time per row.
+    input exchange = ids and lengths: three all-to-alls (sizes, lengths, ids) per sharding type.
+    output exchange = sums and gradients: two collectives per sharding type; the slower of links and network,
+        which work concurrently.
+    dense layers = products ÷ their rate + small matrices × time per matrix + other operators' bytes ÷ memory
+        rate + the optimizer, which reads weights, gradients and state and writes weights and state.
     all-reduce = 2 × gradients ÷ links (a ring: (W−1)/W sent twice), and once to other hosts.
-    host launches = operators of the dense layers × time of one + tensors × time of one + that of a step and
-        of each way of sharding; + assembling the next batch, under the same lock of Python.
+    host launches = operators of the dense layers × time per operator + tensors × time per tensor + the time
+        of a step and of each sharding type + assembly of the next batch, under the same lock of Python.
     ingest = columns and ids read by the reader processes, as many at a time as there are CPUs for them.
 
-    On GPUs device, host, readers and copies work at the same time, ids travel during the step before, and
+    On GPUs, the device, host, readers and copies work concurrently. Ids travel during the previous step, and
     half of the dense layers hides the all-reduce:
         step = max(lookup + output exchange + dense + max(0, all-reduce − dense ÷ 2),
                    host, ingest, copies, ids)
-    On CPU ranks compute what they send themselves: a step is the sum of its parts. There W ranks share C
-    cores: what takes rank r tᵣ of CPU takes max(max tᵣ, Σ tᵣ ÷ C). Collectives are measured with as many
-    ranks, and the slowest rank is waited for.
+    On CPU, ranks execute their own sends, so a step is the sum of its parts. W ranks of a host share C cores:
+    work that takes rank r tᵣ of CPU time takes max(max tᵣ, Σ tᵣ ÷ C). Collectives are measured with the same
+    number of ranks, and every part waits for the slowest rank.
 
-    Args:
-        hosts, gpus: groups of ranks whose links are fast, and ranks of each (Cluster.linked).
-        cpus: for each rank, two of which its processes take, and readers the rest; 0: enough.
+    `hosts` and `gpus` are the number of groups of ranks with fast links, and ranks per group
+    (Cluster.linked). `cpus` is the number of CPUs per rank: two for its processes, the rest for readers; 0
+    means enough.
     """
     world, total = hosts * gpus, config.data.global_batch_size
     batch, on_cpu = -(-total // world), rates.device == "cpu"
 
     def shared(seconds: np.ndarray | float) -> float:
-        """Of all ranks, which share cores."""
+        """Return the seconds that this CPU time of each rank takes when ranks share cores."""
         each = np.broadcast_to(np.asarray(seconds, float), (world,))
         return float(max(each.max(), each.sum() / hosts / rates.cores if rates.cores else 0.0))
 
@@ -244,7 +245,7 @@ def _output_s(loads: Loads, rates: Rates, world: int) -> np.ndarray:
     out, near, far = np.zeros(world), np.zeros(world), np.zeros(world)
     for kind in COLLECTIVES[:3]:
         sent, sent_far = loads.near[kind], loads.far[kind]
-        if kind == "all_to_all":  # takes as long as the larger of what a rank sends and gets
+        if kind == "all_to_all":  # limited by the larger of the bytes sent and received
             sent, sent_far = np.maximum(sent, loads.arrived[0]), np.maximum(sent_far, loads.arrived[1])
         near = near + sent / rates.bandwidth[kind]
         far = far + (sent_far / rates.far if rates.far else 0.0)
@@ -267,9 +268,9 @@ def _latency(rates: Rates, kind: str, world: int) -> float:
 def hot_rows(
     found: Mapping[tuple[str, int], Held], config: RunConfig, schema: Schema, world: int
 ) -> list[tuple[float, float]]:
-    """Return for each rank the share of rows of its tables in files that memory holds, too, and their bytes.
+    """Return for each rank the share of rows in files that memory also holds, and the bytes of these rows.
 
-    It is as many rows as plan.memory_gib leaves room for; none without plan.memory_gib.
+    As many rows are cached as plan.memory_gib leaves room for; none if plan.memory_gib is not set.
     """
     left = [(config.plan.memory_gib or 0) * GIB - map_share(schema, world)] * world
     takes, places = [0] * world, [0] * world

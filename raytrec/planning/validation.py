@@ -1,4 +1,4 @@
-"""Checks that the constraints of tables can be met, and that pinned tables and copies fit. No torch here."""
+"""Checks that table constraints can be met, and that pinned tables and checkpoint copies fit; no torch."""
 
 from __future__ import annotations
 
@@ -37,19 +37,21 @@ def validate_constraints(
     memory: int | None = None,
     host_share: int | None = None,
 ) -> dict[str, TableConstraint]:
-    """Resolved constraints of tables, validated for this world size.
+    """Return the resolved constraints of tables after validating them for this world size.
 
     Args:
-        device: cpu or cuda.
-        world: number of ranks.
-        ranks_per_host: how many consecutive ranks share a host; None: not known yet.
-        memory: bytes for tables on each rank's device; None: not known.
-        host_share: bytes of main memory that each rank on a GPU has a share of; None: not known.
+        config: Configuration of the run.
+        schema: Schema of the data.
+        device: Device type, cpu or cuda.
+        world: Number of ranks.
+        ranks_per_host: Number of consecutive ranks that share a host; None if not yet known.
+        memory: Bytes for tables on the device of each rank; None if unknown.
+        host_share: Bytes of main memory per rank on a GPU; None if unknown.
 
     Raises:
-        ConfigError: names the table and the reason: a rank that does not exist, a way of sharding that the
-            optimizer or the kernel cannot keep exact, a group that no rank can hold; or copies of tables that
-            main memory cannot hold.
+        ConfigError: A rank does not exist, the optimizer or kernel is not exact under a sharding type, or no
+            rank can hold a group; the error names the table. Also raised if main memory cannot hold copies of
+            tables.
     """
     constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
     if device == "cuda" and {*config.plan.compute_kernels} == {MMAP_KERNEL}:
@@ -107,17 +109,15 @@ def _check_kernel(
 def check_decay(
     constraints: dict[str, TableConstraint], optimizers: dict[str, EmbeddingOptim], device: str
 ) -> None:
-    """Refuses weight decay of tables that may be updated in backward.
+    """Check that no table with weight decay may be updated in backward, on a cpu or cuda device.
 
-    It is that of torch.optim, of every row at every step. FBGEMM's fused kernels (1.8.0) know no rows but
-    those of the batch: on GPUs row-wise Adagrad and Adam would decay these alone. Those of SGD and Adagrad
-    have no decay, and on CPU row-wise Adagrad ignores it in all its modes.
-
-    Args:
-        device: cpu or cuda.
+    Weight decay has the semantics of torch.optim: every row decays at every step. FBGEMM's fused kernels
+    (1.8.0) only touch rows of the batch. On GPUs, row-wise Adagrad and Adam would decay only these rows. The
+    kernels of SGD and Adagrad have no decay, and on CPU row-wise Adagrad ignores decay in all its modes.
 
     Raises:
-        ConfigError: names the first such table.
+        ConfigError: A table has weight decay and may use a fused kernel. The error names the first such
+            table.
     """
     for table, constraint in constraints.items():
         name = optimizers[table].name
@@ -133,7 +133,7 @@ def check_decay(
 
 
 def _is_dense(constraint: TableConstraint, sharding: str, optimizer: str, device: str) -> bool:
-    """Whether the table has ordinary gradients and a dense update under this way of sharding."""
+    """Return True if the table has ordinary gradients and a dense update under this sharding type."""
     fused = device in optimizer_of(optimizer).devices
     return constraint.kernel == "dense" or sharding == "data_parallel" or not fused
 
@@ -181,20 +181,19 @@ def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: in
             )
 
 
-SCALE_BYTES = 8  # that a group of int8 values carries: its smallest value and its step
+SCALE_BYTES = 8  # bytes per group of int8 values for its minimum and step size
 
 
 def check_qcomms(
     config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], world: int, local: int | None
 ) -> None:
-    """Whether the precisions of plan.qcomms are worth it. (constraints.py leaves out ways of sharding that
-    cannot have them.)
+    """Check that int8 in plan.qcomms reduces the size of exchanges.
 
-    Args:
-        local: ranks of a host; None: not known.
+    Sharding types that do not support the precisions are excluded in constraints.py. `local` is the number of
+    ranks per host; None if unknown.
 
     Raises:
-        ConfigError: shards whose widths have no common divisor that is large enough for int8.
+        ConfigError: The shard widths have no common divisor that is large enough for int8.
     """
     if not config.plan.qcomms.has_int8:
         return
@@ -224,13 +223,10 @@ def _check_room(
     memory: int | None,
     host_share: int | None,
 ) -> None:
-    """Check tables that must share a rank, and copies for checkpoints; the search weighs the rest.
-
-    Args:
-        memory, host_share: As in validate_constraints.
+    """Check that tables that must share a rank, and checkpoint copies, fit; the search handles other tables.
 
     Raises:
-        ConfigError: They do not fit.
+        ConfigError: Tables or copies do not fit.
     """
     together: dict[tuple, list[str]] = {}
     for table, constraint in constraints.items():
@@ -245,7 +241,7 @@ def _check_room(
         _check_fits({table: size.host for table, size in sizes.items()}, room, ON_HOST)
     if device == "cuda" and host_share is not None and config.checkpoint.async_save:
         copies, ahead = memory_for_copies(config, schema, constraints, world)
-        if copies + ahead > host_share:  # the first save would end the processes of the host
+        if copies + ahead > host_share:  # the first save would run the host out of memory
             raise ConfigError(
                 f"checkpoints copy {copies / GIB:.1f} GiB of each GPU to main memory, where each worker also "
                 f"has {ahead / GIB:.1f} GiB of rows read ahead",
