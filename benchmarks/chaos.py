@@ -46,7 +46,10 @@ OFTEN = "worker killed"  # at least three times, for the median of where the tim
 
 
 def plan(number: int, rng: random.Random, only: list[str]) -> list[str]:
-    """Return kinds in random order: first all that keep the number of workers, then the others, then any."""
+    """Return kinds of faults in random order: kinds that keep the number of workers come first.
+
+    Every other kind follows once, then random kinds.
+    """
     kinds = only or list(FAULTS)
     first = [*kinds, *[OFTEN] * 2] if number >= LEAST_FAULTS and not only else kinds
     first = sorted(rng.sample(first, len(first)), key=lambda kind: kind in CHANGE_WORKERS)
@@ -144,7 +147,7 @@ def main(
         outcome = compare(run.record.trained(), calm.record.trained(), rows, EPOCHS)
         outcome["loss_delta_same_workers"] = loss_delta(run, calm)
         outcome |= {"auc": auc, "auc_undisturbed": expected, "auc_delta": abs(auc - expected)}
-    except Exception as error:  # any error: the faults until then are stored
+    except Exception as error:  # after any error, the faults so far are stored
         known = isinstance(error, Problem)
         story = [str(error), *getattr(error, "__notes__", [])] if known else format_exception(error)
         problem = "\n".join(story)

@@ -40,7 +40,7 @@ from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, sharded_t
 from raytrec.config.training import CheckpointSection
 
 TABLES, DIM = 4, 16
-PIECE = 4 << 20  # bytes of a plain file at a time
+PIECE = 4 << 20  # bytes of a plain file that are read or written at a time
 State = dict[str, ShardedTensor]
 FROM_DISK, WAITS = "read, from disk", "step waits"
 PHASES = ("write", "read, in memory", FROM_DISK)
@@ -79,6 +79,7 @@ def memories(state: State) -> list[memoryview]:
 
 
 def plain_write(folder: Path, state: State) -> None:
+    """Write the shards of this rank to one file, one after the other, and sync the file."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{dist.get_rank()}.bin", "wb", buffering=0) as file:
         for data in memories(state):
@@ -88,6 +89,7 @@ def plain_write(folder: Path, state: State) -> None:
 
 
 def plain_read(folder: Path, state: State) -> None:
+    """Read the file of this rank into its shards."""
     with open(folder / f"{dist.get_rank()}.bin", "rb", buffering=0) as file:
         for data in memories(state):
             for begin in range(0, len(data), PIECE):

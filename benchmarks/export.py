@@ -80,7 +80,7 @@ def _measure(run: Path, out: Path, precision: str, rows: int, requests: int) -> 
     began = perf_counter()
     process, peak = subprocess.Popen([sys.executable, "-m", "raytrec", *words]), 0
     while process.poll() is None:
-        peak = max(peak, status_bytes("VmHWM", pid=process.pid))  # wait4 counts the parent's memory, too
+        peak = max(peak, status_bytes("VmHWM", pid=process.pid))  # wait4 also counts the parent's memory
         sleep(0.2)
     seconds = perf_counter() - began
     if process.returncode:

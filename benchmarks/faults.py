@@ -21,13 +21,14 @@ from watched import Problem, Run
 from raytrec.checkpoint.files import folder_of
 from raytrec.checkpoint.index import INDEX, read_index
 
-NOTICE_S = 15.0  # before a drained node is taken away
+NOTICE_S = 15.0  # seconds from the notice to the end of a drained node
 OVER_S = 60.0  # limit for a run that cannot continue to report and end; 20 is promised on an idle machine
-ENDED = 143  # the exit code after SIGTERM
+ENDED = 143  # exit code after SIGTERM
 FULL, ROOM = "the run folder cannot be written", "the run folder can be written again"
 
 
 def signal_worker(run: Run, rng: random.Random, number: signal.Signals = signal.SIGKILL) -> float:
+    """Send a signal to a random worker."""
     rank, pid = run.worker(rng)
     run.say(f"{number.name} for rank {rank} (pid {pid})")
     return _send(pid, number)
@@ -51,7 +52,7 @@ def kill_in_commit(run: Run, rng: random.Random) -> float:
 
 
 def corrupt_data(run: Run, rng: random.Random) -> float:
-    """Damage the largest tensor; bytes between tensors have no meaning."""
+    """Damage the largest tensor of the next checkpoint; bytes between tensors have no meaning."""
     step = run.new_checkpoint()
     folder = Path(folder_of(run.checkpoints, step))
     chunks = [chunk for tensor in read_index(str(folder))["tensors"].values() for chunk in tensor["chunks"]]
@@ -62,13 +63,14 @@ def corrupt_data(run: Run, rng: random.Random) -> float:
 
 
 def corrupt_index(run: Run, rng: random.Random) -> float:
+    """Damage the index of the next checkpoint."""
     step = run.new_checkpoint()
     path = Path(folder_of(run.checkpoints, step)) / INDEX
     return _corrupt(run, rng, step, path, rng.randrange(path.stat().st_size))
 
 
 def _corrupt(run: Run, rng: random.Random, step: int, path: Path, at: int) -> float:
-    """Flip a bit of the newest checkpoint and kill a worker; an earlier checkpoint must be restored."""
+    """Flip a bit of a checkpoint and kill a worker; check that an earlier checkpoint is restored."""
     with open(path, "r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
@@ -96,12 +98,14 @@ def kill_node(run: Run, rng: random.Random) -> float:
 
 
 def add_node(run: Run, rng: random.Random) -> float:
+    """Add a node to the cluster."""
     run.nodes.add()
     run.say(f"there are {len(run.nodes.all)} nodes")
     return time.time()
 
 
 def drain_node(run: Run, rng: random.Random) -> float:
+    """Give notice of the end of a random node, and kill it NOTICE_S later."""
     node = run.node(rng)
     run.say(f"a node will go in {NOTICE_S:.0f} s")
     done = time.time()
@@ -113,6 +117,7 @@ def drain_node(run: Run, rng: random.Random) -> float:
 
 
 def kill_driver(run: Run, rng: random.Random) -> float:
+    """Kill the driver and resume the run."""
     run.say("SIGKILL for the driver; --resume")
     done = time.time()
     run.signal(signal.SIGKILL)
@@ -121,6 +126,7 @@ def kill_driver(run: Run, rng: random.Random) -> float:
 
 
 def interrupt_driver(run: Run, rng: random.Random) -> float:
+    """Send Ctrl-C to the driver and resume the run."""
     run.say("Ctrl-C for the driver")
     done = time.time()
     code = run.signal(signal.SIGINT)
@@ -149,6 +155,7 @@ def kill_coordinator(run: Run, rng: random.Random) -> float:
 
 
 def kill_raylet(run: Run, rng: random.Random) -> float:
+    """Kill the raylet of a node and add another node."""
     node = run.node(rng)
     run.say("SIGKILL for the raylet of a node")
     done = time.time()
@@ -207,7 +214,7 @@ def fill_disk(run: Run, rng: random.Random) -> float:
 
 @contextmanager
 def _full(disk: Path) -> Iterator[None]:
-    """Keep a disk full during the block, space that the run frees included."""
+    """Keep a disk full during the block, including space that the run frees."""
     over = Event()
 
     def fill() -> None:

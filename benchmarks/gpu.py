@@ -64,7 +64,7 @@ class Peaks:
     Attributes:
         fp32: FLOP/s of matrix products, without sparsity; likewise tf32 and bf16.
         memory: Bytes/s of its memory.
-        link: Bytes/s of one direction of the link to its host.
+        link: Bytes/s of one direction of the link to the host.
         measured: True if the figures were measured because there is no data sheet.
     """
 
@@ -137,7 +137,7 @@ class Side:
         steps: Function that runs a number of steps, which may end after it returns.
         rows: Rows of a step.
         least_s: Least seconds of a step; None: unknown.
-        source: Batches of the case ingest, which other callers may take, too.
+        source: Batches of the case ingest; other callers may also consume batches.
     """
 
     name: str

@@ -128,6 +128,7 @@ class Grid:
 
 
 def results_file(name: str) -> Path:
+    """Return the file with the stored results of a benchmark."""
     return RESULTS / f"{name}.json"
 
 

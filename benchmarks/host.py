@@ -66,7 +66,7 @@ SHOWN = {
 
 
 class Launches(Operators):
-    """Counts launched operators inside a `with`.
+    """A context manager that counts launched operators.
 
     Attributes:
         of_phases: Phase of the step → number of launches.
@@ -122,7 +122,7 @@ class _Loop:
         return {phase: number / COUNTED for phase, number in launches.of_phases.items()}
 
     def time(self, other: Assembling | None = None) -> float:
-        """Return milliseconds of a step while another thread assembles batches, if `other` is set."""
+        """Return the milliseconds of a step; another thread assembles batches meanwhile if `other` is set."""
         ready: Queue = Queue(4)
         thread = Thread(target=lambda: [ready.put(other()) for _ in range(TIMED)])
         if other:
@@ -136,7 +136,7 @@ class _Loop:
 
 
 class Assembling:
-    """Assembles batches of a number of rows from LANES pieces."""
+    """A function that assembles batches of a number of rows from LANES pieces."""
 
     def __init__(self, rows: int):
         form, n = Form(ReadPlan(schema_of(ROWS, WIDTH))), rows // LANES
@@ -146,10 +146,11 @@ class Assembling:
         self._pieces = [Rows.of(table.to_batches()[0])] * LANES
 
     def __call__(self) -> Batch:
+        """Return a new batch."""
         return self._collate(self._pieces, self._rows, self._rows)
 
     def time(self) -> float:
-        """Return milliseconds of a batch."""
+        """Return the milliseconds to assemble a batch."""
         began = perf_counter()
         for _ in range(TIMED):
             self()

@@ -54,6 +54,7 @@ class Sum(nn.Module):
         self.logit = nn.Linear(DIM, 1)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logit of each row, [B]."""
         return self.logit(torch.stack(list(inputs.values())).sum(0)).squeeze(1)
 
 

@@ -37,7 +37,7 @@ import harness
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import ray  # before psutil, which Ray brings along
+import ray  # before psutil, which is part of Ray's package
 import torch
 import typer
 from harness import Grid, take_turns, tree_cpu_s
@@ -66,19 +66,23 @@ def decode_groups(groups: list[RowGroup], columns: list[str]) -> int:
 
 
 def decode(dataset: Dataset, schema: Schema, readers: int, pool: ProcessPoolExecutor) -> int:
+    """Decode all row groups in the processes of the pool and return the number of rows."""
     parts = [dataset.groups[i::readers] for i in range(readers)]
     return sum(pool.map(partial(decode_groups, columns=schema.columns), parts))
 
 
 def stream(dataset: Dataset, schema: Schema, readers: int, _, shuffle: str) -> int:
+    """Read an epoch with raytrec's stream and return the number of rows."""
     return sum(int(batch.weights.sum()) for batch in stream_of(dataset, shuffle, readers).batches())
 
 
 def stream_of(dataset: Dataset, shuffle: str, readers: int) -> Stream:
+    """Return raytrec's stream over a data set."""
     return Stream(dataset, Order(BATCH, LANES, shuffle, 2), rank=0, world=1, readers=readers)
 
 
 def numpy_collate(dataset: Dataset, schema: Schema, readers: int, _) -> int:
+    """Read the files with Ray Data and a collate over NumPy, and return the number of rows."""
     import ray.data
 
     files = [group.path for group in dataset.groups if group.index == 0]
@@ -131,6 +135,7 @@ class Groups(torch.utils.data.IterableDataset):
 
 
 def data_loader(dataset: Dataset, schema: Schema, readers: int, _) -> int:
+    """Read all row groups with a torch DataLoader and return the number of rows."""
     loader = torch.utils.data.DataLoader(
         Groups(dataset.groups, schema), batch_size=None, num_workers=readers, multiprocessing_context="spawn"
     )

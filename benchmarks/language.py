@@ -91,6 +91,7 @@ def files(places: list[Path]) -> list[Path]:
 
 
 def main(arguments: list[str]) -> int:
+    """Print the words to replace in the files of these places; return 1 if there are any, else 0."""
     count = 0
     for path in files([Path(argument) for argument in arguments] or [REPO / place for place in PLACES]):
         for first, text in texts(path):

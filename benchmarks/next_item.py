@@ -15,7 +15,7 @@ from next_item_plain import PlainStep, padded
 from rank_group import Ranks, compare, rig, run_script, trainer
 
 SIDES = {"plain": True, "raytrec": False}
-PIECES = 4  # batches, which are trained again and again
+PIECES = 4  # batches, on which the steps train repeatedly
 HEADER = (
     *("model", "shape", "workers", "tokens/s: plain torch", "raytrec", ""),
     *("CPU-µs a token: plain", "raytrec"),
@@ -114,6 +114,7 @@ def build_plain(shape: dict[str, Any]) -> tuple[Any, Iterator[Any]]:
 
 
 def build(rank: int, world: int, shape: dict[str, Any], plain: bool) -> tuple[Any, Iterator[Any]]:
+    """Return the step of a side and its batches."""
     return build_plain(shape) if plain else build_raytrec(shape, rank, world)
 
 

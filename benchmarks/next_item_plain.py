@@ -62,7 +62,7 @@ class PlainModel(nn.Module):
 
 
 class SasrecBlock(nn.Module):
-    """Block of attention and a network of two layers: [B, T, D] → [B, T, D]."""
+    """A block of attention and a network of two layers: [B, T, D] → [B, T, D]."""
 
     def __init__(self, shape: dict):
         super().__init__()
@@ -75,6 +75,7 @@ class SasrecBlock(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of the block, [B, T, D]."""
         rows, length, dim = x.shape
         qkv = self.qkv(self.norm_1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         read = F.scaled_dot_product_attention(*qkv.unbind(0), is_causal=True)
@@ -83,7 +84,7 @@ class SasrecBlock(nn.Module):
 
 
 class HstuBlock(nn.Module):
-    """Block of pointwise attention with a bias for each distance: [B, T, D] → [B, T, D]."""
+    """A block of pointwise attention with a bias for each distance: [B, T, D] → [B, T, D]."""
 
     def __init__(self, shape: dict):
         super().__init__()
@@ -97,6 +98,7 @@ class HstuBlock(nn.Module):
         nn.init.normal_(self.uvqk.weight, std=0.02)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of the block, [B, T, D]."""
         rows, length, dim = x.shape
         u, v, q, k = F.silu(self.uvqk(F.layer_norm(x, (dim,)))).chunk(4, -1)
         v, q, k = (part.view(rows, length, self.heads, -1).transpose(1, 2) for part in (v, q, k))

@@ -56,6 +56,7 @@ class Nodes:
         return {"num_cpus": cpus, "node_ip_address": "127.0.0.1", "object_store_memory": 200 << 20, **more}
 
     def add(self) -> None:
+        """Add a node to the cluster."""
         self.all.append(self._cluster.add_node(**self._node(2)))
         _end_in_order()
 
@@ -76,7 +77,7 @@ class Nodes:
 
     def coordinator(self) -> int | None:
         """Return the process id of the coordinator on the head node, or None if it is not running."""
-        with suppress(psutil.Error):  # a process that ends meanwhile
+        with suppress(psutil.Error):  # a process may end during the search
             for process in psutil.Process(self._raylet(self._cluster.head_node)).children(recursive=True):
                 if "".join(process.cmdline()[:1]).startswith("ray::Coordinator"):
                     return process.pid
@@ -96,6 +97,7 @@ class Nodes:
         return node.all_processes["raylet"][0].process.pid
 
     def close(self) -> None:
+        """Shut down the cluster."""
         self._cluster.shutdown()
 
 

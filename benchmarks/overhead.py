@@ -39,7 +39,7 @@ from raytrec.models import build_model
 from raytrec.worker.build import build_step
 
 FEATURES, ROWS, DIM, DENSE, LONGEST = 20, 100_000, 64, 13, 10
-BATCHES, STEPS = 8, 8  # different batches; steps of one side in a turn
+BATCHES, STEPS = 8, 8  # number of different batches; steps of a side in a turn
 CASES = [
     (sharding, pooling)
     for sharding in ("table_wise", "row_wise", "both")
@@ -101,6 +101,7 @@ class Uncorrected(nn.Module):
         self.dense = build_model(schema, config.model).to(device)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of the local batch and the logits, [B]."""
         logits_B = self.dense(batch.dense, self.bags(batch.sparse).to_dict())
         loss = nn.functional.binary_cross_entropy_with_logits(logits_B, batch.labels[:, 0])
         return loss, logits_B.detach()
@@ -120,7 +121,7 @@ def torchrec_pipeline(config: RunConfig, schema: Schema, device: torch.device, p
 
 def measure(rank: int, device: torch.device, workers: int, rounds: int, batch: int) -> dict[str, Any]:
     """Return case → side → seconds of each turn."""
-    torch.set_flush_denormal(True)  # the few batches are memorised, and gradients become denormal
+    torch.set_flush_denormal(True)  # the model memorizes the few batches, and gradients become denormal
     times = {}
     for sharding, pooling in track(CASES, disable=rank > 0):
         config, schema = config_of(sharding, workers, batch), schema_of(pooling)

@@ -35,7 +35,7 @@ from raytrec.planning.probe import Probe, rates_from
 from raytrec.worker.build import unsharded
 
 BUSY = 1.5
-CLOCKS = ("s", "cpu s")  # by which steps and collectives count
+CLOCKS = ("s", "cpu s")  # clocks for steps and collectives
 NOT_HERE = ("process", "read ahead", "checkpoint copies")  # parts that no rank of this benchmark has
 STEPS = 12
 FIGURES = ("ms", "predicted_ms", "mib", "predicted_mib")
@@ -45,9 +45,9 @@ HEADER = ("ranks", "schema", "sharding", "ms", "predicted", "", "MiB", "predicte
 
 @dataclass
 class Row:
-    """A plan; milliseconds, and MiB of the rank with the largest memory.
+    """A plan on a number of ranks; milliseconds of a step, and MiB of the rank with the largest memory.
 
-    `plan` identifies the plan: two ways that lead to one plan are measured twice.
+    `plan` identifies the plan: two ways of sharding that lead to one plan are measured twice.
     """
 
     ranks: int
@@ -61,10 +61,12 @@ class Row:
 
     @property
     def time_error(self) -> float:
+        """Return the relative error of the predicted time."""
         return self.predicted_ms / self.ms - 1
 
     @property
     def memory_error(self) -> float:
+        """Return the relative error of the predicted memory."""
         return self.predicted_mib / self.mib - 1
 
 
@@ -258,7 +260,7 @@ def main(
         clock, measured = CLOCKS[os.getloadavg()[0] > BUSY], []
         for world in ways:
             measured.append(measure(world, schemas, ways[world], rounds, clock))
-            if not smallest:  # for --again, if a later step fails
+            if not smallest:  # kept for --again in case a later step fails
                 harness.store("plan", {"clock": clock, "measured": [asdict(each) for each in measured]})
     rows = [row for each in measured for row in predict(each, clock)]
     found = summary(rows)

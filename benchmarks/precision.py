@@ -75,6 +75,7 @@ def rows_of(runs: Runs) -> list[list[str]]:
 
 
 def grid(rows: list[list[str]], title: str) -> Grid:
+    """Return the table."""
     return Grid(COLUMNS, rows, title, left=3)
 
 

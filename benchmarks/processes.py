@@ -35,7 +35,7 @@ class Marked:
         for pid in alive - self._known.keys():
             with suppress(OSError):
                 environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if environment != [b""]:  # it has not begun
+                if environment != [b""]:  # an empty environment: the process has not started its program yet
                     self._known[pid] = self._mark in environment
         self._known = {pid: marked for pid, marked in self._known.items() if pid in alive}
         return sorted(pid for pid, marked in self._known.items() if marked)
@@ -45,7 +45,7 @@ class Marked:
         for pid in self.pids():
             with suppress(OSError, IndexError):
                 fields = _read(pid, "stat").rpartition(")")[2].split()
-                process = pid, fields[19]  # its start: process ids are used again
+                process = pid, fields[19]  # with the start time, because process ids are reused
                 self._cpu_s[process] = (int(fields[11]) + int(fields[12])) * TICK_S
         return sum(self._cpu_s.values())
 
@@ -89,6 +89,7 @@ class Command:
 
     @property
     def running(self) -> bool:
+        """Return True if the command has not ended."""
         return self._process.poll() is None
 
     @property

@@ -33,20 +33,21 @@ def records_of(run: str | Path) -> Path:
 
 
 class Writer:
-    """File of one rank."""
+    """The record of one rank."""
 
     def __init__(self, checkpoints: Any):
         context = checkpoints._run.context
         self._folder, self._world = records_of(context.task.config.run.dir), context.world
-        self._attempt = context.heartbeat._attempt  # the same on all ranks, another one after a restart
+        self._attempt = context.heartbeat._attempt  # the same on all ranks; changes after a restart
         name = f"{self._attempt}-{context.index}-{os.getpid()}.jsonl"
         self._file = open(self._folder / name, "ab", buffering=0)  # noqa: SIM115 (lives as long as the process)
 
     def step(self, checkpoints: Any, outputs: Any) -> None:
+        """Append the line of the current step, and sleep for the seconds in the file `pace`."""
         from torch.nn.functional import binary_cross_entropy_with_logits as entropy
 
         step = checkpoints._run.progress.step
-        batch = checkpoints._run.batches.at(step - 1)  # counted from 0 there
+        batch = checkpoints._run.batches.at(step - 1)  # `at` counts from 0
         rows = batch.sparse[FEATURE].values().tolist()
         assert len(rows) == int((batch.weights > 0).sum()), "each row has one id"
         (task,) = outputs.tasks.values()
@@ -99,14 +100,17 @@ class Attempt:
 
     @property
     def began(self) -> float:
+        """Return the time of the first recorded step."""
         return min(self.times.values())
 
     @property
     def first(self) -> int:
+        """Return the first recorded step."""
         return min(self.times)
 
     @property
     def last(self) -> int:
+        """Return the last recorded step."""
         return max(self.times)
 
 

@@ -26,7 +26,7 @@ from harness import HERE, Grid
 PARTS = ("plan", "cursor", "beats", "records", "mlflow", "report", "checkpoint")
 SIZES = ((8, 26), (256, 1000), (1024, 1000))
 SMALLEST = ((16, 12),)
-LIMIT_S = 300  # of wall-clock time for one part
+LIMIT_S = 300  # wall-clock limit of one part
 
 
 def measure(part: str, world: int, tables: int, folder: Path) -> dict:

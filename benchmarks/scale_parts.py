@@ -26,12 +26,13 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 
 DIM, IDS = 64, 20
-RECORDS = 3  # in the run folder
-WEIGHT, STATE = 4 * DIM, 4  # bytes of a row; row-wise Adagrad
+RECORDS = 3  # number of records in the run folder
+WEIGHT, STATE = 4 * DIM, 4  # bytes of a row, and of its row-wise Adagrad state
 PARTS: dict[str, Callable[..., dict]] = {}
 
 
 def part(function: Callable[..., dict]) -> Callable[..., dict]:
+    """Register a function as a part under its name."""
     PARTS[function.__name__] = function
     return function
 
@@ -60,7 +61,7 @@ def planned(folder: Path) -> dict[str, list[int]]:
 
 
 class Cpu:
-    """CPU seconds of this process in a block."""
+    """A context manager that measures the CPU seconds of this process in a block."""
 
     def __enter__(self) -> Cpu:
         self._began = time.process_time()
@@ -71,11 +72,13 @@ class Cpu:
 
 
 def peak_mib() -> int:
+    """Return the peak resident memory of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 
 @part
 def plan(world: int, tables: int, folder: Path) -> dict:
+    """Plan all tables with the planner and write the ranks of each table."""
     from raytrec.planning.dry_run import dry_run
     from raytrec.planning.machines import Cluster
 
@@ -250,7 +253,7 @@ def mlflow(world: int, tables: int, folder: Path) -> dict:
 
 @part
 def report(world: int, tables: int, folder: Path) -> dict:
-    """Measure the whole page."""
+    """Measure the report of the run folder."""
     from raytrec.report.report import build
     from raytrec.tracking.run_folder import RunFolder
 

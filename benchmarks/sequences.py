@@ -48,6 +48,7 @@ class Means(nn.Module):
         self.logit = nn.Linear(2 * DIM, 1)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """Return the logit of each row, [B]."""
         mean_BD = inputs["history"]
         if not isinstance(mean_BD, torch.Tensor):
             history = mean_BD

@@ -233,7 +233,7 @@ def _round(sides: dict[str, tuple[int, str, str]], seconds: float) -> dict[str, 
     for clients in CLIENTS:
         for side, (port, kind, bodies) in sides.items():
             words = [str(HERE / "serve_client.py"), str(port), str(clients)]
-            for length in (seconds / 4, seconds):  # the first warms up
+            for length in (seconds / 4, seconds):  # the first turn warms up
                 done = subprocess.run(
                     [sys.executable, *words, str(length), kind, bodies],
                     stdout=subprocess.PIPE,

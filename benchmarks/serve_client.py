@@ -58,6 +58,7 @@ async def run(port: int, clients: int, seconds: float, kind: str, bodies: list[b
 
 
 def main() -> None:
+    """Read the command line and the bodies, run the clients, and print their figures as JSON."""
     port, clients, seconds, kind, file = sys.argv[1:]
     sizes, _, rest = Path(file).read_bytes().partition(b"\n")
     bodies, start = [], 0

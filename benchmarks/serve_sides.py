@@ -34,6 +34,7 @@ class Dlrm(nn.Module):
         self.register_buffer("pairs", rows * n + columns)
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        """Return the score of each row, float32 [B]."""
         x = self.bottom(dense)
         looked_up = [table(sparse[:, i : i + 1]) for i, table in enumerate(self.tables)]
         vectors = torch.stack([x, *looked_up], 1)
@@ -94,7 +95,7 @@ def serve_on_ray(port: int) -> None:
         async def predict(self, request: Request) -> dict[str, list[float]]:
             return {"score": await self.model.remote(await request.json())}
 
-    with ray_session(num_cpus=2):  # a local one, on loopback
+    with ray_session(num_cpus=2):  # a local Ray on loopback
         serve.start(http_options={"host": HOST, "port": port})
         serve.run(Ingress.bind(Model.bind()))
         while True:

@@ -69,8 +69,8 @@ def measure(config: Path, folder: Path, every_s: float, faults: int) -> dict[str
             time.sleep(every_s)
             ends.append(time.time())
             if process.poll() is not None:
-                wait(process, folder, lambda: None)  # raises with the output of the driver
-        time.sleep(1)  # for a report after the last period
+                wait(process, folder, lambda: None)  # raises an error with the driver's output
+        time.sleep(1)  # wait for a report after the last period
     steps = [step_at(moment, reached(folder)) for moment in ends]
     rates = [BATCH * (b - a) / (t - s) for (a, s), (b, t) in pairwise(zip(steps, ends, strict=True))]
     return {"calm": mean(rates[::2]), "disturbed": mean(rates[1::2])}

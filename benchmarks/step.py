@@ -47,9 +47,9 @@ MODELS = {
 }
 BATCH = 2048  # rows of a rank
 TAIL = EVERY  # steps after those that are measured
-TIMES = 8  # that the folder is read in an epoch
-LONGEST_S = 600.0  # of one run
-TICK_S, MEMORY_S = 0.2, 1.0  # between two samples
+TIMES = 8  # copies of the folder that are read in an epoch
+LONGEST_S = 600.0  # limit of one run
+TICK_S, MEMORY_S = 0.2, 1.0  # seconds between two samples
 
 
 @dataclass
@@ -69,7 +69,7 @@ def command_of(side: str, settings: Settings, folder: Path) -> list[str]:
         path.write_text(json.dumps(asdict(settings)))
         return [sys.executable, "-W", "ignore", str(HERE / "step_sides.py"), side, str(path)]
     config = folder / "config.yaml"
-    config.write_text(json.dumps({"data": {"train": settings.data}, "model": settings.model}))  # is YAML, too
+    config.write_text(json.dumps({"data": {"train": settings.data}, "model": settings.model}))  # JSON is YAML
     values = {
         "data.global_batch_size": settings.batch * settings.workers,
         "scaling.num_workers": settings.workers,
@@ -138,7 +138,7 @@ def main(
     if smallest:
         models, workers, rows, steps, rounds = "dlrm", "1", 256, EVERY, 1
     os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # commands that have been started end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit in order, which ends the commands
     found: dict[str, dict[str, list[Measured]]] = {}
     cases = cases_of(harness.split(models), harness.integers(workers))
     with tempfile.TemporaryDirectory(prefix="step-", ignore_cleanup_errors=True) as place:

@@ -11,19 +11,28 @@ from torchrec.streamable import Pipelineable
 
 @dataclass
 class Batch(Pipelineable):
-    """float32 [B, dense columns], KeyedJaggedTensor of stride B, float32 [B]."""
+    """A batch for TorchRec's train pipelines.
+
+    Attributes:
+        dense: float32 [B, dense columns].
+        sparse: KeyedJaggedTensor of stride B.
+        labels: float32 [B].
+    """
 
     dense: torch.Tensor
     sparse: KeyedJaggedTensor
     labels: torch.Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        """Return a copy of the batch on a device."""
         parts = (self.dense, self.sparse, self.labels)
         return Batch(*(part.to(device, non_blocking=non_blocking) for part in parts))
 
     def record_stream(self, stream: torch.Stream) -> None:
+        """Record on a CUDA stream that the batch is used there."""
         for part in (self.dense, self.sparse, self.labels):
             part.record_stream(stream)
 
     def pin_memory(self) -> Batch:
+        """Return a copy of the batch in page-locked memory."""
         return Batch(*(part.pin_memory() for part in (self.dense, self.sparse, self.labels)))

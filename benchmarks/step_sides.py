@@ -27,7 +27,7 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-EVERY = 20  # steps between two lines; raytrec's own default of train.log_every_steps
+EVERY = 20  # steps between two lines; the same as the default of train.log_every_steps
 WARM_UP = 3 * EVERY  # steps before those that are measured
 IN_MEMORY = 64  # batches of the side `limit`: 70 MB, more than any cache has
 
@@ -54,10 +54,12 @@ class Settings:
 
     @classmethod
     def load(cls, path: str) -> Settings:
+        """Read the settings from a JSON file."""
         return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
     @property
     def schema(self) -> Any:
+        """Return the schema of the data."""
         from raytrec.config.schema import Schema
 
         return Schema.load(str(Path(self.data).parent / "schema.yaml"))
@@ -123,7 +125,7 @@ def build(settings: Settings) -> Any:
     world = dist.get_world_size()
     topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
     sharder = EmbeddingBagCollectionSharder()
-    # Else small tables become data-parallel, with a dense gradient and update: slower here.
+    # Otherwise small tables become data-parallel, with a dense gradient and update, which is slower here.
     fused = {name: ParameterConstraints(sharding_types=["table_wise"]) for name in schema.tables}
     planner = EmbeddingShardingPlanner(topology, settings.batch, constraints=fused)
     plan = planner.collective_plan(model, [sharder], dist.GroupMember.WORLD)
@@ -194,10 +196,12 @@ def batch_of(dense: Any, sparse: Any, labels: Any) -> Any:
 
 
 def limit(settings: Settings, rank: int) -> None:
+    """Train on batches that were read into memory before the first step."""
     train(settings, cycle(list(islice(read_batches(settings, rank), IN_MEMORY))), rank)
 
 
 def by_hand(settings: Settings, rank: int) -> None:
+    """Train on batches of a torch DataLoader with one reading process."""
     from torch.utils.data import DataLoader, IterableDataset
 
     class Rows(IterableDataset):
@@ -227,6 +231,7 @@ def ray_recipe(settings: Settings) -> None:
 
 
 def train_on_ray(settings: Settings) -> None:
+    """Train on a rank of Ray Train with batches of the shard's iter_torch_batches."""
     import ray.train
     import torch
     from ingest import collate_numpy
@@ -276,4 +281,4 @@ def main(side: str, path: str, rank: str | None = None) -> None:
 if __name__ == "__main__":
     import step_sides
 
-    step_sides.main(*sys.argv[1:])  # Ray's workers know its classes by this name
+    step_sides.main(*sys.argv[1:])  # Ray's workers import its classes by this name

@@ -57,7 +57,7 @@ PHASES = ("initialise", "train", "save", "save while training", "restore")
 
 @dataclass
 class Phase:
-    """Cost of a phase: peak bytes of the process's own memory, and seconds."""
+    """Cost of a phase: peak bytes of the process's anonymous and shared memory, and seconds."""
 
     memory: int = 0
     seconds: float = 0.0
@@ -166,7 +166,7 @@ def main(
     ] = 0.25,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the tables, which the top of this file describes."""
+    """Print the tables that the module docstring describes."""
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if short_gib:

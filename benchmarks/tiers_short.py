@@ -20,7 +20,7 @@ from raytrec.compat.fbgemm import cache_hits
 from raytrec.compat.torchrec_ import sharded_kernels
 from raytrec.embeddings.mapped import ROW_BYTES as ROW_BYTES_IN_MEMORY
 
-EXPONENT = 1.05  # of the power law of lookups
+EXPONENT = 1.05  # exponent of the power law of lookups
 BUDGET = 0.25  # memory for the table, as a share of its size
 SLACK = 16 << 20  # bytes that the system needs for a process
 HOT = 0.75  # share of BUDGET that is plan.memory_gib, for rows in memory

@@ -22,7 +22,7 @@ from raytrec.config.schema import Schema
 from raytrec.worker.build import build_step
 
 DIM, FEATURES, BATCH, BATCHES = 32, 8, 2048, 16
-ROW_BYTES = DIM * 4 + 4  # float32, and one value of state
+ROW_BYTES = DIM * 4 + 4  # float32 values and one value of state
 IDS = {"uniform": 1.0, "skewed": 5.0}  # power to which a uniform number is raised
 
 

@@ -20,13 +20,13 @@ from raytrec.checkpoint.files import folder_of, steps
 from raytrec.checkpoint.index import INDEX
 
 T = TypeVar("T")
-MOST = 2  # workers
+MOST = 2  # largest number of workers
 LONGEST_S, FINISH_S = 240.0, 900.0  # limits of a single wait, and of the rest of the run
 SETTLED_STEPS = 30  # consecutive steps, which with a checkpoint show that the run has recovered
 
 
 class Problem(Exception):
-    """The run did not behave as required."""
+    """A violation of the behavior required of the run."""
 
 
 class Run:
@@ -47,17 +47,19 @@ class Run:
         self._process: subprocess.Popen | None = None
 
     def start(self, *arguments: str) -> None:
+        """Start the command `raytrec train` with arguments."""
         command = [sys.executable, str(HERE / "recorder.py"), "train", *arguments]
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
                 command,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # a Ctrl-C reaches this process alone, which ends the run
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends the run
                 env=os.environ | {"RAY_ADDRESS": self.nodes.address},
             )
 
     def resume(self) -> None:
+        """Start the command again with --resume."""
         self.start("--resume", str(self.folder))
 
     @contextmanager
@@ -82,6 +84,7 @@ class Run:
         self.say("the run has finished")
 
     def result(self) -> dict[str, Any]:
+        """Return the content of result.json."""
         return json.loads((self.folder / "result.json").read_text())
 
     def signal(self, number: int, group: bool = False) -> int:
@@ -108,14 +111,17 @@ class Run:
         return self.log.read_text(errors="replace")[since:]
 
     def kill(self) -> None:
+        """Kill the driver if it is running."""
         if self._process and self._process.poll() is None:
             self._process.kill()
             self._process.wait(30)
 
     def ended(self) -> int | None:
+        """Return the exit code of the driver, or None if it is running."""
         return self._process.poll()
 
     def say(self, text: str) -> None:
+        """Print a text with the time and the newest step."""
         attempts = self.record.look()
         step = attempts[-1].last if attempts else 0
         print(f"{time.monotonic() - self._began:6.1f} s  step {step:5}  {text}", flush=True)
@@ -136,6 +142,7 @@ class Run:
         return value
 
     def tail(self) -> str:
+        """Return the last 25 lines of the output."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
 
     def events(self, since: float = 0) -> list[dict[str, Any]]:
@@ -148,6 +155,7 @@ class Run:
         return [event for event in out if event["unix_s"] >= since]
 
     def attempt(self) -> Attempt:
+        """Return the newest attempt."""
         return self.record.look()[-1]
 
     def since(self, unix_s: float) -> list[Attempt]:

@@ -65,9 +65,11 @@ class Mailbox:
 
     @property
     def put(self) -> Mailbox:
+        """Return this object, whose `remote` sends a message like the coordinator's `put.remote`."""
         return self
 
     def remote(self, message: Message) -> None:
+        """Send a message to the main process."""
         self.queue.put((self.side, message))
 
 
@@ -75,6 +77,7 @@ class Unheard:
     """Stand-in for a heartbeat."""
 
     def tick(self, phase: str | None = None, step: int | None = None) -> None:
+        """Ignore a sign of progress."""
         pass
 
 
@@ -144,7 +147,7 @@ def main(
     smallest: harness.Smallest = False,
 ) -> None:
     """Print the table and write benchmarks/results/watching.json."""
-    rounds = 2 if smallest else rounds  # an interval needs two
+    rounds = 2 if smallest else rounds  # an interval needs two rounds
     with tempfile.TemporaryDirectory() as name:
         folder, spawn = Path(name), mp.get_context("spawn")
         tracked = {"uri": f"sqlite:///{folder}/mlflow.db", "experiment": "benchmark"}
@@ -184,7 +187,7 @@ def show(seconds: dict[str, list[float]], title: str) -> dict[str, dict[str, flo
     """Print the table and return the figures of each side."""
     results, rows = {}, []
     for name, of_side in seconds.items():
-        # Checks come in one turn of five: means, not medians.
+        # Checks run in one turn of five, so means are compared instead of medians.
         added = [one / off - 1 for one, off in zip(of_side, seconds["off"], strict=True)]
         mean, error, ms = fmean(added), stdev(added) / len(added) ** 0.5, 1e3 * fmean(of_side) / STEPS
         low, high = mean - 2 * error, mean + 2 * error
