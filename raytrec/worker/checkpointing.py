@@ -201,8 +201,8 @@ class CheckpointManager:
     def _take(self) -> Saved | None:
         """Return the outcome of the last save, and report it.
 
-        Ray Train does not get a report, because it would write a note to the same storage and end the run if
-        that storage is full (ray 2.60.0, CheckpointManager).
+        Ray Train does not get a report. Its note on the same storage would end the run if that storage is
+        full (ray 2.60.0, CheckpointManager). raytrec does not ask Ray Train for checkpoints.
         """
         saved = self._saver.taken()
         if saved is None:

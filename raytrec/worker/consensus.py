@@ -80,7 +80,7 @@ class StepConsensus:
         return decision
 
     def agree(self, known: Known) -> Decision:
-        """Return the decision about the losses of all ranks; waits for it."""
+        """Exchange the state of the losses once more, and wait for the decision of all ranks."""
         self.finish()
         self._begin(Command.GO, known, False)
         decision = self.finish()

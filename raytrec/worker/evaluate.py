@@ -43,8 +43,8 @@ def evaluate(
 ) -> tuple[dict[str, Any], Curves | None]:
     """Return metrics and curves over all rows of the stream's dataset; a collective.
 
-    Rows of tasks whose metrics need more than sums are kept in host memory, up to eval.max_exact_rows, and
-    all ranks sort or group them together (metrics/evaluation.py).
+    If a task's metrics need more than sums, its rows are kept in host memory, up to eval.max_exact_rows. All
+    ranks sort or group these rows together (metrics/evaluation.py).
 
     Args:
         step: Model to evaluate.

@@ -153,7 +153,7 @@ class CheckRunner(Observer):
         self._report(self._checks.evaluate(START, Position(self._run.progress.step, about=about)))
 
     def after_step(self, rows: int) -> None:
-        """Run the checks of a step that they have prepared for."""
+        """Run the checks if they are prepared for this step."""
         self._expected_rows += rows
         if self._prepared:
             self._due = self._prepared = False

@@ -36,8 +36,9 @@ def freeze_gc() -> None:
     """Exempt all existing objects, which a run needs until its end, from garbage collection.
 
     A rank has half a million objects: modules, the model, the plan. Python collects the oldest generation
-    only when it has grown by a quarter. The cycles that an epoch leaves (Ray Data's executor, with its
-    operators and statistics) therefore lived for some hundred epochs, and each collection took half a second.
+    only when it has grown by a quarter. Each epoch leaves cycles (Ray Data's executor, with its operators and
+    statistics). Without this call, the cycles lived for some hundred epochs, and each collection took half a
+    second.
     """
     import ray.data  # noqa: F401  (the first epoch would import it after the freeze)
 
