@@ -129,8 +129,7 @@ def needed_transforms(transforms: tuple[Transform, ...], columns: list[str]) -> 
     """Return the transforms, reduced to their needed columns, that `columns` depend on.
 
     The columns that a user-defined function reads for each of its outputs are unknown. The function is kept
-    if
-    it writes a needed column, or if it does not name its outputs.
+    if it writes a needed column, or if it does not name its outputs.
     """
     needed, kept = set(columns), []
     for transform in reversed(transforms):

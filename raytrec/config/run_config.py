@@ -144,8 +144,7 @@ def load_config(
         allow_code: Allow values from elsewhere to name code and servers.
 
     Raises:
-        ConfigError: The values name code that is not allowed; the file does not exist or is not YAML; keys
-            are
+        ConfigError: Code that is not allowed is named; the file does not exist or is not YAML; keys are
             unknown (with the nearest valid key); types are wrong or combinations impossible. One message
             lists all invalid keys.
     """

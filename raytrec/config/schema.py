@@ -184,9 +184,8 @@ class Schema(SchemaPart):
         """Build a schema from plain values; `where` names their source in errors.
 
         Raises:
-            SchemaError: The values are not a valid schema. One message lists the problems, with the nearest
-                valid
-                key for an unknown key.
+            SchemaError: The values are not a valid schema. One message lists all problems, with the nearest
+                valid key for an unknown key.
         """
         if not isinstance(values, dict):
             raise SchemaError(

@@ -12,7 +12,7 @@ from raytrec.config.base import Mark, NonNegativeFloat, NonNegativeInt, Positive
 
 if TYPE_CHECKING:
     Optimizer = str
-else:  # one file each
+else:  # each optimizer has its own file
     Optimizer = Literal[tuple(modules_of("raytrec.embeddings.optimizers"))]
 
 

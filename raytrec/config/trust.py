@@ -41,7 +41,7 @@ OF_RUNS = ("driver.json", "events.jsonl", "plan.json", "checkpoints", CONFIG + M
 OF_SEARCHES = ("search.json", "trials.json", "outcome.json")
 FILES_OF_SEARCHES = ("best.yaml", "space.yaml")
 MLFLOW_SECRETS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_AUTH")
-WITHOUT_PLACES = ("tracking", "scaling", "tasks")  # servers with their own rules, links, expressions
+WITHOUT_PLACES = ("tracking", "scaling", "tasks")  # their values have other rules, or are links or code
 
 
 def code_in(values: dict[str, Any]) -> dict[str, str]:
