@@ -3,9 +3,9 @@
 Reader, model, planner and checks share this description. Torch is not imported.
 
 This module decides which sequences a model reads id by id. A sequence of which the model reads at most L ids
-is one key of a batch: the most recent L ids of each row, the most recent first. A table of such a sequence
-returns the vector of each id (TorchRec's EmbeddingCollection) to all features that read the table. Features
-among them that are bags are summed after the lookup. Tables that candidates look up, with one id each, also
+is one key of a batch. The key holds the most recent L ids of each row, the most recent first. A table of such
+a sequence returns the vector of each id (TorchRec's EmbeddingCollection) to all features that read the table.
+Bags among these features are summed after the lookup. Tables that candidates look up, with one id each, also
 return vectors. All other tables return sums of bags (EmbeddingBagCollection).
 """
 

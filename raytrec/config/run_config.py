@@ -144,8 +144,8 @@ def load_config(
         allow_code: Allow values from elsewhere to name code and servers.
 
     Raises:
-        ConfigError: Code that is not allowed is named; the file does not exist or is not YAML; keys are
-            unknown (with the nearest valid key); types are wrong or combinations impossible. One message
+        ConfigError: The file does not exist or is not YAML, or the values name code that is not allowed. Keys
+            are unknown (with the nearest valid key), types are wrong or combinations impossible. One message
             lists all invalid keys.
     """
     if isinstance(source, RunConfig):
@@ -255,7 +255,7 @@ def _fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tu
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of RunConfig for editors. A key's description is the docstring below the key.
 
-    Pydantic's use_attribute_docstrings would parse them in every process that imports the sections (0.1 s).
+    Pydantic's use_attribute_docstrings would parse the docstrings in every process that imports them (0.1 s).
     """
     schema = RunConfig.model_json_schema(by_alias=True)
     parts = {**schema["$defs"], RunConfig.__name__: schema}

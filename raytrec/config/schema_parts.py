@@ -102,8 +102,8 @@ class Sparse(SchemaPart):
     table: str
     """Table in which the ids are looked up. Features may share a table."""
     pooling: Literal["sum", "mean", "sequence"] = "sum"
-    """Reduction of a bag to one vector: sum or mean (an empty bag is 0). sequence: the ids stay a sequence,
-    the most recent id last, for models that read sequences; other models read the mean."""
+    """Reduction of a bag to one vector: sum or mean (an empty bag is 0). sequence: models that read sequences
+    receive all ids, the most recent id last; other models read the mean."""
     weights: str | None = None
     """List column with one float per id; default: all weights are 1."""
     column: str | None = None

@@ -167,8 +167,8 @@ class PlanSection(Section):
     """Constraints: table, or pattern such as 'item*', to sharding_type, ranks, compute_kernel and dtype. If
     several entries match, later entries override earlier ones."""
     compute_kernels: list[Kernel] = Field(["fused"], min_length=1)
-    """Compute kernels that the planner may choose from for tables without a compute_kernel: fused, and for
-    tables that do not fit in device memory the kernels of host memory (on GPUs) or of files (on CPU)."""
+    """Compute kernels that the planner may choose from for tables without a compute_kernel. In addition to
+    fused, kernels of host memory (on GPUs) or of files (on CPU) hold tables that do not fit in memory."""
     colocate: list[list[str]] = Field(default_factory=list)
     """Groups of tables (or patterns). The tables of a group are placed on one rank, table-wise."""
     # FIXED: rounding changes the trained model, unlike the number of workers.

@@ -47,8 +47,8 @@ class TaskSection(Section):
     metrics: list[str] | None = None
     """Names of metrics, or module:name; default: the metrics of the loss."""
     mask: Column | None = None
-    """Column that selects the rows of this task, those with value 1: the label of another task, or a column
-    of 0 and 1 or of bools; default: all rows."""
+    """Column that selects the rows of this task: only rows with value 1 count. Label of another task, or a
+    column of 0 and 1 or of bools; default: all rows."""
     nulls: Literal["error", "skip"] | None = None
     """Meaning of a null label: an error, or a row without a label of this task; default: error with one task,
     skip with several."""

@@ -73,8 +73,8 @@ class CheckpointSection(Section):
     """Number of best checkpoints to keep in addition, by the evaluations of train.eval_every_steps; saves at
     each evaluation."""
     best_metric: str | None = None
-    """Metric that keep_best compares: a metric of the task, or TASK.METRIC if there are several tasks;
-    default: the first training metric that should be low or high (ne with binary cross-entropy)."""
+    """Metric that keep_best compares: a metric of the task, or TASK.METRIC if there are several tasks.
+    Default: the first training metric that should be low or high (ne with binary cross-entropy)."""
     async_save: bool = True
     """Write while training continues, from a copy in host memory. Tables on CPUs that are updated in backward
     are not copied; their rows are set aside before they change. false: training waits."""
@@ -147,13 +147,13 @@ class TrainSection(Section):
     compile: bool | Literal["graphs"] = False
     """Compile the dense layers (torch.compile), which slows down the first step and the first evaluation.
     Needs a C++ compiler on nodes with CPU workers, a C compiler on nodes with GPUs. graphs: on GPUs, also
-    record CUDA graphs, which are replayed for all batches except a last, smaller one; not for models that
-    read sequences id by id."""
+    record CUDA graphs, which are replayed for all batches except a last, smaller one. Models that read
+    sequences id by id do not support graphs."""
     profile: Annotated[ProfileSection | None, FREE] = None
     """Write a trace of some steps of each rank (torch.profiler), and on GPUs the allocator's history, to
     profile/ in the run folder; null: no trace."""
     deterministic: Annotated[bool, FREE] = False
-    """On GPUs, add in a fixed order, so that the same run on the same machines gives identical bits; slower
+    """On GPUs, add in a fixed order, so that the same run on the same machines gives identical bits. Slower
     if a batch contains an id thousands of times. CPU runs are always deterministic."""
 
 

@@ -20,9 +20,9 @@ common values cannot be chance (text, hashed ids; shared_tables.py).
 A table whose ids fill their range has a row for each id up to the highest one, and `out_of_range: clamp`. A
 service reads larger values of an ordinal (at most 100 values, such as an age) as the highest value. Larger
 ids use one additional row, which is not trained. If only a sample was read, the table has a tenth more rows,
-and larger ids are hashed. Text, wide and negative ids are hashed into ten times as many rows as there are
-values (twice as many for large tables), or more, so that frequent values do not share a row
-(shared_tables.py). Floats that are whole numbers are treated like integers.
+and larger ids are hashed. Text, wide and negative ids are hashed. Their table has ten rows per value (two if
+there are many values), or more, so that frequent values do not share a row (shared_tables.py). Floats that
+are whole numbers are treated like integers.
 """
 
 from __future__ import annotations

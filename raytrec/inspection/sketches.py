@@ -52,9 +52,9 @@ class HotIds:
     """Counters of frequent ids by the method of Misra and Gries (1982).
 
     With more than MOST ids, the largest count outside the MOST most frequent ids is subtracted from all
-    counts, and ids without a remaining count are removed. `counts` adds the subtracted amount again, which is
-    exact for ids that were never removed, as the most frequent ids are. Of n lookups, the amount is at most n
-    ÷ MOST.
+    counts. Ids without a remaining count are removed. `counts` adds the subtracted amount again. The result
+    is exact for ids that were never removed, as the most frequent ids are. Of n lookups, the amount is at
+    most n ÷ MOST.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class HotIds:
     def shares(self) -> list[float]:
         """Return the shares of lookups of the 1, 10, 100, 1,000 and 10,000 most frequent ids.
 
-        A share is left out if there are not more ids than that.
+        Numbers of ids that are not below the number of counted ids are left out.
         """
         counts = np.sort(self.counts()[1])[::-1]
         sums = np.cumsum(counts) / max(1, self._all)
