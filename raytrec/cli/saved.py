@@ -190,7 +190,7 @@ def report(run: RunFolder, out: str | None = None):
 
 
 def track(run: RunFolder, allow_code: AllowCode = False, follow: bool = False):
-    """Write records of a run that MLflow is missing, because its server was unavailable when the run ended.
+    """Write a run's missing records to MLflow, whose server was unavailable when the run ended.
 
     Args:
         run: Run folder.

@@ -63,7 +63,7 @@ def scan_columns(
         max_rows: Approximate number of rows to read of each part; None: all rows.
         also: Name → path of validation and test data. Paths without Parquet or without the labels are
             skipped.
-        is_label: Returns True if a column with this name is a label.
+        is_label: Predicate on the name of a column, True for labels; default: False for all.
 
     Raises:
         DataError: There are no files or no rows, or a file is incomplete.

@@ -2,8 +2,8 @@
 
 The kind of a column is inferred in this order (column_roles.py):
 
-    label      named with --label, or called label, target, click, …; a transform (binarize) converts values
-               outside [0, 1] to 0 and 1
+    label      named with --label, or called label, target, click, …; a transform (binarize) converts labels
+               with values outside [0, 1] to 0 and 1
     reserved   named with --reserve: kept with its rows, not a feature
     skipped    missing in a file, or of incompatible types; constant or only nulls; integers and text that
                differ in each row; copies of the label; dates and times (also integers that look like
