@@ -1,4 +1,4 @@
-"""Options of commands: from their functions' parameters and docstrings, and those of several commands."""
+"""Options of commands, built from parameters and docstrings, and options that several commands share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typer.models import ParameterInfo
 if TYPE_CHECKING:
     from raytrec.driver.console import Result
 
-# An entry of a docstring's Args; raytrec's commands write what an option takes in the parentheses.
+# An entry of a docstring's Args. Commands write the metavar of an option in parentheses.
 ENTRY = re.compile(r"^    (\w+)(?: \((.+?)\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 Config = Annotated[str | None, typer.Argument(metavar="[CONFIG]")]
@@ -57,13 +57,13 @@ def with_options(
 ) -> Callable[..., None]:
     """Return a command whose parameters are typer's arguments and options.
 
-    A parameter is an option, unless its annotation has an Argument. Its help and metavar come from its entry
+    A parameter is an option, unless its annotation contains an Argument. Help and metavar come from the entry
     in the docstring's Args, `name (METAVAR): help`, or from the annotation. A bool that is False by default
     is a flag without a --no- form.
 
     Args:
         command: Function with a docstring.
-        shared: Parameter name → Option of parameters whose annotation has none.
+        shared: Parameter name → Option, for parameters without an Option in their annotation.
     """
     text, _, entries = (inspect.getdoc(command) or "").partition("\nArgs:\n")
     described = {name: (metavar, " ".join(words.split())) for name, metavar, words in ENTRY.findall(entries)}
@@ -90,7 +90,7 @@ def with_options(
 
 
 def show(result: Result, as_json: bool) -> None:
-    """Print the result of a command: as JSON, or as a table."""
+    """Print the result of a command as JSON or as a table."""
     from raytrec.driver.console import print_summary
 
     if as_json:
@@ -100,5 +100,5 @@ def show(result: Result, as_json: bool) -> None:
 
 
 def print_json(metrics: dict[str, Any]) -> None:
-    """Print figures as one line of JSON."""
+    """Print metrics as one line of JSON."""
     print(json.dumps(metrics))
