@@ -159,8 +159,8 @@ def _with_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, Tabl
 def column_parts(dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | None, world: int, local: int):
     """Return the number of column shards of a table under these sharding types, 1 if columns are not cut.
 
-    The table has as many column shards as ranks can take one, provided that widths stay equal and multiples
-    of 4 (FBGEMM).
+    There is one column shard per eligible rank, or fewer if widths would not be equal multiples of 4
+    (FBGEMM).
     """
     if "grid_shard" in sharding:
         most = (len(ranks) if ranks else world) // local

@@ -28,7 +28,7 @@ from raytrec.embeddings.pooling import Collection, tables_in
 
 SIGHTINGS = 3  # if lower, rarely used rows displace others; if higher, the places fill more slowly
 WINDOW = 4096  # minimum number of places that the hand inspects at once
-PAGES_LOOKED_AT = 32  # pages, or up to twice as many
+PAGES_LOOKED_AT = 32  # number of sampled pages; up to twice as many
 BLOCK_ROWS = 65_536  # rows written back at once
 # Memory of a place in addition to its row, and of each row of the table.
 PLACE_BYTES, ROW_BYTES = 10, 4

@@ -198,7 +198,7 @@ class GlobalNormClip(OptimizerWrapper):
 class DenseAverage(OptimizerWrapper):
     """Optimizer wrapper that keeps the exponential moving average of the dense weights.
 
-    Tables are not averaged: that would need a copy of each table.
+    Tables are not averaged, because an average needs a copy of each table.
     With decay d and the weights w₁ … w_t after each step, the average is
 
         Σ d^(t−i) · w_i ÷ Σ d^(t−i)        over i = 1 … t

@@ -7,7 +7,7 @@ until the next probed step.
 A row's gradient is Σ over the bags that contain the row of w × the bag's gradient (w = 1 if unweighted). In a
 lookup that returns one vector per id, every id is such a bag. FBGEMM's kernels apply this gradient in
 backward without exposing it. This module computes it in plain torch: for given rows (`add_row_gradients`), or
-as one norm over all rows without a wait of the host (`row_gradients_squared`).
+as one norm over all rows, for which the host does not wait (`row_gradients_squared`).
 """
 
 from __future__ import annotations

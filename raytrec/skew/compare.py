@@ -161,7 +161,7 @@ def _differences(given_N: np.ndarray, again_N: np.ndarray) -> dict[str, float]:
 
 
 class _Comparison:
-    """Measures of the log's rows against those of training."""
+    """Comparison of a log sample with a training sample."""
 
     def __init__(self, log: RowSample, training: RowSample):
         self._sides = log, training

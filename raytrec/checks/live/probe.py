@@ -1,9 +1,9 @@
-"""parity: embeddings and gradients are those of one process.
+"""parity: embeddings and gradients equal those of one process.
 
-A few bags of the next batch are pooled in plain torch from rows of the ranks' shards, using only the map of
-the shards, and compared with the inputs of the dense layers. After the step, the gradient of these rows is
-summed from its definition over the batches of all ranks, and compared with the gradient that reached the
-kernels.
+A few bags of the next batch are pooled in plain torch, using only the map of the shards. The rows come from
+the ranks' shards, and the result is compared with the inputs of the dense layers. After the step, the
+gradient of these rows is summed from its definition over the batches of all ranks. It is compared with the
+gradient that reached the kernels.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ TINY = 1e-30  # smaller numbers lose digits
 class Parity(Check):
     """Check that compares a step with the result of a single process.
 
-    Errors are relative to Σ of the summands' magnitudes, bag by bag and row by row, so that rounding does not
-    look large when terms cancel. Measured errors are at most 5e-7. A wrong divisor, row or factor gives 0.1
-    or more. If plan.qcomms rounds values sent between ranks, the largest effect of this rounding
-    (embeddings/sharding.py) is added to the limit of 1e-5.
+    Errors are relative to Σ of the summands' magnitudes, bag by bag and row by row. Otherwise rounding would
+    look large when terms cancel. Measured errors are at most 5e-7. A wrong divisor, row or factor causes
+    errors of 0.1 or more. If plan.qcomms rounds values sent between ranks, the largest effect of this
+    rounding (embeddings/sharding.py) is added to the limit of 1e-5.
     """
 
     moments = frozenset({STEP})

@@ -140,7 +140,8 @@ class LiveChecks:
 
         Args:
             moment: START (before the first step), STEP (after a step that followed `prepare`) or CHECKPOINT
-                (before a checkpoint is written, so that a corrupt state never replaces a valid one).
+                (before a checkpoint is written). The latter prevents a corrupt state from replacing a valid
+                one.
             position: Position of this rank.
         """
         checks = [check for check in self._checks if moment in check.moments]

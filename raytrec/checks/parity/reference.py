@@ -27,8 +27,8 @@ KINKED = (nn.ReLU, nn.PReLU, nn.LeakyReLU)
 class Reference(nn.Module):
     """Tables and a dense model in one process.
 
-    A table given in fp16 is computed in fp32 and rounded to the nearest value of its dtype by `round_tables`,
-    which `train` calls after every step.
+    Tables in fp16 are computed in fp32. `train` calls `round_tables` after every step, which rounds them to
+    the nearest value of their dtype.
 
     Args:
         schema: Features, their pooling and their tables.
@@ -36,7 +36,8 @@ class Reference(nn.Module):
         model: Dense model with forward(dense, pooled) → logits; used without a copy.
         sequences: Maximum number of ids of each feature that the model reads id by id, with the last id of a
             bag first.
-        objective: Objective with the tasks to learn; default: that of a configuration without `tasks`.
+        objective: Objective with the tasks to learn; default: the objective of a configuration without
+            `tasks`.
         with_ids: Features whose ids are also passed to the model (ModelSection.reads_ids).
     """
 

@@ -1,13 +1,13 @@
 """Hash map of the keys of several tables, in torch, on any device.
 
-Keys of all tables are found, inserted and removed together, so the number of kernel launches and waits on a
-GPU is independent of the number of tables.
+Keys of all tables are found, inserted and removed together. The number of kernel launches and waits on a GPU
+is therefore independent of the number of tables.
 
 Keys are stored in buckets of 8 (one cache line), and each table has a range of buckets. A key's bucket is
 proportional to the key's position in the span of keys that this rank owns. If that bucket is full, the key
-goes into the next bucket with room. Every bucket it passes counts it, so a search ends at the first bucket
-that no key has passed. Removing a key decrements these counts, so the map stays fast however many keys come
-and go.
+goes into the next bucket with room. Every full bucket on the way counts the key, so a search ends at the
+first bucket that no key has passed. Removing a key decrements these counts, so the map stays fast however
+many keys come and go.
 
 The content of a map does not depend on the slots of its keys: two maps with the same entries are equal.
 """
@@ -82,8 +82,8 @@ class MapState:
 class KeyMap:
     """Keys of one rank's span, with integer fields.
 
-    In the methods, `tables`, int64 [n], is the table number of each key, ascending, and `sizes` has the
-    number of these n keys in each table.
+    In the methods, `tables`, int64 [n], is the ascending table number of each key. `sizes` is the number of
+    these n keys in each table.
 
     Args:
         entries: Expected number of entries of each table; a table's range grows beyond that.

@@ -1,6 +1,6 @@
-"""Policies of admission and eviction: the ids that get a row, and those that lose theirs.
+"""Policies of managed ids: admission of ids to rows, and eviction.
 
-All decisions are functions of what all ranks together have seen.
+All decisions are functions of the ids seen by all ranks together.
 """
 
 from __future__ import annotations

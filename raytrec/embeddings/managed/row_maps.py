@@ -27,9 +27,9 @@ KEPT_SHARE = 8  # if too many ids wait for a row, the excess and 1/8 of the capa
 class RowMaps:
     """This rank's part of the maps from the ids of tables to their rows. Tables are numbered from 0.
 
-    The map of a table after a step is a function of the map before the step and of the ids of the global
-    batch with their numbers of occurrences. Ids are processed in the order of their keys, whichever rank has
-    read them. The number of collectives and of waits for a GPU is independent of the number of tables.
+    A step's result depends only on the previous maps and on the ids of the global batch with their counts.
+    Ids are processed in the order of their keys, whichever rank has read them. The number of collectives and
+    of waits for a GPU is independent of the number of tables.
 
     1. Ids with a row keep it. Of the other ids, the policy selects those to be admitted.
     2. Expired ids leave. If rows are missing, the ids with the lowest scores leave, except ids of this batch.

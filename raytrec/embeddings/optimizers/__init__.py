@@ -51,8 +51,8 @@ class TableOptimizer(ABC):
         counts: True if an update depends on the number of previous updates, which is then also state.
         second_moment: Kind of state that is 0 until a row's first gradient, or None.
         settings: Keys of optim.embeddings that the optimizer uses in addition to lr and weight_decay.
-        cpu_lookup: Seconds per byte read or written, per id, and per shard of a table, for a lookup with its
-            update on CPU, as measured by `raytrec doctor --measure`; None without a CPU kernel.
+        cpu_lookup: Cost of a lookup with its update on CPU: seconds per byte read or written, per id, and per
+            shard of a table. `raytrec doctor --measure` measures these rates. None without a CPU kernel.
     """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
