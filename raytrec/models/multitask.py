@@ -125,7 +125,7 @@ class Level(nn.Module):
         self.gates = nn.ModuleList(Gate(inputs, count) for count in read)
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return an output for each task, float [B, expert_mlp[-1]], and before the last level the shared one.
+        """Return the output of each task, float [B, expert_mlp[-1]], and the shared one unless last is set.
 
         Args:
             inputs: xₖ of each task, then the shared x, float [B, inputs] each.
