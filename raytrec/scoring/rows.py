@@ -162,7 +162,7 @@ def _transpose(rows: Sequence[Any], columns: pa.Schema) -> list[Sequence[Any]]:
     if not rows or not names:
         return [[] for _ in names]
     try:
-        if len(names) == 1:  # for which itemgetter returns values instead of tuples
+        if len(names) == 1:  # itemgetter of a single name returns values instead of tuples
             return [[row[names[0]] for row in rows]]
         return list(zip(*map(itemgetter(*names), rows), strict=True))
     except (KeyError, TypeError, IndexError):

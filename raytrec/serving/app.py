@@ -217,7 +217,7 @@ class Listener:
                 where=f"{host}:{port}",
                 expected="an address of this machine, and a port that is free",
             ) from None
-        self._socket.listen(BACKLOG)  # connections wait from now on
+        self._socket.listen(BACKLOG)  # connections are queued from now on
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app,

@@ -262,7 +262,7 @@ def print_news(name: str, stop: Event) -> None:
 
     coordinator, shown = ray.get_actor(coordinator_of(name), NAMESPACE), ""
     while not stop.wait(FOLLOW_S):
-        with suppress(ray.exceptions.RayError):  # the coordinator is being started again
+        with suppress(ray.exceptions.RayError):  # the coordinator is restarting
             if (news := ray.get(coordinator.news.remote(), timeout=FOLLOW_S)) != shown:
                 shown = news
                 print(f"version      {news}", flush=True)
