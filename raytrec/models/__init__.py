@@ -1,4 +1,4 @@
-"""Models and their contract; each model has a section in raytrec/config/models.
+"""Models and the contract that they follow; each model has a section in raytrec/config/models.
 
 A model is a plain nn.Module built from (schema, its section of the configuration, outputs). Its forward
 takes the dense columns, float32 [B, n], and a dict with one input for each sparse feature:
@@ -8,8 +8,8 @@ takes the dense columns, float32 [B, n], and a dict with one input for each spar
   max_length L: the embedding of each id, most recent first. Without max_length, embeddings are averaged.
 
 forward returns logits, float32 [B] for one output, else [B, outputs]. Columns follow the order of the tasks;
-a task has one column, or one for each of its classes. The tasks define the meaning of the logits and their
-losses (raytrec/tasks); a model reads no labels.
+a task has one column, or one for each of its classes. The tasks define losses and the meaning of the logits
+(raytrec/tasks); a model reads no labels.
 
 Some models return further columns:
 
@@ -29,8 +29,8 @@ embeddings (recommender.py). Each row is computed from that row alone (no batch 
 rows over ranks does not change the result.
 
 A user's class follows the same contract: `model.name: "my.module:MyModel"`, with its settings under
-`model.options`. Its __init__ receives `outputs`, `vectors` and `tasks` (task → number of its columns of
-logits, in order, for layers per task) only if it has parameters of these names.
+`model.options`. Its __init__ receives `outputs`, `vectors` and `tasks` only if it has parameters of these
+names. `tasks` maps each task to the number of its columns of logits, in order, for layers per task.
 """
 
 from __future__ import annotations

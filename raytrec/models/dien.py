@@ -156,9 +156,9 @@ class AUGRU(nn.Module):
 class _Evolve(torch.autograd.Function):
     """All steps of an AUGRU, with the last state as output, float32 [B, H].
 
-    Steps are sequential, so on a GPU their cost is that of launching kernels. Terms that do not depend on the
+    Steps are sequential, so on a GPU their cost is the launch of kernels. Terms that do not depend on the
     state are computed for all steps at once. Backward does the same, as a step is linear in the gradient of
-    its state. This takes 10 kernels a step; autograd would take 35.
+    its state. The loop launches 10 kernels a step; autograd would launch 35.
     """
 
     @staticmethod

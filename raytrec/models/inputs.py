@@ -104,8 +104,8 @@ class Requests(NamedTuple):
     """The rows of a batch that are requests, some of whose inputs are [R, ...].
 
     Attributes:
-        of: int64 [N], the request of each example.
-        dense: float32 [R, dense columns]; 0 in those of candidates.
+        of: Request of each example, int64 [N].
+        dense: Dense columns, float32 [R, dense columns]; columns of candidates are 0.
     """
 
     of: torch.Tensor
@@ -130,11 +130,11 @@ class Examples:
     def __call__(self, batch: Batch, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return dense columns [N, n] and inputs [N, ...] of N candidates; of one row if there are none.
 
-        Few layers take a batch without rows.
+        Few layers support a batch without rows.
 
         Args:
             batch: R requests with their candidates.
-            inputs: Inputs of the requests by feature, [R, ...]; those of candidates are [N, ...].
+            inputs: Inputs of the requests by feature, [R, ...]; inputs of candidates are [N, ...].
         """
         requests_N, dense_of_candidates = batch.requests, batch.dense_of_candidates
         if not len(requests_N):

@@ -103,9 +103,9 @@ class PLE(nn.Module):
 class Level(nn.Module):
     """One level of PLE (equations 4 to 7).
 
-    The output for task k is Σₑ softmax(Wₖ xₖ)ₑ · expert e, over the task's experts, which read xₖ, and the
-    shared experts, which read the shared x. The shared output is the same mean over all experts, weighted by
-    softmax(W x). The last level has no shared output.
+    The output for task k is Σₑ softmax(Wₖ xₖ)ₑ · expert e over the task's experts and the shared experts. The
+    task's experts read xₖ, the shared experts the shared x. The shared output is the same mean over all
+    experts, weighted by softmax(W x). The last level has no shared output.
 
     Args:
         inputs: Width of each input.

@@ -18,7 +18,7 @@ from raytrec.models.parts.layers import PerSequence, dim_of, mlp, mlp_and_linear
 class SequenceModel(nn.Module):
     """Model that turns each sequence into one vector by attention for a target feature, followed by DLRM.
 
-    The attention is that of DIN (Zhou et al. 2018, arXiv:1706.06978).
+    The attention follows DIN (Zhou et al. 2018, arXiv:1706.06978).
 
     Args:
         schema: Schema that DLRM accepts, with at least one feature of pooling: sequence.

@@ -7,7 +7,7 @@ Rows of tables are stored in files in one of four precisions:
     int4           uint8 [n, dim ÷ 2 + 4]: two steps of 0 to 15 a byte, the first in the low bits, then scale
                    and offset, float16
 
-A value is step · scale + offset. The layouts of int8 and int4 are those of FBGEMM's row-wise quantization:
+A value is step · scale + offset. The layouts of int8 and int4 follow FBGEMM's row-wise quantization:
 each row contains its own scale and offset.
 """
 
@@ -163,7 +163,8 @@ class IdRows:
 class Lookups:
     """Lookup and pooling of ids in the tables of an export.
 
-    Results equal those of embeddings.pooling.PooledEmbeddings and models.inputs.Sequences during training.
+    The results equal the output of embeddings.pooling.PooledEmbeddings and models.inputs.Sequences in
+    training.
 
     Args:
         features: Features of the model.

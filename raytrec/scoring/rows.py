@@ -32,7 +32,7 @@ class RowReader:
 
     Args:
         schema: Schema of the features.
-        transforms: Transforms of the model; only those that the features need are applied.
+        transforms: Transforms of the model, of which the features' transforms are applied.
         lists: Features whose columns are lists after the transforms.
         columns: Columns of the model's data, with their types.
 

@@ -84,7 +84,7 @@ class Scorer:
 
         Raises:
             DataError: A row does not fit the model; the message names the column and the row.
-            ConfigError: Neither rows nor both user and candidates are given.
+            ConfigError: The arguments are neither rows nor user and candidates.
         """
         given = [each is not None for each in (rows, user, candidates)]
         if given not in ([True, False, False], [False, True, True]):
@@ -167,11 +167,11 @@ class Scorer:
         return _run(self._programs[program].forward, [tensors[each.kind, each.feature] for each in inputs])
 
     def ranking_tables(self, user: Any, candidates: Any) -> tuple[pa.Table, pa.Table]:
-        """Return a user and candidates, in any form that `predict` takes, as tables for `rank`.
+        """Return a user and candidates, in any form that `predict` accepts, as tables for `rank`.
 
         Raises:
-            DataError: The user is not a single row with some of the model's columns, candidates repeat one of
-                them, or a value does not fit its column.
+            DataError: The user is not a single row with some of the model's columns, candidates repeat a
+                user's column, or a value does not fit its column.
         """
         if isinstance(user, Mapping):
             user = to_table(user, pa.schema([field for field in self.columns if field.name in user]))

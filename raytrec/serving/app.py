@@ -258,8 +258,7 @@ class Listener:
 def refuse_connections(listening: socket.socket) -> None:
     """Drop the packets of new connections, so that waiting ones can be accepted before the socket closes.
 
-    Closing a socket resets connections that wait to be accepted. Clients send dropped packets again after 1
-    s.
+    Closing a socket resets connections that wait to be accepted. Dropped packets are resent after 1 s.
     """
     drop = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RET, 0, 0, 0))
     program = struct.pack("HP", 1, ctypes.addressof(drop))

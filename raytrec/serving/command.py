@@ -99,7 +99,7 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
         rollback: True to return to the previous version.
 
     Raises:
-        ConfigError: Neither or both of `uri` and `rollback` are given.
+        ConfigError: Neither or both of `uri` and `rollback` are set.
         RunError: The service refuses the export and keeps its version.
     """
     if (uri is None) != rollback:

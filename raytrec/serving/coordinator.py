@@ -126,7 +126,7 @@ class Coordinator:
         return self._news
 
     async def declare(self, export: Export) -> None:
-        """Promote the export of a deployment, unless it is that of the last deployment.
+        """Promote the export of a deployment, unless the last deployment named the same export.
 
         Raises:
             RaytrecError: The promotion failed; see `promote`.
@@ -146,7 +146,7 @@ class Coordinator:
         Args:
             replica: Id of the replica.
             report: State of the replica.
-            given: Number of the last order that the replica was given.
+            given: Number of the last order that the replica received.
         """
         await self.hear(replica, report)
         if given == self._order.number:

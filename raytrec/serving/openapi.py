@@ -132,8 +132,8 @@ def _value(kind: pa.DataType) -> Any:
 def make_page() -> tuple[str, dict[str, str]]:
     """Return the HTML page, which contains no data, and its headers.
 
-    The headers allow only the page's own script and style and requests to this service. They forbid
-    embedding the page in another one.
+    The headers allow only the page's own script and style and requests to this service, and forbid embedding
+    the page in another one.
     """
     loader = ChoiceLoader([PackageLoader("raytrec.serving"), PackageLoader("raytrec.report")])
     pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)

@@ -18,7 +18,7 @@ Location = Annotated[str, AfterValidator(lambda place: place and absolute(place)
 
 
 class Served(Section):
-    """Options of a service: those of `raytrec serve`, and the arguments of its application on KubeRay."""
+    """Options of `raytrec serve`, and arguments of the service's application on KubeRay."""
 
     uri: Location
     """Export; every node must reach it. If replicas are running, another export is promoted on them."""
@@ -32,7 +32,7 @@ class Served(Section):
     allow_code: bool = False
     """Allow transforms of the export to name code."""
     promote_from: Location | None = None
-    """Folder of the exports that POST /promote accepts; default: the one that contains uri."""
+    """Folder of the exports that POST /promote accepts; default: the folder that contains uri."""
     log_requests: Location | None = None
     """Folder of a sample of requests and their scores; every node must reach it."""
     log_sample: float = Field(default=0.01, gt=0, le=1)

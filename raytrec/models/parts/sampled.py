@@ -128,7 +128,7 @@ class Queries(nn.Module):
 
     Attributes:
         count: Number of query vectors.
-        own: Index of the vector for the model's own loss: that of the last output; without outputs, that for
+        own: Index of the vector for the model's own loss: the last output's; without outputs, the vector for
             losses that compare rows.
     """
 
