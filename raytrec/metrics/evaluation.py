@@ -232,8 +232,7 @@ class SliceFigures:
     def of(cls, ties: list[torch.Tensor], binary: bool, binned: bool) -> SliceFigures:
         """Return the metrics of complete slices, given as ties (`_put_together`).
 
-        `binary` is True if all labels are 0 and 1, `binned` if rows with nearly equal predictions count as
-        tied.
+        `binary`: all labels are 0 and 1. `binned`: rows with nearly equal predictions count as tied.
         """
         keys, predictions, positive, negative, predicted, rows = (x.cpu() for x in ties)
         keys, of = keys.unique_consecutive(return_inverse=True)

@@ -220,8 +220,8 @@ class Items:
     ) -> torch.Tensor:
         """Return the number of items that do not score below each given score, int64 [Q, R].
 
-        NaN is not below any score. Only the first `active[r]` queries are compared in column r; others have
-        0. `left_out`, int64 [2, P], holds queries and positions of items that do not count; -1 means no item.
+        NaN is not below any score. Only the first `active[r]` queries count in column r; other entries are 0.
+        `left_out`, int64 [2, P], holds queries and positions of items that do not count; -1 means no item.
         `cells` is the number of queries × items per block.
         """
         device, block = queries_QD.device, max(1, cells // max(1, len(queries_QD)))
@@ -264,8 +264,8 @@ def not_below_fast(
     """Yield the same masks as `not_below`: products in float32, in float64 only if float32 cannot decide.
 
     Most GPUs compute float64 at a 32nd or a 64th of the speed of float32. A float32 product of D terms has an
-    error of at most D · 2⁻²⁴ · ‖query‖ · ‖item‖ in any order of summation (Higham 2002, 3.1). Rounding a
-    score adds 2⁻²⁴ of the score. The limits in this function are twice as wide.
+    error of at most D · 2⁻²⁴ · ‖query‖ · ‖item‖ in any summation order (Higham 2002, 3.1). Rounding a score
+    adds 2⁻²⁴ of the score. The limits in this function are twice as wide.
     """
     unit = 2.0**-23
     lengths = torch.outer(*(part.double().norm(dim=1).float() for part in (queries_QD, items_ND)))

@@ -29,8 +29,8 @@ class Groups:
     Attributes:
         of: Group of each row, int64 [N], from 0 to G - 1.
         count: Number of groups, G.
-        predictions: float64 [N].
-        labels: float64 [N].
+        predictions: Predictions of the rows, float64 [N].
+        labels: Labels of the rows, float64 [N].
         weights: Row weights above 0, float64 [N].
         items: Item keys, int64 [N]; None if the task has no `item` column.
     """

@@ -22,8 +22,8 @@ class Counted:
     """Rows of a task with nonzero weight, in host memory.
 
     Attributes:
-        logits: float32 [n], or [n, C] for C classes.
-        labels: float32 [n].
+        logits: Logits, float32 [n], or [n, C] for C classes.
+        labels: Labels, float32 [n].
         weights: Weights above 0, float32 [n].
         keys: Column → keys, int64 [n].
     """
@@ -214,8 +214,7 @@ class Scores(BoundedRows):
     def ranked(self, peers: Peers, place: torch.device) -> tuple[Ranked, bool]:
         """Return the sorted rows of all ranks, and True if the rows are binned; a collective.
 
-        If any rank has binned rows, all ranks bin. The rows are sorted on the device `place` and then
-        discarded.
+        If any rank has binned rows, all ranks bin. Rows are sorted on the device `place` and then discarded.
         """
         binned = peers.largest(self._bins is not None) > 0
         if binned:

@@ -51,7 +51,7 @@ class Store:
         self.run_id = self._continue() or self._find_by_key() or self._create(self._name, KEY, self._key)
 
     def open_parent(self) -> None:
-        """Find or create the parent of runs whose parent has this run's name, and write to it from now on."""
+        """Find or create the parent of runs whose parent has this run's name, and select it for writing."""
         self._parent = self._name
         self._connect()
         self.run_id = self._find_parent()

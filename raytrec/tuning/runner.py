@@ -1,4 +1,4 @@
-"""Run trials as child processes and stop the trials that fall behind."""
+"""Runner of trials as child processes, which stops the trials that fall behind."""
 
 from __future__ import annotations
 
