@@ -221,8 +221,7 @@ class Run:
     def predict(self, data: str, out: str, **options: Any) -> dict[str, Any]:
         """Predict every row of Parquet data on the cluster with the newest checkpoint.
 
-        Each input file gives an output file of the same name. The same call continues an interrupted
-        prediction.
+        Each file gives an output file of the same name. The same call continues an interrupted prediction.
 
         Args:
             data: Folder or file of Parquet, as the cluster sees it.

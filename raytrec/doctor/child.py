@@ -170,7 +170,7 @@ def _repair(error: str) -> str:
 
 @host_check("gpus", GPU_S + 5)
 def gpus() -> Found:
-    """Check that each GPU runs an FBGEMM operator, and waits for no reset."""
+    """Check that each GPU runs an FBGEMM operator and is not waiting for a reset."""
     kinds, names = gpu_kinds(), usable_gpus()
     if built_for() != "cuda" or not has_gpus():
         yield Diagnosis(OK, "not needed: no GPU, or packages for CPUs")

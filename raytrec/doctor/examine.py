@@ -63,7 +63,7 @@ COMMON_USERS = ("", "root", "ray", "ubuntu", "user", "runner")  # user names tha
 
 @dataclass
 class Examination:
-    """The result of `examine`.
+    """Result of `examine`.
 
     Attributes:
         hosts: Names of the examined hosts.

@@ -44,7 +44,7 @@ class Diagnosis:
         finding: State of the host in words.
         do: Repair; empty if the result is ok.
         check: Name of the check.
-        hosts: Hosts with this finding; empty: all hosts, or between hosts that `finding` names.
+        hosts: Hosts with this finding; empty: all hosts, or the hosts named in `finding`.
     """
 
     result: str

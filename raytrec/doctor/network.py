@@ -90,7 +90,7 @@ def _judge(found: Any, address: str, lost: bool, several: bool) -> tuple[str, st
 
 
 def listen(address: str, keep: bool = True) -> int:
-    """Listen on a free port of this host, and return the port; with keep=False, close the port again."""
+    """Listen on a free port until this process ends, and return the port; keep=False closes it at once."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.bind((address, 0))

@@ -164,7 +164,7 @@ class Coordinator:
         return self._command
 
     async def current(self, attempt: str) -> bool:
-        """Return True if this attempt is the run's current one, so that its writes count."""
+        """Return True if this attempt is the run's current one and not aborted, so that its writes count."""
         return attempt == self._attempt and self._command != Command.ABORT
 
     async def leave(self, attempt: str, rank: int) -> None:
@@ -258,7 +258,7 @@ class Coordinator:
         return f"{what} at step {culprit.step}{where}{waiting}"
 
     def _kill_what_stands_still(self) -> None:
-        """Kill the processes without heartbeats from tasks on their nodes: they do not receive commands."""
+        """Kill the processes without heartbeats by tasks on their nodes: they do not receive commands."""
         import ray
 
         now = monotonic()

@@ -150,7 +150,7 @@ def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Da
 
 
 def check_every_id(config: RunConfig, schema: Schema, train: Dataset) -> None:
-    """Check that the model reads all ids that a row of a global batch gets by do: sample, count: all.
+    """Check that the model reads all ids that a row of a global batch gets by `do: sample, count: all`.
 
     Raises:
         ConfigError: The model reads fewer ids.

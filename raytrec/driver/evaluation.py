@@ -116,7 +116,7 @@ def scratch_folder() -> Iterator[str]:
     """Yield a temporary folder for the files of an evaluation, because the run may be another user's.
 
     The folder is removed after the block or, if the process was killed, by the next evaluation. A folder with
-    a traceback is kept, because an error message refers to it.
+    a traceback is kept for the error message that names it.
     """
     remove_leftovers(tempfile.gettempdir(), f"{SCRATCH}{{owner}}-*", keep=TRACEBACK)
     folder = tempfile.mkdtemp(prefix=f"{SCRATCH}{owner()}-")
@@ -136,11 +136,11 @@ def evaluate(
     overrides: Overrides | None = None,
     allow_code: bool = False,
 ) -> Result:
-    """Evaluate a finished run or a checkpoint on Parquet data. Its folder is not changed.
+    """Evaluate a finished run or a checkpoint on Parquet data, without writing to its folder.
 
     Args:
         place: Run folder or checkpoint folder.
-        data: Folder or file of Parquet, local or s3:// or gs://; default: data.test of the run, else
+        data: Folder or file of Parquet, local, s3:// or gs://; default: data.test of the run, else
             data.valid.
         workers: Number of workers; default: as in training.
         batch_size: Global batch size; default: as in training.

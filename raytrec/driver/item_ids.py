@@ -150,7 +150,7 @@ def _id_columns(items: Dataset) -> list[str]:
 
 
 def _pairs(column: pa.ChunkedArray, keys: np.ndarray) -> np.ndarray:
-    """Return row · len(keys) + position in `keys` for each id of a column that `keys` contains: int64."""
+    """Return row · len(keys) + position in `keys` for each id that `keys` contains: int64 or float64."""
     counts, ids = keys_of_rows([column])
     place = pc.index_in(pa.array(ids), value_set=pa.array(keys)).to_numpy(zero_copy_only=False)
     pairs = np.repeat(np.arange(len(counts)), counts) * len(keys) + place

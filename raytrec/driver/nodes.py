@@ -113,10 +113,10 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
 
     Raises:
         ConfigError: The workers and their readers need more GPUs or CPUs than the cluster has, and no
-            autoscaler could start more: Ray would wait forever. Or an autoscaler could start nodes with GPUs,
-            and scaling.device is not set. Or scaling.device is cuda, and the packages of a node with GPUs are
-            for CPUs. Or FBGEMM has no code for any of the GPUs. Or train.compile is graphs, and training is
-            on CPUs.
+            autoscaler could start more: Ray would wait forever. Or the cluster has an autoscaler and no GPUs
+            now, and scaling.device is not set. Or scaling.device is cuda, and the packages of a node with
+            GPUs are for CPUs. Or FBGEMM has no code for any of the GPUs. Or train.compile is graphs, and
+            training is on CPUs.
     """
     scaling, grows = config.scaling, starts_nodes()
     if grows and not nodes and scaling.device == "auto":
