@@ -1,4 +1,4 @@
-"""Columns of numbers, labels and weights of rows as checked NumPy arrays. torch is not imported."""
+"""Columns of numbers, labels and weights of rows as checked NumPy arrays. PyTorch is not imported."""
 
 from __future__ import annotations
 

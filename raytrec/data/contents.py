@@ -36,7 +36,9 @@ VERSIONS = ("ETag", "crc32c", "generation")  # keys of an object's metadata that
 
 @dataclass(frozen=True)
 class Content:
-    """Identity of a file's content. Files with equal content are equal wherever and whenever written.
+    """Identity of a file's content. Instances are equal if two files hold the same content.
+
+    The folders and modification times of the files are not compared.
 
     Attributes:
         name: File name with the partition folders that hold columns; for a vocabulary, its config key.

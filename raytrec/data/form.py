@@ -147,7 +147,7 @@ class ReadPlan:
     def named_by(self, column: str) -> str | None:
         """Return the configuration key that names a column, in words.
 
-        None: The schema has the column, or no key names the column.
+        The result is None if the schema has the column, or if no key names the column.
         """
         if column in self.schema.columns:
             return None
@@ -171,8 +171,9 @@ class Form:
 
     Args:
         plan: Read plan of the run.
-        lists: Sparse features whose column is a list in some file. These features, and features with weights,
-            side features or candidates, are bags of any length; other features are single (at most one id).
+        lists: Sparse features whose column is a list in some file. These are bags of any length, as are
+            features with weights or side features, and features of candidates. All other features are single
+            (at most one id).
         types: Types of reserved columns and of columns from folder names, common to all files; default: the
             type in each file.
         from_folders: Columns that folder names such as date=2026-11-07 hold instead of the files.
@@ -272,7 +273,7 @@ class Form:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Return the approximate size of a row in bytes, if each bag has 8 ids plus the drawn ids."""
+        """Return the approximate size of a row in bytes, with 8 ids in each bag, and all drawn ids."""
         samples = [transform for transform in self.plan.transforms if isinstance(transform, Sample)]
         drawn = sum(sample.count for sample in samples if sample.count != "all")
         numbers = (

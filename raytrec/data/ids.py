@@ -1,4 +1,4 @@
-"""Checked ids of sparse features, stable hashes of ids, and keys for grouping rows. torch is not imported."""
+"""Checked ids of sparse features, stable hashes of ids, and keys that group rows. PyTorch is not imported."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def _choose(
 
 
 def _why_not(filesystem: fs.FileSystem, path: str) -> str | None:
-    """Return the reason why a file is not Parquet, from its first and last bytes; None if it is Parquet."""
+    """Return the reason why a file is not Parquet, from its first and last bytes; None for a Parquet file."""
     try:
         with filesystem.open_input_file(path) as file:
             size = file.size()

@@ -34,7 +34,7 @@ BLOCK_BYTES = 16 << 20  # target size of the blocks that a task yields
 
 @dataclass(eq=False)
 class Stream:
-    """Source of the batches that one rank reads from a dataset, in the order that Order defines.
+    """Source of the batches that one rank reads from a dataset, in the order given by `order`.
 
     Reading, checking and shuffling run as Ray Data tasks, which request no CPU from Ray. A thread of this
     process slices and concatenates the rows, `prefetch` batches ahead of the step.

@@ -64,8 +64,8 @@ class Task(TaskRows):
         """Return the logits for metrics and predictions, computed from the model's output for this task.
 
         Vectors of query and item are multiplied. If negatives were down-sampled to a share r, the result is
-        the log-odds for all the data. Let p be the model's probability: the log-odds of
-        p ÷ (p + (1 − p) ÷ r) are smaller by −ln r (He et al. 2014, section 6.3).
+        the log-odds for all the data. For the model's probability p, the log-odds of p ÷ (p + (1 − p) ÷ r)
+        are smaller by −ln r (He et al. 2014, section 6.3).
         """
         scores = self.loss.scores(logits)
         return scores if self.negatives_kept == 1 else scores + log(self.negatives_kept)

@@ -1,4 +1,4 @@
-"""Pages of a column chunk, page headers (Thrift's compact protocol) and rows. torch is not imported."""
+"""Pages of a column chunk, page headers (Thrift's compact protocol) and rows. PyTorch is not imported."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Pages:
     """Positions of the data pages of a column chunk that start with a new row.
 
     Damage to one page would shift the rows of all later pages. Therefore, rows and values of the pages must
-    sum up to the footer's, and the checksum of a page whose levels are counted must be correct. The class is
-    thread-safe.
+    sum up to the footer's. If a page whose levels are counted has a checksum, it must be correct. The class
+    is thread-safe.
     """
 
     def __init__(self, chunk: pq.ColumnChunkMetaData, column: pq.ColumnSchema, rows: int):

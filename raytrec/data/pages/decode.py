@@ -20,7 +20,7 @@ from raytrec.data.pages import Version, read_rows
 from raytrec.data.pages.chunks import Damaged
 from raytrec.data.partitions import folder_column
 
-SKIPPED = "skipped.jsonl"  # file in the run folder with one line for all rows that are skipped together
+SKIPPED = "skipped.jsonl"  # file in the run folder that lists skipped rows
 _footers: dict[Version, pq.FileMetaData] = {}  # shared by the threads of this process
 _lock = threading.Lock()
 FOOTER_BYTES = 16 << 20
@@ -152,7 +152,7 @@ def _opened(version: Version, open_file: Callable[[], pa.NativeFile]) -> tuple[p
         if footer is None:
             _remember(version, reader.metadata)
         known = version, file, reader
-    _open.files[path] = known  # moves the file to the end, so that it is closed last
+    _open.files[path] = known  # at the end of the dict, where files are closed last
     if len(_open.files) > OPEN_FILES:
         del _open.files[next(iter(_open.files))]
     return known[1:]
