@@ -1,4 +1,4 @@
-"""The packages of raytrec, as the tree has them. Everything else is in pyproject.toml.
+"""List of the packages of raytrec. Everything else is in pyproject.toml.
 
 The recipes live in datasets/ but are imported as raytrec_datasets, because `datasets` is the import name of a
 well-known library on PyPI.

@@ -1,20 +1,16 @@
-"""Recipes: how public data becomes Parquet and a schema.yaml. Commands of `raytrec prepare`.
+"""Recipes that turn public data into Parquet and a schema.yaml; commands of `raytrec prepare`.
 
-A recipe is a function. Its parameters are the command's options, by their types and defaults, and its
-docstring is their help:
+A recipe is a function. The command's options follow from the types and defaults of its parameters, and their
+help from the `Args` of its docstring:
 
     def prepare(out: Path, rows: int = 1000, force: bool = False):
-        '''Clicks of our shop.
-
-        Args:
-            rows: Rows of train.
-        '''
+        '''Write clicks of our shop.'''
         output = Output(out, "shop", {"rows": rows}, force)  # raytrec_datasets/writing.py
         ...
 
-In this folder it is called `prepare` and stands in NAME/__init__.py, as `raytrec prepare NAME`: copy
-criteo/. What takes long to import is imported inside it, so that --help answers at once. One of your own is
-`raytrec prepare module:function`.
+A recipe of this folder is a function named `prepare` in NAME/__init__.py and runs as `raytrec prepare NAME`;
+criteo/ is an example to copy. Slow imports belong inside the function, so that --help answers at once. Users
+run their own recipes with `raytrec prepare module:function`.
 """
 
 from __future__ import annotations
@@ -35,14 +31,14 @@ from raytrec.common.storage import COPIES, ROOT, absolute
 
 
 def place(text: str) -> Path:
-    """A path as given; in a job of a cluster, from its shared folder (storage.absolute)."""
+    """Return the path as given, or a path in the shared folder in a job of a cluster (storage.absolute)."""
     return Path(absolute(text)) if os.environ.get(ROOT) or COPIES in os.getcwd() else Path(text)
 
 
 Count = Annotated[int, typer.Option(min=0)]
 PositiveCount = Annotated[int, typer.Option(min=1)]
 File = Annotated[Path | None, typer.Option(parser=place, metavar="FILE")]
-# Options that recipes share: a parameter of one of these names has it without being annotated.
+# Options that recipes share. A parameter with one of these names needs no annotation.
 SHARED = {
     "out": typer.Option(
         parser=place, metavar="PATH", help="Folder to write train/, valid/, test/ and schema.yaml to."
@@ -55,13 +51,15 @@ SHARED = {
 
 
 class Recipes(TyperGroup):
-    """The recipes of this folder, and the user's own."""
+    """Command group with the recipes of this folder and recipes of the user (`module:function`)."""
 
     def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the recipes in this folder, sorted."""
         return sorted(module.name for module in iter_modules(__path__) if module.ispkg)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        from raytrec.cli.options import with_options  # which imports this package
+        """Return the command of a recipe, or None if there is no such recipe."""
+        from raytrec.cli.options import with_options  # imports this package
 
         if ":" in cmd_name:
             recipe = find_recipe(cmd_name)
@@ -79,14 +77,14 @@ app = typer.Typer(cls=Recipes, no_args_is_help=True)
 
 @app.callback()
 def _prepare() -> None:
-    """Write Parquet and a schema.yaml from public data, or with a function of yours (module:function)."""
+    """Write Parquet and a schema.yaml from public data, or with your own function (module:function)."""
 
 
 def find_recipe(path: str) -> Callable[..., None]:
-    """The function that `module:function` names.
+    """Return the function that `module:function` names.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: The name cannot be imported or is not a function.
     """
     from raytrec.common.registry import find_code
 

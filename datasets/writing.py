@@ -24,15 +24,17 @@ SPLITS = ("train", "valid", "test")
 
 
 class Output:
-    """The folder of one prepared dataset.
+    """The folder of one prepared dataset, used as a context manager.
 
-    Used as a block: what is written goes to a hidden folder next to it, and becomes the folder when the block
-    ends without an error, so that an interrupted recipe never looks complete.
+    Files are written to a hidden folder next to the dataset. When the block ends without an error, the hidden
+    folder replaces the dataset's folder, so an interrupted recipe never looks complete.
 
     Args:
-        folder: where the dataset shall be.
-        recipe, options: what makes it; kept in prepared.json and compared when it is prepared again.
-        force: replace a folder that a recipe made otherwise; a folder of anything else is never replaced.
+        folder: Folder of the dataset.
+        recipe: Name of the recipe.
+        options: Options of the recipe. They are stored in prepared.json and compared when the recipe runs
+            again.
+        force: Replace a folder that a recipe prepared with other options. Other folders are never replaced.
     """
 
     def __init__(self, folder: Path, recipe: str, options: dict, force: bool):
@@ -42,10 +44,11 @@ class Output:
         self._force = force
 
     def is_ready(self) -> bool:
-        """True when the same command has been here before; prints that.
+        """Return True, and print a message, if the folder was prepared with the same options.
 
         Raises:
-            ConfigError: the folder holds something else, or the source, which replacing it would delete.
+            ConfigError: The folder was prepared with other options and `force` is False, or it was not
+                written by a recipe, or it contains the source, which would be deleted.
         """
         source = self.options.get("source")
         if source and Path(source).is_relative_to(self.folder):
@@ -77,7 +80,7 @@ class Output:
         )
 
     def _options_before(self) -> dict | None:
-        """The options that the folder was prepared with; None where it has no marker of ours."""
+        """Return the options that the folder was prepared with, or None if it has no valid marker."""
         try:
             return self.facts()["options"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -97,7 +100,7 @@ class Output:
         self.partial.rename(self.folder)
 
     def facts(self) -> dict:
-        """What `finish` wrote into a complete folder: options, rows and the recipe's own facts."""
+        """Return the content of the marker that `finish` wrote: options, rows and facts of the recipe."""
         return json.loads((self.folder / MARKER).read_text())
 
     def finish(
@@ -107,18 +110,25 @@ class Output:
         comments: Mapping[tuple[str, str], str] | None = None,
         **facts: object,
     ) -> None:
-        """Writes schema.yaml, with comments of Schema.to_yaml, and the marker with the rows of each split and
-        other facts."""
+        """Write schema.yaml and the marker.
+
+        Args:
+            schema: Schema of the dataset.
+            rows: Number of rows of each split.
+            comments: Comments of schema.yaml, as for Schema.to_yaml.
+            **facts: Further facts to store in the marker.
+        """
         (self.partial / "schema.yaml").write_text(schema.to_yaml(comments))
         text = json.dumps({"options": self.options, "rows": rows, **facts}, indent=2)
         (self.partial / MARKER).write_text(text + "\n")
 
     def summary(self, job: str = "own", settings: Sequence[str] = (), lines: Sequence[str] = ()) -> None:
-        """Prints the rows of each split, further lines, and the next command.
+        """Print the rows of each split, further lines, and the next command.
 
         Args:
-            job: the example in jobs/ that fits the data.
-            settings: overrides that it needs in addition to the paths.
+            job: Name of the example in jobs/ that fits the data.
+            settings: Overrides that the example needs in addition to the paths.
+            lines: Lines to print between the rows and the next command.
         """
         rows, place = self.facts()["rows"], relative(self.folder)
         counts = ", ".join(f"{name} {count:,}" for name, count in rows.items())
@@ -130,14 +140,14 @@ class Output:
 
 
 class SplitWriter:
-    """Writes one split as part-*.parquet files, zstd, in row groups of `group_rows`.
+    """A writer of one split: files part-*.parquet, compressed with zstd.
 
     Args:
-        folder: the split's folder.
+        folder: Folder of the split.
         schema: Arrow schema of every table.
-        group_rows: rows of a row group.
-        file_rows: rows after which a new file begins.
-        prefix: begins the files' names; several writers may share a folder.
+        group_rows: Number of rows of a row group.
+        file_rows: Number of rows after which a new file begins.
+        prefix: Beginning of the file names; several writers may share a folder.
     """
 
     def __init__(
@@ -157,7 +167,7 @@ class SplitWriter:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, table: pa.Table) -> None:
-        """Adds rows; row groups are cut at their full size, across calls."""
+        """Add rows. Row groups have their full size, also across calls."""
         self._waiting.append(table.cast(self._schema))
         self.rows += len(table)
         waiting = sum(map(len, self._waiting))
@@ -169,7 +179,7 @@ class SplitWriter:
                 self._write_group(whole.slice(start, self._group_rows))
 
     def close(self) -> None:
-        """Writes the last, smaller row group."""
+        """Write the last, smaller row group and close the file."""
         rest = pa.concat_tables(self._waiting) if self._waiting else self._schema.empty_table()
         if len(rest) or not self._files:
             self._write_group(rest)
@@ -188,7 +198,7 @@ class SplitWriter:
 
 
 def write_table(folder: Path, table: pa.Table, group_rows: int = 16_384) -> int:
-    """Write one table as a split; return its number of rows."""
+    """Write one table as a split and return its number of rows."""
     writer = SplitWriter(folder, table.schema, group_rows)
     writer.write(table)
     writer.close()
@@ -197,7 +207,10 @@ def write_table(folder: Path, table: pa.Table, group_rows: int = 16_384) -> int:
 
 @contextmanager
 def progress(text: str, total: int | None) -> Iterator:
-    """A bar on stderr, silent where that is not a terminal; yields a function to call with units done."""
+    """Yield a function that advances a progress bar on stderr by a number of units.
+
+    The bar is hidden if stderr is not a terminal.
+    """
     console = open_console(stderr=True)
     columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

@@ -1,4 +1,7 @@
-"""ray job submit --working-dir . -- python jobs/check.py jobs/movielens.yaml scaling.num_workers=2"""
+"""Run `raytrec check` as a Ray job.
+
+ray job submit --working-dir . -- python jobs/check.py jobs/movielens.yaml scaling.num_workers=2
+"""
 
 import sys
 

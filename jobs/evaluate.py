@@ -1,4 +1,7 @@
-"""ray job submit --working-dir . -- python jobs/evaluate.py runs/NAME --data data/ml100k/test"""
+"""Run `raytrec evaluate` as a Ray job.
+
+ray job submit --working-dir . -- python jobs/evaluate.py runs/NAME --data data/ml100k/test
+"""
 
 import sys
 

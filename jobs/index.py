@@ -1,4 +1,7 @@
-"""ray job submit --working-dir . -- python jobs/index.py runs/NAME --items data/films/items --out films"""
+"""Run `raytrec index` as a Ray job.
+
+ray job submit --working-dir . -- python jobs/index.py runs/NAME --items data/films/items --out films
+"""
 
 import sys
 

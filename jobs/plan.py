@@ -1,4 +1,7 @@
-"""ray job submit --working-dir . -- python jobs/plan.py jobs/criteo_1tb_8xa100.yaml --on 8xa100-80"""
+"""Run `raytrec plan` as a Ray job.
+
+ray job submit --working-dir . -- python jobs/plan.py jobs/criteo_1tb_8xa100.yaml --on 8xa100-80
+"""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""ray job submit --working-dir . -- python jobs/predict.py runs/NAME --data data/ml100k/test --out scores"""
+"""Run `raytrec predict` as a Ray job.
+
+ray job submit --working-dir . -- python jobs/predict.py runs/NAME --data data/ml100k/test --out scores
+"""
 
 import sys
 

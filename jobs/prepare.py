@@ -1,4 +1,7 @@
-"""ray job submit --working-dir . -- python jobs/prepare.py movielens --source ml-100k --out data/ml100k"""
+"""Run `raytrec prepare` as a Ray job.
+
+ray job submit --working-dir . -- python jobs/prepare.py movielens --source ml-100k --out data/ml100k
+"""
 
 import sys
 

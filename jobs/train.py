@@ -1,6 +1,6 @@
-"""ray job submit --working-dir . -- python jobs/train.py jobs/movielens.yaml scaling.num_workers=2
+"""Run `raytrec train` as a Ray job; a second submission resumes an interrupted run.
 
-Submitted again, it resumes the run, if that was interrupted.
+ray job submit --working-dir . -- python jobs/train.py jobs/movielens.yaml scaling.num_workers=2
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""ray job submit --working-dir . -- python jobs/tune.py CONFIG --space jobs/spaces/synthetic.yaml
+"""Run `raytrec tune` as a Ray job; a second submission resumes an interrupted search.
 
-Submitted again, it resumes the search, if that was interrupted.
+ray job submit --working-dir . -- python jobs/tune.py CONFIG --space jobs/spaces/synthetic.yaml
 """
 
 import sys

@@ -1,14 +1,14 @@
-"""Installs the pinned packages for one device, with the torch that belongs to it.
+"""Install the pinned packages for one device, with the matching torch build.
 
     python requirements/install.py cpu            # or cuda
     python requirements/install.py cpu -r requirements/dev.txt --torch-index https://mirror/whl/cpu
 
 On Linux, PyPI's torch is the CUDA build. It needs CUDA's libraries, which cpu.txt leaves out: without them
-`import torch` fails. So the CPU build, whose version ends in +cpu, is asked for by that name: first wherever
-pip is configured to look, then at PyTorch's own index. What this script does not know goes to `pip install`.
+`import torch` fails. The script therefore requests the CPU build, whose version ends in +cpu: first from the
+indexes that pip is configured to use, then from PyTorch's own index. Unknown arguments go to `pip install`.
 
-Only the standard library: it runs before anything is installed, in the Makefile and in deploy/Dockerfile,
-where pip installs into an environment that is not its own (PIP_PYTHON).
+The script uses only the standard library, because it runs before any package is installed: in the Makefile
+and in deploy/Dockerfile, where pip installs into another environment (PIP_PYTHON).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pathlib import Path
 HERE = Path(__file__).parent
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-# pip waits up to 15 s for an answer and asks 5 more times: too long for an index that is out of reach, where
-# another place is still to be asked. How long it waits is left to pip's configuration where that is asked.
+# By default pip waits up to 15 s and retries 5 times: too long for an unreachable index when a second
+# index remains. The timeout of pip's own indexes is left to pip's configuration.
 SOON = ["--retries", "1"]
-# Distributions of one device: they put their files into the same folder, so one breaks the other.
+# Distribution of each device. Both install files into the same folder, so one breaks the other.
 FBGEMM = {"cpu": "fbgemm-gpu-cpu", "cuda": "fbgemm-gpu"}
-# What the pinned torch and fbgemm-gpu are built for, and the oldest driver that runs it.
+# CUDA version of the pinned torch and fbgemm-gpu, and the oldest driver that supports it.
 CUDA, DRIVER, DRIVER_FILE = "13.0", 580, Path("/proc/driver/nvidia/version")
-# The oldest and the newest Python for which every pinned package has a wheel; pyproject.toml has the same.
+# Oldest and newest Python for which every pinned package has a wheel; the same as in pyproject.toml.
 PYTHONS = (3, 11), (3, 14)
 INSTALL = ["install", "--no-deps", "--only-binary", ":all:"]
 
@@ -43,7 +43,10 @@ print(json.dumps([(d.metadata["Name"], d.version) for d in distributions() if d.
 
 
 class InstallError(Exception):
-    """What went wrong, in the parts of raytrec.common.errors.RaytrecError, which is not installed yet."""
+    """A failed installation, with the message parts of raytrec.common.errors.RaytrecError.
+
+    RaytrecError itself cannot be used, because raytrec is not installed yet.
+    """
 
     def __init__(self, what: str, **parts: str):
         lines = [f"  {name + ':':<10}{text}" for name, text in parts.items()]
@@ -51,6 +54,11 @@ class InstallError(Exception):
 
 
 def main(arguments: list[str]) -> None:
+    """Install the packages for the device in the command-line arguments.
+
+    Raises:
+        InstallError: The Python version, the environment or the driver is unsuitable, or pip failed.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("device", choices=list(FBGEMM))
     parser.add_argument(
@@ -78,20 +86,22 @@ def main(arguments: list[str]) -> None:
 
 
 def pip(*arguments: str, **options: object) -> subprocess.CompletedProcess:
+    """Run pip with arguments; options are those of subprocess.run."""
     return subprocess.run([*PIP, *arguments], text=True, **options)
 
 
 def installed_versions() -> dict[str, str]:
-    """Name → version of the packages in the environment that pip installs into."""
+    """Return name → version of the packages in the environment that pip installs into."""
     python = os.environ.get("PIP_PYTHON") or sys.executable
     listed = subprocess.run([python, "-c", LIST], stdout=subprocess.PIPE, check=True)
     return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in json.loads(listed.stdout)}
 
 
 def refuse_other_python(version: tuple[int, int]) -> None:
-    """
+    """Check that the pinned packages have wheels for this Python version.
+
     Raises:
-        InstallError: the pinned packages have no wheels for this Python.
+        InstallError: They have no wheels.
     """
     first, last = PYTHONS
     if not first <= version <= last:
@@ -104,9 +114,10 @@ def refuse_other_python(version: tuple[int, int]) -> None:
 
 
 def refuse_other_device(device: str, installed: dict[str, str]) -> None:
-    """
+    """Check that the environment has no packages of the other device.
+
     Raises:
-        InstallError: the environment holds the packages of the other device.
+        InstallError: The environment has packages of the other device.
     """
     other = next(name for name in FBGEMM if name != device)
     if FBGEMM[other] in installed:
@@ -119,7 +130,7 @@ def refuse_other_device(device: str, installed: dict[str, str]) -> None:
 
 
 def refuse_old_driver(file: Path = DRIVER_FILE) -> None:
-    """Before 5 GB are downloaded. Where there is no driver, as in an image that is built, nothing is refused.
+    """Check NVIDIA's driver before 5 GB are downloaded. A missing driver is accepted, as in an image build.
 
     Raises:
         InstallError: NVIDIA's driver on this machine is older than the packages' CUDA needs.
@@ -128,7 +139,7 @@ def refuse_old_driver(file: Path = DRIVER_FILE) -> None:
         found = re.search(r"\b(\d{3})\.\d+(\.\d+)?\b", file.read_text(encoding="utf-8"))
     except OSError:
         return
-    # NVIDIA's package of CUDA's libraries for older drivers, on GPUs of data centers.
+    # Data-center GPUs can use older drivers with NVIDIA's compatibility package of CUDA.
     if found and int(found[1]) < DRIVER and not list(Path("/usr/local").glob("cuda-13*/compat/libcuda.so.*")):
         raise InstallError(
             f"NVIDIA's driver is {found[0]}, with which these packages find no GPU",
@@ -140,17 +151,18 @@ def refuse_old_driver(file: Path = DRIVER_FILE) -> None:
 
 
 def is_right_torch(device: str, version: str, pinned: str) -> bool:
-    """Whether an installed version of torch ("" for none) is the pinned one, built for the device."""
+    """Return True if a version of torch ("" if not installed) is the pinned one, built for the device."""
     public, _, local = version.partition("+")
     return public == pinned and local in {"cpu": ("cpu",), "cuda": ("", f"cu{CUDA.replace('.', '')}")}[device]
 
 
 def install_torch(device: str, version: str, index: str) -> None:
-    """
+    """Install the torch build for the device.
+
     Raises:
-        InstallError: no place that was asked has that build.
+        InstallError: No index has that build.
     """
-    if device == "cuda":  # === is equal to the letter: a +cpu beside it, which == would prefer, is not
+    if device == "cuda":  # === compares literally; == would prefer an available +cpu build
         if pip(*INSTALL, f"torch==={version}").returncode:
             raise InstallError(f"pip could not install torch {version}", where="pip's messages above")
         return
@@ -171,9 +183,10 @@ def install_torch(device: str, version: str, index: str) -> None:
 
 
 def check_installed(device: str, installed: dict[str, str], pinned: str) -> None:
-    """
+    """Check that torch is the build for the device and that only one build of FBGEMM is installed.
+
     Raises:
-        InstallError: torch is not the build for the device, or FBGEMM's other build is there, too.
+        InstallError: torch is not the build for the device, or the other build of FBGEMM is installed.
     """
     version = installed.get("torch", "")
     if not is_right_torch(device, version, pinned):

@@ -1,16 +1,16 @@
-"""UCI Adult as rows with two labels. (The MMoE paper makes such rows of its larger sister, Census-Income
-(KDD).)
+"""UCI Adult as rows with two labels.
 
-Labels: `income` (above 50K a year) and `never_married`, which Ma et al. 2018 learn together
-(doi.org/10.1145/3219819.3220007). Inputs are all other columns, without three:
+Labels: `income` (above 50K a year) and `never_married`. The MMoE paper (Ma et al. 2018,
+doi.org/10.1145/3219819.3220007) learns the same two from the larger data set Census-Income (KDD). Inputs are
+all other columns except three:
 
-- marital_status, which is the second label;
-- relationship, which reveals it: husbands and wives are married, and 88 % of own children never were;
-- fnlwgt, the survey's estimate of how many people a row stands for: no property of the person. It is in the
-  files under its name, though not in schema.yaml, so that `sample_weight: fnlwgt` can name it.
+- marital_status is the second label;
+- relationship reveals the second label: husbands and wives are married, and 88 % of own children never were;
+- fnlwgt, the survey's estimate of how many people a row stands for, is not a property of the person. The
+  files have the column, but schema.yaml does not, so `sample_weight: fnlwgt` can name it.
 
-Dense columns are standardised with mean and deviation of train, gains and losses as log(1 + x). Ids are
-positions in the sorted values of train, from 1; 0 is "?" (missing) and what train does not have.
+Dense columns are standardized with the mean and deviation of train, gains and losses as log(1 + x). Ids are
+positions in the sorted values of train, from 1; id 0 stands for "?" (missing) and for values not in train.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ LABELS = ["income", "never_married"]
 NUMBERS = {*DENSE, "fnlwgt"}
 INCOMES = {"<=50K": 0, ">50K": 1}
 MISSING = "?"
-VALID_SHARE = 5  # one row of so many of adult.data
+VALID_SHARE = 5  # one of this many rows of adult.data
 
 
 def write(out: Path, source: Path, seed: int, dim: int, force: bool) -> None:
-    """Writes the dataset; its arguments are those of `raytrec prepare adult`."""
+    """Write the dataset; the arguments are those of `raytrec prepare adult`."""
     source = source.expanduser().absolute()
     output = Output(out, "adult", {"source": str(source), "seed": seed, "dim": dim}, force)
     if not output.is_ready():
@@ -66,10 +66,10 @@ def write(out: Path, source: Path, seed: int, dim: int, force: bool) -> None:
 
 
 def read(path: Path) -> pd.DataFrame:
-    """The people of adult.data or adult.test: numbers as int64, income as 0 or 1, the rest as text.
+    """Read adult.data or adult.test: numbers as int64, income as 0 or 1, all other columns as text.
 
     Raises:
-        DataError: there is no such file, it has no rows, or a line is none of Adult's; names the line.
+        DataError: The file cannot be read, has no rows, or has an invalid line, which the error names.
     """
     try:
         lines = path.read_text("utf-8").splitlines()
@@ -87,7 +87,7 @@ def read(path: Path) -> pd.DataFrame:
 
 
 def _rows(lines: list[str], path: Path) -> Iterator[list]:
-    """Each line's fields. Empty lines, and UCI's remark in the first line of adult.test, have none."""
+    """Yield the fields of each line, except empty lines and UCI's remark in the first line of adult.test."""
     for number, line in enumerate(lines, 1):
         if not line.strip() or (number == 1 and line.startswith("|")):
             continue
@@ -105,7 +105,7 @@ def _rows(lines: list[str], path: Path) -> Iterator[list]:
 
 
 def _problem(fields: list[str]) -> str | None:
-    """What is wrong with a line's fields."""
+    """Describe the first problem in the fields of a line, or return None if they are valid."""
     if len(fields) != len(COLUMNS):
         return f"the line has {len(fields)} fields"
     for name, value in zip(COLUMNS, fields, strict=True):
@@ -117,17 +117,17 @@ def _problem(fields: list[str]) -> str | None:
 
 
 def _income(text: str) -> int | None:
-    """0 or 1; None for what is neither. adult.test ends each line with a full stop."""
+    """Return 0 or 1, or None for any other text. In adult.test each line ends with a full stop."""
     return INCOMES.get(text.removesuffix("."))
 
 
 class Adult:
-    """People with splits, scales and vocabularies, the last two from train alone.
+    """People with splits, scales and vocabularies. Scales and vocabularies come from train alone.
 
     Attributes:
-        splits: name → people. train and valid are adult.data in seeded random order.
-        scales: dense column → [mean, standard deviation].
-        vocabularies: sparse column → sorted values, without the missing one.
+        splits: Name → people. train and valid are adult.data in seeded random order.
+        scales: Dense column → [mean, standard deviation].
+        vocabularies: Sparse column → sorted values, without the missing one.
     """
 
     def __init__(self, data: pd.DataFrame, test: pd.DataFrame, seed: int):
@@ -138,7 +138,7 @@ class Adult:
         self.vocabularies = {name: sorted({*train[name]} - {MISSING}) for name in SPARSE}
 
     def table(self, split: str) -> pa.Table:
-        """The rows of a split: labels int8, dense columns float32, ids int64, and fnlwgt."""
+        """Return the rows of a split: labels int8, dense columns float32, ids int64, and fnlwgt."""
         people = self.splits[split]
         columns = {
             "income": people["income"].to_numpy(np.int8),
@@ -147,16 +147,16 @@ class Adult:
         for name, (mean, deviation) in self.scales.items():
             columns[name] = ((_number(people, name) - mean) / deviation).astype(np.float32)
         for name, known in self.vocabularies.items():
-            codes = pd.Categorical(people[name], categories=known).codes  # -1: not among them
+            codes = pd.Categorical(people[name], categories=known).codes  # -1: not in the vocabulary
             columns[name] = codes.astype(np.int64) + 1
         return pa.table({**columns, "fnlwgt": people["fnlwgt"].to_numpy()})
 
     def write(self, folder: Path, split: str) -> int:
-        """Writes a split; its number of rows."""
+        """Write a split and return its number of rows."""
         return write_table(folder, self.table(split), group_rows=4_096)
 
     def schema(self, dim: int) -> Schema:
-        """schema.yaml: a table for each sparse column."""
+        """Return the content of schema.yaml, with a table for each sparse column."""
         return Schema.parse(
             {
                 "labels": LABELS,
@@ -171,11 +171,11 @@ class Adult:
 
 
 def _number(people: pd.DataFrame, name: str) -> np.ndarray:
-    """A dense column before it is standardised: float64 [n]."""
+    """Return a dense column before standardization, float64 [n]."""
     values = people[name].to_numpy(np.float64)
     return np.log1p(values) if name in LOGARITHMIC else values
 
 
 def _scale(values: np.ndarray) -> list[float]:
-    """[mean, standard deviation]; 1 for the deviation of equal values."""
+    """Return [mean, standard deviation]; the deviation is 1 if all values are equal."""
     return [float(values.mean()), float(values.std()) or 1.0]

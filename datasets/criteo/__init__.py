@@ -20,15 +20,18 @@ def prepare(
     on_bad_line: Literal["error", "skip"] = "error",
     force: bool = False,
 ) -> None:
-    """Criteo Kaggle and 1TB click logs in their original TSV layouts.
+    """Write Criteo Kaggle and 1TB click logs from their original TSV layouts.
 
     Args:
+        out: Folder to write train/, valid/, test/ and schema.yaml to.
         source: train.txt, a day file, or the folder that holds them.
         layout: Kaggle or 1TB files.
         vocabulary: How values become ids.
         hash_rows: Rows of each table (hash).
         min_count: Rarer values share id 0 (frequency).
+        dim: Width of the embeddings; a multiple of 4.
         on_bad_line: What a malformed line does.
+        force: Replace what the folder holds.
     """
     from raytrec_datasets.criteo.recipe import write
 

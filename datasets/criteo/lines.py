@@ -1,5 +1,7 @@
-"""Criteo's TSV lines as Arrow tables. A line has a label, 13 integers and 26 hexadecimal values, without a
-header."""
+"""Criteo's TSV lines as Arrow tables.
+
+A line has a label, 13 integers and 26 hexadecimal values. The files have no header.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,19 @@ SPARSE = [f"C{i}" for i in range(1, 27)]
 COLUMNS = ["label", *DENSE, *SPARSE]
 TYPES = {"label": pa.int8(), **dict.fromkeys(DENSE, pa.int64()), **dict.fromkeys(SPARSE, pa.string())}
 CHUNK_BYTES = 64 << 20
-INTEGER, HEX = rb"(?:-?\d{1,18})?", rb"(?:[0-9a-fA-F]{1,8})?"  # both may be missing
+INTEGER, HEX = rb"(?:-?\d{1,18})?", rb"(?:[0-9a-fA-F]{1,8})?"  # both may be empty
 LINE = re.compile(rb"[01](?:\t%b){13}(?:\t%b){26}" % (INTEGER, HEX))
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Lines that begin in bytes [start, stop) of a file; stop None: to the end (compressed files)."""
+    """Lines that begin in bytes [start, stop) of a file.
+
+    Attributes:
+        path: Path of the file.
+        start: First byte.
+        stop: End of the bytes; None: the end of the file (compressed files).
+    """
 
     path: str
     start: int
@@ -38,7 +46,7 @@ class Chunk:
 
 
 def chunks(path: Path) -> list[Chunk]:
-    """A plain file in chunks of 64 MiB; a .gz file as one, read as a stream."""
+    """Return the chunks of a file: 64 MiB each, or a single one for a .gz file, which is read as a stream."""
     if path.suffix == ".gz":
         return [Chunk(str(path), 0, None)]
     size = path.stat().st_size
@@ -46,12 +54,13 @@ def chunks(path: Path) -> list[Chunk]:
 
 
 def read(chunk: Chunk, skip_bad: bool) -> Iterator[tuple[pa.Table, int]]:
-    """Tables of parsed lines, with the number of malformed lines that were skipped in each.
+    """Yield tables of parsed lines, each with the number of malformed lines that were skipped.
 
     Raises:
-        DataError: a malformed line, unless skip_bad; names file, line and its beginning.
+        DataError: A line is malformed and `skip_bad` is False; the error names the file and the line and
+            quotes its beginning.
     """
-    before = 0  # lines of a stream's earlier blocks
+    before = 0  # lines of earlier blocks of a stream
     for block in _blocks(chunk):
         yield _parse(block, chunk, skip_bad, before)
         if chunk.stop is None:
@@ -59,7 +68,7 @@ def read(chunk: Chunk, skip_bad: bool) -> Iterator[tuple[pa.Table, int]]:
 
 
 def _blocks(chunk: Chunk) -> Iterator[bytes]:
-    """Whole lines, about CHUNK_BYTES at a time."""
+    """Yield whole lines, about CHUNK_BYTES at a time."""
     if chunk.stop is None:
         try:
             with gzip.open(chunk.path) as file:
@@ -72,7 +81,7 @@ def _blocks(chunk: Chunk) -> Iterator[bytes]:
         return
     with open(chunk.path, "rb") as file:
         start = chunk.start
-        if start:  # a line that begins before this chunk belongs to the one before
+        if start:  # a line that begins before this chunk belongs to the previous chunk
             file.seek(start - 1)
             start += len(file.readline()) - 1
         if start < chunk.stop:
@@ -100,7 +109,7 @@ def _arrow(block: bytes) -> pa.Table:
 
 
 def _well_formed(table: pa.Table) -> bool:
-    """True when each label is 0 or 1, and each value has at most 8 hexadecimal digits."""
+    """Return True if each label is 0 or 1 and each value has at most 8 hexadecimal digits."""
     good = pc.all(pc.fill_null(pc.is_in(table["label"], pa.array([0, 1], pa.int8())), False)).as_py()
     return good is not False and all(
         pc.all(pc.match_substring_regex(table[name], "^[0-9a-fA-F]{1,8}$")).as_py() is not False
@@ -109,7 +118,7 @@ def _well_formed(table: pa.Table) -> bool:
 
 
 def _line_by_line(block: bytes, chunk: Chunk, skip_bad: bool, before: int) -> tuple[pa.Table, int]:
-    """The slow way for a block that holds a malformed line: names it, or leaves it out."""
+    """Parse a block that holds a malformed line: report the line, or skip it if `skip_bad` is set."""
     good, bad = [], 0
     for number, line in enumerate(block.splitlines(), 1):
         if LINE.fullmatch(line):
@@ -122,13 +131,13 @@ def _line_by_line(block: bytes, chunk: Chunk, skip_bad: bool, before: int) -> tu
                 expected="label (0 or 1), 13 integers and 26 hexadecimal values, divided by tabs",
                 do="correct the line, or leave such lines out with --on-bad-line skip",
             )
-        elif line:  # Arrow passes over empty lines, and so does this
+        elif line:  # empty lines are ignored, as in Arrow
             bad += 1
     return _arrow(b"\n".join(good) + b"\n") if good else pa.schema(TYPES).empty_table(), bad
 
 
 def _problem(line: bytes) -> str:
-    """What is wrong with a line that LINE does not match."""
+    """Describe why a line does not match LINE."""
     fields = line.split(b"\t")
     if len(fields) != len(COLUMNS):
         return f"the line has {len(fields)} fields"
@@ -141,7 +150,7 @@ def _problem(line: bytes) -> str:
 
 
 def _lines_before(chunk: Chunk) -> int:
-    """Lines that begin before a chunk; counted only when there is an error to place."""
+    """Count the lines that begin before a chunk. This reads the file, so it is called only for an error."""
     count = 0
     if chunk.start:
         with open(chunk.path, "rb") as file:
@@ -150,12 +159,12 @@ def _lines_before(chunk: Chunk) -> int:
                 count += block.count(b"\n")
                 left -= len(block)
             if block[-1:] != b"\n":
-                count += 1  # the line that the chunk's start cuts belongs to the chunk before
+                count += 1  # the line that the chunk's start cuts belongs to the previous chunk
     return count
 
 
 def hex_values(column: pa.ChunkedArray) -> np.ndarray:
-    """Hexadecimal text of at most 8 digits as int64 [n]; -1 where it is missing."""
+    """Return hexadecimal text of at most 8 digits as int64 [n]; -1 for missing values."""
     missing = column.is_null().to_numpy()
     padded = pc.utf8_lpad(column.fill_null(""), 8, "0").combine_chunks()
     digits = padded.buffers()[2]

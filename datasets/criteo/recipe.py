@@ -1,8 +1,9 @@
 """Criteo click logs as Parquet, written by Ray Data tasks.
 
-Dense: log(1 + x) with missing and negative values as 0, as in MLPerf's DLRM. Sparse: id 0 is missing (and,
-with a frequency vocabulary, rare). Splits: Kaggle's last seventh, and 1TB's last day, are valid (their first
-half) and test (their second half); everything before is train.
+Dense columns are log(1 + x) with missing and negative values as 0, as in MLPerf's DLRM. In sparse columns,
+id 0 stands for missing values and, with a frequency vocabulary, for rare ones. The last seventh of Kaggle's
+file and the last day of 1TB are held out: the first half is valid, the second half test. All other rows are
+train.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from raytrec.cluster.session import ray_session
 from raytrec.common.errors import ConfigError, DataError, root_cause
 from raytrec.config.schema import Schema
 
-MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 ÷ golden ratio: Knuth's multiplicative hash
+MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 ÷ golden ratio (Knuth's multiplicative hash)
 
 
 def write(
@@ -37,7 +38,7 @@ def write(
     skip_bad: bool,
     force: bool,
 ) -> None:
-    """Writes the dataset; its arguments are those of `raytrec prepare criteo`."""
+    """Write the dataset; the arguments are those of `raytrec prepare criteo`."""
     files = find_files(source.expanduser().absolute(), layout)
     size = {"hash_rows": hash_rows} if vocabulary == "hash" else {"min_count": min_count}
     options = {
@@ -71,17 +72,22 @@ def write(
 
 @dataclass(frozen=True)
 class Files:
-    """The files in their order; `held_out` is valid and test (1TB), or None (Kaggle's one file)."""
+    """Source files in their order.
+
+    Attributes:
+        all: All files.
+        held_out: File with valid and test (1TB); None: the only file is split by rows (Kaggle).
+    """
 
     all: list[Path]
     held_out: Path | None
 
 
 def find_files(source: Path, layout: str) -> Files:
-    """Kaggle's train.txt, or 1TB's day_0 … day_23 (also .gz), in a folder or named themselves.
+    """Find Kaggle's train.txt, or 1TB's day_0 … day_23 (also .gz), in a folder or as a single file.
 
     Raises:
-        DataError: when there are none, or the layout does not fit.
+        DataError: There are no such files, or they do not fit the layout.
     """
     names = [source] if source.is_file() else sorted(source.iterdir()) if source.is_dir() else []
     days = [p for p in names if re.fullmatch(r"day_\d+(\.gz)?", p.name)]
@@ -109,7 +115,7 @@ def find_files(source: Path, layout: str) -> Files:
 
 
 def schema_of(sizes: list[int], dim: int) -> Schema:
-    """13 dense columns, 26 features, each with its own table."""
+    """Return a schema with 13 dense columns and 26 features, each with its own table."""
     return Schema.parse(
         {
             "labels": ["label"],
@@ -122,12 +128,12 @@ def schema_of(sizes: list[int], dim: int) -> Schema:
 
 
 def _firsts(counts: list[int]) -> list[int]:
-    """The number of the first row of each chunk."""
+    """Return the number of the first row of each chunk."""
     return (np.cumsum([0, *counts[:-1]])).tolist()
 
 
 def _bounds(files: Files, work: list[Chunk], counts: list[int]) -> tuple[int, int]:
-    """(first row of valid, first row of test)."""
+    """Return (first row of valid, first row of test)."""
     total = sum(counts)
     if files.held_out is None:
         first = total - total // 7
@@ -139,16 +145,16 @@ def _bounds(files: Files, work: list[Chunk], counts: list[int]) -> tuple[int, in
 
 
 def _each(tasks: list, function, skip_bad: bool, text: str) -> Iterator:
-    """function(task, skip_bad) for each task, as Ray Data tasks; results in order.
+    """Yield function(task, skip_bad) for each task in order, computed by Ray Data tasks.
 
     Raises:
-        DataError: what a task found wrong.
+        DataError: A task found invalid data.
     """
     import pickle
 
     import ray.data
 
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it reports each execution on stderr
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # Ray Data reports each execution on stderr
     shared = ray.put(tasks)
 
     def run(index: pa.Table) -> pa.Table:
@@ -166,19 +172,23 @@ def _each(tasks: list, function, skip_bad: bool, text: str) -> Iterator:
             for batch in data.iter_batches(batch_size=None, batch_format="pyarrow"):
                 for value in batch["result"]:
                     advance(1)
-                    yield pickle.loads(value.as_py())  # written by our own tasks, a moment ago
+                    yield pickle.loads(value.as_py())  # safe: our own tasks have just written these bytes
     except Exception as error:
         raise root_cause(error) from None
 
 
 def _count(chunk: Chunk, skip_bad: bool) -> tuple[int, int]:
-    """(rows, skipped lines) of a chunk."""
+    """Return (rows, skipped lines) of a chunk."""
     parts = [(len(table), bad) for table, bad in read(chunk, skip_bad)]
     return sum(n for n, _ in parts), sum(b for _, b in parts)
 
 
 def _count_values(chunk: Chunk, skip_bad: bool) -> pa.Table:
-    """column (its number), value (-1: missing) and count, for each distinct value of a chunk's blocks."""
+    """Count the distinct values of each block in a chunk.
+
+    Returns:
+        Table with column (column number), value (-1: missing) and count.
+    """
     parts = []
     for table, _ in read(chunk, skip_bad):
         for number, name in enumerate(SPARSE):
@@ -189,14 +199,14 @@ def _count_values(chunk: Chunk, skip_bad: bool) -> pa.Table:
 
 
 def _vocabulary(train: list[Chunk], skip_bad: bool, min_count: int, folder: Path) -> dict[str, np.ndarray]:
-    """For each column the values that occur at least min_count times in train; also as Parquet.
+    """Return the values of each column that occur at least min_count times in train; also write Parquet.
 
-    Sorted by descending count (ties by value): a value's id is 1 + its place.
+    Values are sorted by descending count (ties by value); the id of a value is 1 + its position.
     """
     parts: list[pa.Table] = []
     for part in _each(train, _count_values, skip_bad, "counting values"):
         parts.append(part)
-        if sum(map(len, parts[1:])) >= len(parts[0]):  # seldom enough to stay linear in all
+        if sum(map(len, parts[1:])) >= len(parts[0]):  # rarely enough that the total cost stays linear
             parts = [_added_up(parts)]
     total = _added_up(parts)
     folder.mkdir()
@@ -211,13 +221,13 @@ def _vocabulary(train: list[Chunk], skip_bad: bool, min_count: int, folder: Path
 
 
 def _added_up(parts: list[pa.Table]) -> pa.Table:
-    """Counts of the same column and value in one row."""
+    """Add up the counts of equal columns and values."""
     counts = pa.concat_tables(parts).group_by(["column", "value"]).aggregate([("count", "sum")])
     return counts.rename_columns({"count_sum": "count"})
 
 
 class ChunkWriter:
-    """The task that turns a chunk into the part files of its splits."""
+    """The task that writes a chunk as part files of its splits."""
 
     def __init__(
         self, folder: str, bounds: tuple[int, int], tables: dict[str, np.ndarray] | None, hash_rows: int
@@ -229,6 +239,7 @@ class ChunkWriter:
             self._tables = {name: (values[orders[name]], orders[name] + 1) for name, values in tables.items()}
 
     def __call__(self, task: tuple[Chunk, int, int], skip_bad: bool) -> dict[str, int]:
+        """Write a chunk and return the number of rows of each split and of skipped lines."""
         chunk, first, number = task
         writers: dict[str, SplitWriter] = {}
         skipped = 0

@@ -33,28 +33,34 @@ def prepare(
     dim: int = 16,
     force: bool = False,
 ) -> None:
-    """Users, items and times in common layouts, as rows with histories and candidates; label: met.
+    """Write users, items and times in common layouts as rows with histories and candidates; label: met.
 
     Args:
+        out: Folder to write train/, valid/, test/ and schema.yaml to.
         source: Parquet (also a folder), CSV, a text file with a user and its items in each line (S3-Rec), a
             folder with train, valid and test of these (LightGCN, RecBole), or NAME.train.rating (NCF).
         user: Column of users, in Parquet and CSV.
         item: Column of items, or of lists of items in the order of time.
-        time: Column of times; default: the order of the file is that of time.
-        split: What is test and valid: each user's last and last but one interaction, the last two tenths in
-            time, or two tenths at random; default: as the source divides it, else leave-one-out.
-        negatives: Candidates for each user of valid and test: items it has not met. 0: none, all are ranked.
+        time: Column of times; default: the order of the file is the order of time.
+        split: How test and valid are chosen: each user's last and last but one interaction, the last two
+            tenths in time, or two tenths at random; default: as the source divides it, else leave-one-out.
+        negatives: Candidates for each user of valid and test: items the user has not met. 0: all items are
+            ranked.
         candidates: Given candidates of the test: Parquet, or text with a user and items in each line.
         user_features: Parquet or CSV with a column of users and one for each feature.
-        item_features: The same of items; or JSON, {"item": [attribute, …], …}, as S3-Rec has it.
+        item_features: Parquet or CSV with a column of items and one for each feature; or JSON, {"item":
+            [attribute, …], …}, as in S3-Rec.
         train_negatives: Rows of label 0 in train for each interaction: items its user has not met.
-        max_length: Ids of a history, at most; 0: no histories.
+        max_length: Maximum number of ids in a history; 0: no histories.
         rows: Rows of train: one for each interaction, or one for each user and --max-length interactions, for
             models that learn at every position of a sequence.
         test_rows: Rows of valid and test: one for each held-out interaction, or one for each user with their
             list right_items, as LightGCN and BARS evaluate; needs --negatives 0.
-        min_interactions: Leave out users and items of fewer interactions, until all have as many (k-core).
-        with_valid: Train has the interactions of valid, too: for a last run, whose settings have been chosen.
+        min_interactions: Leave out users and items with fewer interactions, until all have as many (k-core).
+        with_valid: Add the interactions of valid to train, for a final run with settings already chosen.
+        seed: The same seed gives the same data.
+        dim: Width of the embeddings; a multiple of 4.
+        force: Replace what the folder holds.
     """
     options = {**locals()}
     from raytrec_datasets.interactions.events import Columns

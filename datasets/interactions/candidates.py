@@ -1,7 +1,7 @@
-"""Candidates that each test user's items are ranked with.
+"""Candidates among which the items of each test user are ranked.
 
-FILE.parquet      a column of users and one of items or lists of them, named as the source's
-FILE.txt          a user and items in each line, as S3-Rec's NAME_sample.txt
+FILE.parquet      a column of users and one of items or lists of items, with the names used in the source
+FILE.txt          a user and items in each line, like NAME_sample.txt of S3-Rec
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from raytrec_datasets.interactions.events import Columns, Gathering, Pairs
 
 from raytrec.common.errors import ConfigError, DataError
 
-ROUNDS = 30  # of drawing again what must not be; then those few users' items are chosen from a list
+ROUNDS = 30  # of redrawing rejected items; the few remaining users draw from an explicit list
 
 
 def is_among(keys: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Which keys are among sorted ones: bool [n]."""
+    """Return True for each key that is among the sorted known keys; bool [n]."""
     if not len(known):
         return np.zeros(len(keys), bool)
     return known[np.minimum(np.searchsorted(known, keys), len(known) - 1)] == keys
@@ -29,15 +29,17 @@ def is_among(keys: np.ndarray, known: np.ndarray) -> np.ndarray:
 def draw_unmet(
     users: np.ndarray, count: int, items: int, met: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """`count` different items for each entry of `users`, of those that it has not met: int64 [n, count].
+    """Draw `count` different items for each entry of `users` that the user has not met; int64 [n, count].
 
     Args:
-        users: int [n]; a user may be there several times.
-        items: they are drawn from [0, items).
-        met: user · items + item of all that was met: int64, sorted.
+        users: User of each entry, int [n]; a user may occur several times.
+        count: Number of items for each entry.
+        items: Number of items; items are drawn from [0, items).
+        met: Keys user · items + item of all known interactions, int64, sorted.
+        rng: Random number generator.
 
     Raises:
-        DataError: a user has fewer items left than `count`.
+        DataError: A user has fewer than `count` items left.
     """
     users = users.astype(np.int64)
     _check_enough(users, count, items, met)
@@ -59,7 +61,7 @@ def draw_unmet(
 
 
 def _wrong(users: np.ndarray, drawn: np.ndarray, items: int, met: np.ndarray) -> np.ndarray:
-    """What was met, and what stands in its row already: bool [n, count]."""
+    """Return True for each drawn item that was met or occurs earlier in its row; bool [n, count]."""
     wrong = is_among((users[:, None] * items + drawn).ravel(), met).reshape(drawn.shape)
     order = np.argsort(drawn, axis=1, kind="stable")
     rising = np.take_along_axis(drawn, order, axis=1)
@@ -82,13 +84,13 @@ def _check_enough(users: np.ndarray, count: int, items: int, met: np.ndarray) ->
 
 
 def read_candidates(path: Path, gathering: Gathering, columns: Columns) -> Pairs:
-    """The candidates of a file, in the ids of a source that has been read; of other users there are none.
+    """Read the candidates in a file, in the ids of a source that has been read.
 
-    Items that the source does not have become new ones.
+    Users that the source does not have are skipped. Items that the source does not have get new ids.
 
     Raises:
-        ConfigError: no layout of candidates.
-        DataError: a line or row is not what it should be; names file and line.
+        ConfigError: The file is not in a known layout.
+        DataError: A line or row is invalid; the error names the file and the line.
     """
     users, items = [], []
     kinds = gathering.users.keys.type, gathering.items.keys.type

@@ -1,4 +1,4 @@
-"""Who met what, and when; which interactions are train, valid and test."""
+"""Interactions of users and items, and their division into train, valid and test."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pyarrow.compute as pc
 from raytrec.common.errors import ConfigError, DataError
 
 TRAIN, VALID, TEST = 0, 1, 2
-VALID_NAMES = ("valid", "validation", "val", "dev")  # that sources give it
+VALID_NAMES = ("valid", "validation", "val", "dev")  # names of the valid split in sources
 LEAVE_ONE_OUT, BY_TIME, RANDOM = "leave-one-out", "time", "random"
-FEWEST = 3  # interactions of a user, of which one goes to test and one to valid
+FEWEST = 3  # interactions of a user for leave-one-out: one for test, one for valid, one for train
 
 
 class Vocabulary:
-    """The keys so far; it grows with each call of `ids`.
+    """A mapping from keys to ids that grows with each call of `ids`.
 
     Attributes:
-        keys: the key of each id, in the type of the first values: int64 or string.
+        keys: Key of each id, in the type of the first values: int64 or string.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Vocabulary:
         return 0 if self.keys is None else len(self.keys)
 
     def ids(self, values: pa.Array) -> np.ndarray:
-        """The id of each key, new ones included: int32 [n]. None of the keys may be null."""
+        """Return the id of each key, int32 [n]. New keys get new ids; null keys are not allowed."""
         encoded = pc.dictionary_encode(values)
         distinct = encoded.dictionary
         if self.keys is None:
@@ -43,14 +43,14 @@ class Vocabulary:
         return ids[encoded.indices.to_numpy(zero_copy_only=False)]
 
     def known_ids(self, values: pa.Array) -> np.ndarray:
-        """The id of each key; -1 of one that has none: int32 [n]."""
+        """Return the id of each key, or -1 for unknown keys; int32 [n]."""
         found = pc.index_in(values, value_set=self.keys).fill_null(-1)
         return found.to_numpy(zero_copy_only=False).astype(np.int32)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns, for layouts that have some."""
+    """Names of columns, for layouts that have named columns."""
 
     user: str = "user"
     item: str = "item"
@@ -65,7 +65,7 @@ class Pairs:
     item: np.ndarray
 
     def keys(self, items: int) -> np.ndarray:
-        """One number for each pair: int64 [n]."""
+        """Return one number for each pair, int64 [n]."""
         return self.user.astype(np.int64) * items + self.item
 
 
@@ -74,14 +74,16 @@ class Interactions:
     """All interactions of a source.
 
     Attributes:
-        user, item: ids from 0: int32 [n].
-        time: int64 or float64 [n]; None where the source has no times.
-        time_type: what they are in files.
-        users, items: the source's key of each id.
-        split: TRAIN, VALID or TEST of each, where the source divides them itself: int8 [n].
-        candidates: what is ranked for users of the test with their own items, where it is given.
-        in_order: the interactions of one user are in the order in which they happened.
-        of_all: those of all users together are.
+        user: User id of each interaction, from 0; int32 [n].
+        item: Item id of each interaction, from 0; int32 [n].
+        time: Time of each interaction, int64 or float64 [n]; None if the source has no times.
+        time_type: Arrow type of the times in files.
+        users: Key of each user id in the source.
+        items: Key of each item id in the source.
+        split: TRAIN, VALID or TEST of each interaction, int8 [n]; None if the source does not divide them.
+        candidates: Given candidates of test users; None if the source has none.
+        in_order: True if the interactions of each user are in the order of time.
+        of_all: True if the interactions of all users together are in the order of time.
     """
 
     user: np.ndarray
@@ -99,17 +101,17 @@ class Interactions:
         return len(self.user)
 
     def only(self, kept: np.ndarray) -> Interactions:
-        """Some of them: a mask, or positions in the order wanted. Ids stay as they are."""
+        """Return the interactions selected by a mask, or by positions in their order. Ids do not change."""
         some = {name: getattr(self, name) for name in ("user", "item", "time", "split")}
         return replace(self, **{name: None if v is None else v[kept] for name, v in some.items()})
 
     def order(self) -> np.ndarray:
-        """Positions, user after user, each one's in the order of time; those of one time as in the source."""
+        """Return positions sorted by user, then by time. Ties keep the order of the source."""
         return np.lexsort((self.user,) if self.time is None else (self.time, self.user))
 
 
 class Gathering:
-    """Puts the parts of a source together as one Interactions."""
+    """A builder that combines the parts of a source into one Interactions."""
 
     def __init__(self) -> None:
         self.users, self.items = Vocabulary(), Vocabulary()
@@ -119,7 +121,14 @@ class Gathering:
     def add(
         self, users: pa.Array, items: pa.Array, times: pa.Array | None = None, split: int = TRAIN
     ) -> None:
-        """Adds interactions: keys without nulls, and their times."""
+        """Add interactions.
+
+        Args:
+            users: Key of each interaction's user, without nulls.
+            items: Key of each interaction's item, without nulls.
+            times: Time of each interaction; None if the source has no times.
+            split: TRAIN, VALID or TEST.
+        """
         user, item = self.users.ids(users), self.items.ids(items)
         parts = [user, item, np.full(len(user), split, np.int8)]
         if times is not None:
@@ -129,10 +138,10 @@ class Gathering:
         self._parts.append(tuple(parts))
 
     def finish(self, where: str, **more: object) -> Interactions:
-        """Everything that was added; `more` as of Interactions.
+        """Return all interactions that were added; `more` holds further attributes of Interactions.
 
         Raises:
-            DataError: nothing was.
+            DataError: No interactions were added.
         """
         if not sum(len(part[0]) for part in self._parts):
             raise DataError(
@@ -152,12 +161,12 @@ class Gathering:
 
 
 def keep_core(data: Interactions, least: int) -> Interactions:
-    """Without users and items of fewer than `least` interactions, until all that are left have as many.
+    """Remove users and items with fewer than `least` interactions until all others have at least `least`.
 
-    Ids that are left get new numbers, in the order of the old ones.
+    The remaining ids are renumbered in the order of the old ids.
 
     Raises:
-        DataError: nothing is left.
+        DataError: No interactions are left.
     """
     while len(data):
         users = np.bincount(data.user, minlength=1)[data.user]
@@ -185,7 +194,7 @@ def keep_core(data: Interactions, least: int) -> Interactions:
 
 
 def _renumbered(pairs: Pairs | None, users: np.ndarray, items: np.ndarray) -> Pairs | None:
-    """Pairs of old ids as those of new ones, without those that are gone."""
+    """Convert pairs of old ids to new ids; pairs with removed ids are dropped."""
     if pairs is None:
         return None
     kept = np.isin(pairs.user, users) & np.isin(pairs.item, items)
@@ -194,21 +203,23 @@ def _renumbered(pairs: Pairs | None, users: np.ndarray, items: np.ndarray) -> Pa
 
 
 def divide(data: Interactions, order: np.ndarray, how: str | None, seed: int, lenient: bool) -> np.ndarray:
-    """TRAIN, VALID or TEST of each interaction: int8 [n].
+    """Return TRAIN, VALID or TEST of each interaction, int8 [n].
 
-    leave-one-out: of each user's, the last is test and the last but one valid. time: of all together, the
-    last tenth is test, and the tenth before it valid. random: as large, drawn from the seed. What the source
-    divides itself stays; where it has no valid, one of train of each user with two or more becomes it, the
-    last if they have an order.
+    leave-one-out: of each user's interactions, the last is test and the last but one is valid. time: of all
+    interactions, the last tenth is test and the tenth before is valid. random: the same sizes, drawn with the
+    seed. A division of the source is kept. If such a source has no valid, one train interaction of each user
+    with two or more becomes valid: the last if they have an order, else a random one.
 
     Args:
-        order: the interactions' positions, user after user (Interactions.order).
-        how: None: as the source divides it, else leave-one-out.
-        lenient: users of fewer than three interactions are in train alone; else they are an error.
+        data: All interactions of a source.
+        order: Positions of the interactions, user after user (Interactions.order).
+        how: leave-one-out, time or random; None: as the source divides them, else leave-one-out.
+        seed: Seed of random choices.
+        lenient: Put users with fewer than three interactions into train instead of raising an error.
 
     Raises:
-        ConfigError: the source has another division, or no order of time.
-        DataError: users of fewer than three interactions, in leave-one-out.
+        ConfigError: The source has its own division, or no order of time.
+        DataError: A user has fewer than three interactions, with leave-one-out.
     """
     rng = np.random.default_rng([seed, 1])
     if data.split is not None:
@@ -240,7 +251,7 @@ def _check_order(data: Interactions, how: str) -> None:
 
 
 def _at(places: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """An array with values[i] at places[i]."""
+    """Return an array with values[i] at places[i]."""
     result = np.empty_like(values)
     result[places] = values
     return result

@@ -1,16 +1,16 @@
-"""The layout of a source, and its Interactions.
+"""Layouts of sources, and reading them as Interactions.
 
-FILE.parquet, or a folder of them    columns of users, items and times; lists of items, too, in their order
+FILE.parquet, or a folder of them    columns of users, items and times; items may be ordered lists
 FILE.csv, FILE.tsv                   with a line of names (tables.py; also compressed: FILE.csv.gz)
-FILE.inter                           the same with tabs and name:type, as RecBole has it
-FILE.txt                             a user and its items in the order of time in each line, as of S3-Rec
+FILE.inter                           as CSV, with tabs and name:type (RecBole)
+FILE.txt                             a user and its items in the order of time in each line (S3-Rec)
 a folder of train, valid and test    files or folders of any of these, named by their split; .txt has no order
                                      there (LightGCN)
 NAME.train.rating, or its folder     Neural Collaborative Filtering (He et al., 2017): user, item, rating and
                                      time, with tabs between them
   NAME.test.rating                   the pair of each user that was left out
-  NAME.valid.rating                  pairs of the validation, if it is there
-  NAME.test.negative                 (user,item) of that pair, then the items that it is ranked with
+  NAME.valid.rating                  pairs of the validation, optional
+  NAME.test.negative                 (user,item) of that pair, then the items with which it is ranked
 """
 
 from __future__ import annotations
@@ -46,19 +46,22 @@ EXPECTED = (
     "each line), a folder with train, valid and test of one of these, or NAME.train.rating"
 )
 SPLITS = {"train": TRAIN, "training": TRAIN, "test": TEST} | dict.fromkeys(VALID_NAMES, VALID)
-# The data set's name, the split and the number of the file: clicks.train, test-00000-of-00002
+# Name of the data set, split and number of the file: clicks.train, test-00000-of-00002.
 SPLIT = re.compile(rf"(?:(.*)[._-])?({'|'.join(SPLITS)})(?:[._-]?\d+(?:-of-\d+)?)?", re.IGNORECASE)
 
 
 def read_interactions(source: Path, columns: Columns, candidates: Path | None) -> Interactions:
-    """Reads a source in any of the layouts.
+    """Read a source in any of the layouts.
 
     Args:
-        candidates: a file of what is ranked for each user of the test.
+        source: File or folder.
+        columns: Names of the columns, for Parquet and CSV.
+        candidates: File with the candidates of each test user; None: the source's own, if any.
 
     Raises:
-        ConfigError: a column that the source does not have.
-        DataError: no known layout, or a line or row that is not what it should be; names file and line.
+        ConfigError: The source lacks a column, or has its own candidates in addition to the file.
+        DataError: The source has no known layout, or a line or row is invalid; the error names the file and
+            the line.
     """
     if not source.exists():
         raise DataError("there is no such file or folder", where=str(source), expected=EXPECTED)
@@ -74,7 +77,7 @@ def read_interactions(source: Path, columns: Columns, candidates: Path | None) -
 
 
 def _read(source: Path, columns: Columns, gathering: Gathering) -> dict[str, Any]:
-    """Adds everything; what else is known of it, as of Interactions."""
+    """Add all interactions of a source and return further attributes of Interactions."""
     if train := _ncf_file(source):
         return _read_ncf(train, gathering)
     facts: dict[str, Any] = {}
@@ -90,18 +93,18 @@ def _read(source: Path, columns: Columns, gathering: Gathering) -> dict[str, Any
 
 
 def suffix_of(path: Path) -> str | None:
-    """What decides how a file is read; None: nothing."""
+    """Return the suffix that decides how a file is read, or None if the file is not in a known format."""
     return next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), None)
 
 
 def find_splits(source: Path) -> dict[int, list[Path]]:
-    """The files of train, valid and test in a folder that has them, in this order; {}: it has none.
+    """Return the files of train, valid and test in a folder, in this order, or {} if it has no splits.
 
-    They are files or folders named by their split, such as train.csv, clicks.valid.inter, test-0001.parquet
-    or val/; valid may be absent.
+    Files or folders are named by their split, such as train.csv, clicks.valid.inter, test-0001.parquet
+    or val/. The valid split is optional.
 
     Raises:
-        DataError: train alone, or splits of several data sets.
+        DataError: The folder has train without test, or splits of several data sets.
     """
     found: dict[tuple[str, str], dict[int, list[Path]]] = {}
     for place in sorted(source.iterdir()) if source.is_dir() else ():
@@ -134,16 +137,16 @@ def find_splits(source: Path) -> dict[int, list[Path]]:
 
 
 def _ncf_file(source: Path) -> Path | None:
-    """NAME.train.rating, given itself or by its folder; None: the source is something else."""
+    """Return NAME.train.rating, given directly or by its folder, or None for other sources."""
     found = sorted(source.glob(f"*{TRAIN_END}")) if source.is_dir() else [source]
     return found[0] if found and found[0].name.endswith(TRAIN_END) else None
 
 
 def _read_ncf(train: Path, gathering: Gathering) -> dict[str, Any]:
-    """All files of a name; users of the test have the candidates of NAME.test.negative, if it is there.
+    """Read all files of a name. If NAME.test.negative exists, users of the test have its candidates.
 
     Raises:
-        DataError: a line is not what it should be, or the files disagree.
+        DataError: A line is invalid, or the files disagree.
     """
     name = train.name.removesuffix(TRAIN_END)
     test, negative = train.with_name(name + TEST_END), train.with_name(name + NEGATIVE_END)
@@ -167,17 +170,17 @@ def _read_ncf(train: Path, gathering: Gathering) -> dict[str, Any]:
 
 
 def _as_pairs(lists: dict[int, list[int]], gathering: Gathering) -> Pairs:
-    """Candidates of users, keys both, in the ids of a source."""
+    """Convert candidates from keys of users and items to ids of a source."""
     users = np.repeat(list(lists), [len(items) for items in lists.values()])
     items = np.concatenate([np.array(items) for items in lists.values()])
     return Pairs(gathering.users.ids(pa.array(users)), gathering.items.ids(pa.array(items)))
 
 
 def read_negatives(path: Path) -> dict[int, list[int]]:
-    """NAME.test.negative: user → its candidates, each once; the first is the one that was left out.
+    """Read NAME.test.negative: user → distinct candidates; the first is the left-out item.
 
     Raises:
-        DataError: a line is not a user with candidates; names it.
+        DataError: A line is not a user with candidates; the error names the line.
     """
     found: dict[int, list[int]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -196,10 +199,10 @@ def read_negatives(path: Path) -> dict[int, list[int]]:
 
 
 def check_same(rated: dict[int, int], left_out: dict[int, int], path: Path) -> None:
-    """Whether NAME.test.rating leaves out the pairs of NAME.test.negative.
+    """Check that NAME.test.rating and NAME.test.negative leave out the same pairs.
 
     Raises:
-        DataError: it does not; names a user.
+        DataError: The pairs differ; the error names a user.
     """
     users = rated.keys() | left_out.keys()
     if odd := sorted(user for user in users if rated.get(user) != left_out.get(user)):
@@ -211,10 +214,10 @@ def check_same(rated: dict[int, int], left_out: dict[int, int], path: Path) -> N
 
 
 def read_ratings(path: Path) -> np.ndarray:
-    """User, item and, if it is there, time of each line: int64 [n, 2 or 3].
+    """Read user, item and, if present, time of each line; int64 [n, 2 or 3].
 
     Raises:
-        DataError: the file is missing, or a line has something else; names it.
+        DataError: The file is missing, or a line is invalid; the error names the file and the line.
     """
     try:
         table = csv.read_csv(
@@ -229,7 +232,7 @@ def read_ratings(path: Path) -> np.ndarray:
 
 
 def _broken(path: Path, why: str) -> DataError:
-    """The error of a file, with its first line that is none of the layout's."""
+    """Return the error for a file that does not parse. It names the first invalid line."""
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, 1):

@@ -4,19 +4,19 @@ Rows of train, valid and test:
 
     label         1: the user met the item; 0: a candidate or a drawn negative
     user, item    ids from 0, in the order in which they appear in the source
-    history       what the user met before, the most recent last (rows.py: of which splits); with --split
-                  time and --negatives 0 up to the row itself, as a service would know it
-    history_time  when, if the source has times
-    later         how many items the user met after this one in train; 0 in valid and test
-    time          of the row, if the source has times; of a candidate that of a row of its user
-    item_count    how often the item occurs in train, at least 1
-    seen          with --negatives 0, in valid and test: all that the user met before
+    history       items that the user met before, the most recent last (rows.py defines of which splits); with
+                  --split time and --negatives 0 up to the row itself, as a service would know it
+    history_time  times of the history, if the source has times
+    later         number of items that the user met after this one in train; 0 in valid and test
+    time          time of the row, if the source has times; a candidate has the time of a row of its user
+    item_count    number of occurrences of the item in train, at least 1
+    seen          with --negatives 0, in valid and test: all items that the user met before
     right_items   with --test-rows user, in valid and test: all items that the user met in the split; item
                   and time are those of the first, and the history ends before the split
-    …             side features of users and items, where a recipe has some
+    …             side features of users and items, if a recipe has any
 
-items/ has a row for each item: item, item_key (what the source calls it), item_count and side features;
-users/ the same of users.
+items/ has a row for each item: item, item_key (the key in the source), item_count and side features; users/
+has a row for each user: user, user_key and side features.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OWN, SASREC, TWO_TOWER = "own", "interactions/sasrec", "interactions/two_tower"
 MF = "interactions/mf"
 LOSS = {SASREC: {"loss": "from_model"}}
 IN_BATCH = {"loss": "in_batch_softmax", "item": "item", "item_frequency": "item_count"}
-LENGTH, TOWERS = 50, {"query": ["user", "history"], "item": ["item"]}  # of the examples
+LENGTH, TOWERS = 50, {"query": ["user", "history"], "item": ["item"]}  # settings of the examples
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,12 @@ class Files:
     item_features: Path | None = None
 
     def resolved(self) -> Files:
-        """With absolute paths."""
+        """Return a copy with absolute paths."""
         return Files(*(path and path.expanduser().absolute() for path in vars(self).values()))
 
 
 def write(out: Path, files: Files, columns: Columns, chosen: Choices, force: bool) -> None:
-    """Writes the dataset; its arguments are those of `raytrec prepare interactions`."""
+    """Write the dataset; the arguments are those of `raytrec prepare interactions`."""
     files = files.resolved()
     chosen.check()
     named = {name: path and str(path) for name, path in vars(files).items()}
@@ -128,14 +128,17 @@ def write(out: Path, files: Files, columns: Columns, chosen: Choices, force: boo
 
 
 def write_rows(output: Output, data: Interactions, chosen: Choices, sides: Sides) -> None:
-    """Divides interactions and writes all files.
+    """Divide interactions and write all files.
 
     Args:
-        sides: features of users and items, by the keys that `data` has.
+        output: Folder of the dataset.
+        data: All interactions of a source.
+        chosen: Options of the command.
+        sides: Features of users and items, by the keys of `data`.
 
     Raises:
-        ConfigError: interactions cannot be divided or left out as chosen.
-        DataError: a user has too few interactions, or too few items that it has not met.
+        ConfigError: The interactions cannot be divided or left out as chosen.
+        DataError: A user has too few interactions, or too few items that it has not met.
     """
     data = _core(data, chosen.min_interactions)
     order = data.order()
@@ -177,14 +180,17 @@ def _core(data: Interactions, least: int | None) -> Interactions:
 
 
 def _write_keys(folder: Path, name: str, keys: pa.Array, columns: dict[str, pa.Array]) -> None:
-    """One row for each id."""
+    """Write one row for each id."""
     ids = pa.array(np.arange(len(keys), dtype=np.int32))
     write_table(folder, pa.table({name: ids, f"{name}_key": keys, **columns}))
 
 
 def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema:
-    """schema.yaml: item and history share a table. Rows of whole users are for models of the next item, which
-    read these alone, and items that are drawn when rows are read."""
+    """Return the schema; item and history share a table.
+
+    Rows of whole users are for models of the next item. Their schema has only item, history and `negatives`,
+    which are drawn when rows are read.
+    """
     if chosen.rows == "user":
         sequence = {"table": "item", "pooling": "sequence"}
         values = {
@@ -213,7 +219,8 @@ def fitting_job(folder: Path, chosen: Choices) -> tuple[str, list[str], list[str
     are ranked among all.
 
     Args:
-        folder: where the dataset is.
+        folder: Folder of the dataset.
+        chosen: Options of the command.
     """
     if chosen.train_negatives and chosen.negatives:
         return OWN, [], []
@@ -233,7 +240,7 @@ def fitting_job(folder: Path, chosen: Choices) -> tuple[str, list[str], list[str
 
 
 def _towers(folder: Path) -> dict[str, list[str]]:
-    """Tower → its features: what items/ has is the item's."""
+    """Return the features of each tower: columns of items/ for the item tower, all others for the query."""
     schema = Schema.load(folder / "schema.yaml")
     of_item = {*pq.ParquetDataset(folder / "items").schema.names}
     names = [*schema.sparse, *schema.dense]

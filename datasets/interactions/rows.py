@@ -1,4 +1,4 @@
-"""Interactions in splits → rows with histories and candidates."""
+"""Rows with histories and candidates, made from interactions in splits."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from raytrec_datasets.writing import SplitWriter
 
 from raytrec.common.errors import DataError
 
-CHUNK_IDS = 1 << 23  # of the histories that are in memory at a time
+CHUNK_IDS = 1 << 23  # ids of histories in memory at a time
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What rows are written of.
+    """The users, items and histories of rows to write.
 
     Attributes:
-        user, item: int64 [n].
-        label: 1 where the user met the item: int8 [n].
-        start, end: the row's history, as positions in Past: int64 [n].
-        time: of what happened; a candidate has that of a row of its user, so that it does not tell them
-            apart. None without times.
+        user: User of each row, int64 [n].
+        item: Item of each row, int64 [n].
+        label: 1 if the user met the item, else 0; int8 [n].
+        start: First position of the row's history in Past, int64 [n].
+        end: Position after the row's history in Past, int64 [n].
+        time: Time of the interaction. A candidate has the time of a row of its user, so that the time does
+            not reveal candidates. None if the source has no times.
     """
 
     user: np.ndarray
@@ -37,7 +39,7 @@ class Targets:
     time: np.ndarray | None
 
     def part(self, rows: slice | np.ndarray) -> Targets:
-        """Some of the rows, in the order wanted."""
+        """Return the selected rows, in the given order."""
         return Targets(*(None if v is None else v[rows] for v in vars(self).values()))
 
     def __len__(self) -> int:
@@ -45,7 +47,7 @@ class Targets:
 
 
 class Past:
-    """What users met in some splits, user after user, in the order of time."""
+    """Items that users met in some splits, user after user, in the order of time."""
 
     def __init__(self, data: Interactions, kept: np.ndarray):
         self.user, self.item = data.user[kept].astype(np.int64), data.item[kept]
@@ -60,22 +62,25 @@ class Past:
 class Rows:
     """Rows of all splits.
 
-    The history of a row of train is what its user met in train before it; that of a row of valid, everything
-    in train; and of test, in train and valid: the last `length` of it. Rows of a user in valid or test have
-    one history, so that they can be ranked against each other; with `rolling`, each has what its user
-    met before it, in its own split, too.
+    The history of a row of train is everything that its user met in train before the row. The history of a
+    row of valid is everything in train, that of a row of test everything in train and valid. Each is cut to
+    its last `length` ids. All rows of a user in valid or test have the same history, so that they can be
+    ranked against each other. With `rolling`, each history also has the interactions of the row's own split
+    before the row.
 
     Args:
-        data: in the order of Interactions.order.
-        split: TRAIN, VALID or TEST of each.
-        length: ids of a history, at most; 0: rows have none.
-        seed: of the order of train, and of what is drawn.
-        of_user, of_item: side features: column → a value for each id.
-        seen: rows of valid and test have all that their user met before, without the limit of `length`.
-        with_valid: train has what is in valid, too.
-        rolling: histories of valid and test go on up to each row; not with candidates.
-        by_user: valid and test have one row for each user, with the list of held-out items `right_items`; not
-            with candidates, and not with `rolling`.
+        data: Interactions in the order of Interactions.order.
+        split: TRAIN, VALID or TEST of each interaction.
+        length: Maximum number of ids in a history; 0: rows have no history.
+        seed: Seed of the order of train and of drawn negatives.
+        of_user: Side features of users: column → a value for each id.
+        of_item: Side features of items: column → a value for each id.
+        seen: Add to rows of valid and test all items that their user met before, without the limit of
+            `length`.
+        with_valid: Add the interactions of valid to train.
+        rolling: Extend the histories of valid and test up to each row; not with candidates.
+        by_user: Write one row for each user in valid and test, with the list of held-out items `right_items`;
+            not with candidates, and not with `rolling`.
     """
 
     def __init__(
@@ -106,15 +111,18 @@ class Rows:
         self._met = self._keys(slice(None))
 
     def _keys(self, kept) -> np.ndarray:
-        """user · items + item of what was met: int64, sorted, each once."""
+        """Return the keys user · items + item of the selected interactions, each once; int64, sorted."""
         return np.unique(self._data.user[kept].astype(np.int64) * self.items + self._data.item[kept])
 
     def write_train(self, folder: Path, each: bool, negatives: int, advance: Callable[[int], None]) -> int:
-        """Writes train in random order; its number of rows.
+        """Write train in random order and return its number of rows.
 
         Args:
-            each: a row for each interaction; else for each user and `length` interactions.
-            negatives: rows of label 0 behind each; drawn from what the user has not met in train.
+            folder: Folder of the split.
+            each: True: a row for each interaction; False: a row for each user and `length` interactions.
+            negatives: Number of rows of label 0 for each row, drawn from items that the user has not met in
+                train.
+            advance: Called with the number of rows of label 1 written.
         """
         past, rng = self._past[TRAIN], np.random.default_rng([self._seed, 2])
         place = np.arange(len(past)) if each else self._ends(past)
@@ -132,8 +140,10 @@ class Rows:
         return writer.rows
 
     def _ends(self, past: Past) -> np.ndarray:
-        """Positions from each user's last back, `length` apart, as long as there is a history: so that each
-        interaction but the first is the row's item or in the history of one row."""
+        """Return positions backwards from each user's last interaction, `length` apart, that have a history.
+
+        Each interaction except the first is the item of a row or in the history of one row.
+        """
         counts = np.diff(past.offsets)
         rows = np.where(counts > 0, np.maximum(1, -(-(counts - 1) // self._length)), 0)
         back = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
@@ -148,7 +158,7 @@ class Rows:
         )
 
     def _with_drawn(self, rows: Targets, count: int, met: np.ndarray, rng: np.random.Generator) -> Targets:
-        """Each row and `count` others of its user, in random order."""
+        """Return each row with `count` drawn items of its user, in random order."""
         drawn = draw_unmet(rows.user, count, self.items, met, rng)
         wide = rows.part(np.repeat(np.arange(len(rows)), 1 + count))
         first = np.arange(len(wide)) % (1 + count) == 0
@@ -200,7 +210,7 @@ class Rows:
     def _candidates(
         self, split: int, user: np.ndarray, item: np.ndarray, negatives: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(users, items) of label 0."""
+        """Return (users, items) of the rows with label 0."""
         users, given = np.unique(user), self._data.candidates
         if split == TEST and given is not None:
             return self._given(users, user * self.items + item)
@@ -212,7 +222,7 @@ class Rows:
         return np.repeat(users, negatives), drawn.ravel()
 
     def _given(self, users: np.ndarray, positive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The given candidates of users, each once, without their own items."""
+        """Return the given candidates of users, each once, without the users' held-out items."""
         pairs = self._data.candidates
         keys = np.unique(pairs.keys(self.items)[np.isin(pairs.user, users)])
         keys = keys[~is_among(keys, np.sort(positive))]
@@ -226,7 +236,7 @@ class Rows:
         return keys // self.items, keys % self.items
 
     def table(self, rows: Targets, split: int) -> pa.Table:
-        """Rows as they are written."""
+        """Return rows as an Arrow table with the columns of the dataset."""
         past = self._past[split]
         columns: dict[str, object] = {
             "label": rows.label,
@@ -262,21 +272,21 @@ class Rows:
 
 
 def _in_turn(users: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """For each of `others` a place in `users` of the same user, all of them in turn; both are sorted."""
+    """Assign to each entry of `others` a position in `users` of the same user, in turn. Both are sorted."""
     first = np.searchsorted(users, others)
     count = np.searchsorted(users, others, side="right") - first
     return first + (np.arange(len(others)) - np.searchsorted(others, others)) % count
 
 
 def _group_rows(rows: int) -> int:
-    """Rows of a row group: small data in several groups, so that several workers have some."""
+    """Return the size of row groups. Small data has several groups, so that several workers get some."""
     return 512 if rows < 50_000 else 4_096 if rows < 1_000_000 else 16_384
 
 
 def slices(
     values: np.ndarray, starts: np.ndarray, lengths: np.ndarray, kind: pa.DataType | None = None
 ) -> pa.ListArray:
-    """values[start : start + length] of each row."""
+    """Return the list values[start : start + length] of each row."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     index = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
     inner = pa.array(values[index])

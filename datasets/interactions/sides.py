@@ -1,10 +1,11 @@
 """Features of users and items, from files or recipes.
 
-    FILE.parquet, FILE.csv     a column of keys, named as the source's users or items, and a column for each
-                               feature: whole numbers, text, or lists of them; other numbers are dense columns
+    FILE.parquet, FILE.csv     a column of keys, with the name of the source's users or items, and a column
+    for
+                               each feature: whole numbers, text, or lists; other numbers are dense columns
     FILE.json                  {"key": [attribute, …], …}, S3-Rec's item2attributes.json: feature `attributes`
 
-Ids of a feature are positions in its sorted values, from 1; 0 is a user or item of which nothing is known.
+Ids of a feature are positions in its sorted values, from 1; 0 is a user or item without a known value.
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ TAKEN = (
 
 @dataclass(frozen=True)
 class Side:
-    """One column of users or items.
+    """One feature of users or items.
 
     Attributes:
-        keys: of users or items, each once.
-        values: ids from 1, lists of them, or float32; else a description of an item, in items/ alone.
-        rows: of its table; 0: it has none.
+        name: Name of the column.
+        keys: Keys of users or items, each once.
+        values: Ids from 1, lists of ids, or float32; otherwise a description, which is written to items/
+            only.
+        rows: Number of rows of the feature's table; 0: the feature has no table.
     """
 
     name: str
@@ -56,14 +59,14 @@ class Side:
 
     @property
     def is_bag(self) -> bool:
-        """Whether it has lists."""
+        """Return True if the values are lists."""
         return pa.types.is_list(self.values.type)
 
     def of(self, keys: pa.Array) -> pa.Array:
-        """Its value for each key; 0, an empty list or nothing where it has none.
+        """Return the value of each key; 0, an empty list or null for keys without a value.
 
         Raises:
-            ConfigError: its own keys are of another kind.
+            ConfigError: The feature's keys have another type.
         """
         try:
             found = pc.index_in(keys, value_set=self.keys.cast(keys.type))
@@ -88,21 +91,22 @@ class Sides:
 
     @property
     def features(self) -> list[Side]:
-        """Those that are trained on."""
+        """Return the features that models train on."""
         return [
             side for side in (*self.user, *self.item) if side.rows or pa.types.is_floating(side.values.type)
         ]
 
 
 def read_sides(path: Path, key: str) -> list[Side]:
-    """The features of a file.
+    """Read the features in a file.
 
     Args:
-        key: its column of users or items.
+        path: Parquet, CSV or JSON file.
+        key: Column of users or items.
 
     Raises:
-        ConfigError: no such column; a feature that cannot be one.
-        DataError: the file cannot be read, or has a key twice.
+        ConfigError: The column is missing, or a feature has an unsupported name or type.
+        DataError: The file cannot be read, or a key is empty or occurs twice.
     """
     table = _table(path, key)
     keys = table[key].combine_chunks()
@@ -148,7 +152,7 @@ def _side(name: str, keys: pa.Array, values: pa.Array, path: Path) -> Side:
 
 
 def encode(name: str, keys: pa.Array, values: pa.Array) -> Side:
-    """A feature of values, or of lists of values, as ids."""
+    """Encode a feature of values, or of lists of values, as ids."""
     flat = values.flatten() if pa.types.is_list(values.type) else values
     known = pc.unique(flat.drop_null())
     known = known.take(pc.sort_indices(known))

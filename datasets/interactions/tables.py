@@ -1,4 +1,4 @@
-"""Interactions in Parquet, in CSV with named columns, and in lines of text. Read a batch at a time.
+"""Interactions in Parquet, in CSV with named columns, and in lines of text, read in batches.
 
 FILE.txt has a user and its items in each line:
 
@@ -28,11 +28,11 @@ Batch = tuple[pa.Array, pa.Array, pa.Array | None]
 
 
 def read(files: list[Path], columns: Columns, gathering: Gathering, split: int = TRAIN) -> dict[str, bool]:
-    """Add the interactions of files of one layout; return what is known of their order.
+    """Add the interactions of files of one layout, and return which of their orders are known.
 
     Raises:
-        ConfigError: a column is missing or of a type that is none of ids or times.
-        DataError: a row is not what it should be.
+        ConfigError: A column is missing or has an unsupported type.
+        DataError: A row is invalid.
     """
     of_all = True
     for path in files:
@@ -49,12 +49,12 @@ def batches(path: Path, columns: Columns) -> Iterator[Batch]:
 
 
 def has_lists(path: Path, columns: Columns) -> bool:
-    """Whether the items of a Parquet file are in lists."""
+    """Return True if the items of a Parquet file are in lists."""
     return pa.types.is_nested(pq.read_schema(path).field(columns.item).type)
 
 
 def parquet_batches(path: Path, columns: Columns) -> Iterator[Batch]:
-    """Users, items and times of a Parquet file. A list of items is as many interactions of its user."""
+    """Yield users, items and times of a Parquet file. A list of items counts as one interaction per item."""
     try:
         file = pq.ParquetFile(path)
         wanted = [name for name in (columns.user, columns.item, columns.time) if name]
@@ -68,7 +68,10 @@ def parquet_batches(path: Path, columns: Columns) -> Iterator[Batch]:
 
 
 def csv_batches(path: Path, columns: Columns) -> Iterator[Batch]:
-    """The same of CSV (tabs in .tsv and .inter). Users and items are text, times what they look like."""
+    """Yield users, items and times of a CSV file (tabs in .tsv and .inter).
+
+    Users and items are read as text; the type of times is inferred.
+    """
     divider = "\t" if {".tsv", ".inter"} & {*path.suffixes} else ","
     parse = csv.ParseOptions(delimiter=divider, newlines_in_values=True)
     reading = csv.ReadOptions(block_size=BLOCK_BYTES)
@@ -91,12 +94,13 @@ def csv_batches(path: Path, columns: Columns) -> Iterator[Batch]:
 
 
 def text_batches(path: Path, columns: Columns) -> Iterator[Batch]:
-    """(the user of each item, items, None), int64 both, some 16 MiB of text at a time.
+    """Yield (the user of each item, items, None), both int64, for about 16 MiB of text at a time.
 
-    A line with a user alone has no items.
+    A line with only a user has no items.
 
     Raises:
-        DataError: a line is empty, or has something other than numbers; names file and line.
+        DataError: A line is empty or contains something other than numbers; the error names the file and the
+            line.
     """
     first = 1
     with path.open("rb") as file:
@@ -121,12 +125,12 @@ def text_batches(path: Path, columns: Columns) -> Iterator[Batch]:
 
 
 def _first_bad(words: pa.Array) -> int:
-    """The place of the first word that is not a number, from 1; 0: all are."""
+    """Return the position of the first word that is not a number, from 1, or 0 if all are numbers."""
     return pc.index(pc.match_substring_regex(words, NUMBER), pa.scalar(False)).as_py() + 1
 
 
 def _of_inter(columns: Columns, names: list[str]) -> Columns:
-    """Columns under the names of a .inter file, name:type; where the command names none, RecBole's own."""
+    """Return the columns as named in a .inter file (name:type). RecBole's own names are the fallback."""
     known = {name.partition(":")[0]: name for name in names}
     user, item = (
         known.get(name if name in known else f"{name}_id", name) for name in (columns.user, columns.item)
@@ -135,10 +139,15 @@ def _of_inter(columns: Columns, names: list[str]) -> Columns:
 
 
 def check_columns(wanted: list[str], there: list[str], path: Path) -> None:
-    """Whether a file has columns.
+    """Check that a file has columns.
+
+    Args:
+        wanted: Names of the required columns.
+        there: Names of the columns in the file.
+        path: Path of the file.
 
     Raises:
-        ConfigError: it lacks one; names the nearest.
+        ConfigError: A column is missing; the error suggests the nearest name.
     """
     for name in wanted:
         if name not in there:
@@ -180,7 +189,7 @@ def _whole(values: pa.Array) -> pa.Array:
 
 
 def _keys(values: pa.Array, name: str, where: str) -> pa.Array:
-    """Whole numbers as int64, text as string."""
+    """Convert whole numbers to int64 and text to string."""
     values = _whole(values)
     if pa.types.is_integer(values.type):
         values = values.cast(pa.int64())
@@ -198,7 +207,7 @@ def _keys(values: pa.Array, name: str, where: str) -> pa.Array:
 
 
 def _times(values: pa.Array, name: str, where: str) -> pa.Array:
-    """Whole numbers as int64, other numbers as float64, dates and timestamps as they are."""
+    """Convert whole numbers to int64, other numbers to float64 and dates to timestamps."""
     values, kind = _whole(values), values.type
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         values = values.cast(pa.int64() if pa.types.is_integer(kind) else pa.float64())
@@ -225,8 +234,10 @@ def _refuse(empty: pa.Array, name: str, where: str) -> None:
 
 
 def _broken(path: Path, divider: str, time: str | None, why: str) -> DataError:
-    """The error of a CSV file, with the first line that has other fields than its first, or a time that is
-    none."""
+    """Return the error of a CSV file that does not parse.
+
+    It names the first line with an unexpected number of fields or an invalid time.
+    """
     expected = "as many fields in each line as in the first" + f", {time}: a number or timestamp" * bool(time)
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:

@@ -27,20 +27,28 @@ def prepare(
     with_valid: bool = False,
     force: bool = False,
 ) -> None:
-    """MovieLens 100K, 1M, 20M, 25M or 32M in their original layouts, label: rating ≥ 4; or leave-one-out with
-    given candidates (NAME.test.negative), label: seen. --split leave-one-out of any of them, or time with
-    --rows user: the columns of `raytrec prepare interactions`, and features of users and films.
+    """Write MovieLens 100K, 1M, 20M, 25M or 32M from their original layouts, label: rating ≥ 4.
+
+    The other layout is leave-one-out with given candidates (NAME.test.negative), label: seen. With --split
+    leave-one-out of any set, or --split time with --rows user: the columns of `raytrec prepare interactions`,
+    and features of users and films.
 
     Args:
+        out: Folder to write train/, valid/, test/ and schema.yaml to.
+        source: Folder with the original files.
         split: How rows are divided into train, valid and test.
-        history: Liked items before a rating, at most; of leave-one-out all items.
+        seed: The same seed gives the same data.
+        history: Maximum number of liked items before a rating; with leave-one-out, of all items.
+        dim: Width of the embeddings; a multiple of 4.
         download: Fetch this set from GroupLens.
-        negatives: Of leave-one-out, and NAME.test.negative's layout: items drawn for each pair of train.
-        candidates: Of leave-one-out: items drawn for each user of valid, and of test where none are given. 0:
-            none, all are ranked.
-        rows: Of leave-one-out: rows of train, for each pair, or each user and --history of its films. With
-            --split time, user writes such rows, of interactions instead of ratings.
-        with_valid: Train has the interactions of valid, too: for a last run, whose settings have been chosen.
+        negatives: Items drawn for each pair of train, with leave-one-out and the layout of
+            NAME.test.negative.
+        candidates: Items drawn for each user of valid, and of test if the source has no candidates, with
+            leave-one-out. 0: all items are ranked.
+        rows: Rows of train with leave-one-out: one for each pair, or one for each user and --history of its
+            films. With --split time, user writes such rows, of interactions instead of ratings.
+        with_valid: Add the interactions of valid to train, for a final run with settings already chosen.
+        force: Replace what the folder holds.
     """
     options = {**locals()}
     from raytrec_datasets.movielens.recipe import write

@@ -2,14 +2,14 @@
 
     NAME.test.rating       user, item, rating, time (tabs): the pair of each user left out for the test
     NAME.test.negative     (user,item), then 99 items that the user has not seen (tabs)
-    NAME.train.rating      all other pairs, as test.rating; or in its place
-    pairs.parquet          userID, movieID as text, in the order of MovieLens's ratings.dat; there, user is
-                           userID - 1, and item the order in which movieID first appears
+    NAME.train.rating      all other pairs, in the format of test.rating; or instead:
+    pairs.parquet          userID, movieID as text, in the order of MovieLens's ratings.dat; user is
+                           userID - 1, and items are numbered in the order in which movieIDs first appear
     movies.dat             titles (only with pairs.parquet)
 
-Users and items are numbers from 0. A test file has each user's candidates: the pair that was left out, with
-label 1, then the items of test.negative, with label 0. What is given twice is there once, with label 1 if any
-(156 users of ML-1M have their own pair among their negatives).
+Users and items are numbers from 0. A test file has each user's candidates: the left-out pair with label 1,
+then the items of test.negative with label 0. Duplicate pairs are written once, with label 1 if any copy has
+it (156 users of ML-1M have their own pair among their negatives).
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from raytrec_datasets.writing import Output, SplitWriter, progress, write_table
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 
-VALID_CANDIDATES = 99  # in addition to the pair that is left out for validation
+VALID_CANDIDATES = 99  # in addition to the pair left out for validation
 CHUNK_ROWS = 500_000
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Pairs of users and items that were seen, and what is ranked for each user.
+    """Pairs of users and items that were seen, and the candidates of each user.
 
     Attributes:
-        train: int64 [n, 2]: user and item; without the test's.
-        test: user → its candidates; the first is the one that was left out.
-        movies: movieID of each item; None where unknown.
+        train: User and item of each pair, without pairs of the test; int64 [n, 2].
+        test: User → candidates; the first candidate is the left-out item.
+        movies: movieID of each item; None if unknown.
+        users: Number of users.
+        items: Number of items.
     """
 
     train: np.ndarray
@@ -52,15 +54,15 @@ class Candidates:
 
 
 def has_candidates(folder: Path) -> bool:
-    """Whether a folder holds this layout."""
+    """Return True if a folder holds this layout."""
     return any(folder.glob(f"*{NEGATIVE}"))
 
 
 def read_candidates(folder: Path) -> Candidates:
-    """Reads the layout.
+    """Read the layout.
 
     Raises:
-        DataError: a file is missing, or a line is not what it should be; names file and line.
+        DataError: A file is missing, or a line is invalid; the error names the file and the line.
     """
     negative = sorted(folder.glob(f"*{NEGATIVE}"))[0]
     name = negative.name.removesuffix(NEGATIVE)
@@ -86,11 +88,11 @@ def read_candidates(folder: Path) -> Candidates:
 
 
 def _numbered(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """(user and item of each pair, movieID of each item)."""
+    """Return the user and item of each pair, int64 [n, 2], and the movieID of each item."""
     table = pq.read_table(path, columns=["userID", "movieID"])
     users = table["userID"].to_numpy(zero_copy_only=False).astype(np.int64) - 1
     movies = table["movieID"].to_numpy(zero_copy_only=False).astype(np.int64)
-    items, known = pd.factorize(movies)  # in the order in which they appear
+    items, known = pd.factorize(movies)  # in order of appearance
     return np.stack([users, items], axis=1), known
 
 
@@ -111,9 +113,13 @@ def _key(users: np.ndarray, items: np.ndarray) -> np.ndarray:
 
 
 def write_candidates(output: Output, source: Path, negatives: int, seed: int, dim: int) -> None:
-    """Writes the dataset: in train each pair with `negatives` items drawn from those that its user has no
-    pair with in train, in random order; in valid a pair of each user that is taken out of train, with 99
-    candidates drawn from what the user has never seen; in test the given candidates."""
+    """Write the dataset.
+
+    - train: each pair with `negatives` items drawn from those that its user has no pair with in train, in
+      random order.
+    - valid: a pair of each user that is removed from train, with 99 candidates that the user has never seen.
+    - test: the given candidates.
+    """
     data, rng = read_candidates(source), np.random.default_rng(seed)
     order = rng.permutation(len(data.train))
     pairs = data.train[order]
@@ -153,10 +159,17 @@ def _write_train(folder, pairs, seen, negatives, items, rng, advance) -> int:
 def _with_negatives(
     pairs: np.ndarray, seen: np.ndarray, count: int, items: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(pairs, each with `count` others of its user behind it: int64 [n · (1 + count), 2]; labels bool).
+    """Return each pair followed by `count` drawn pairs of its user, and the labels.
 
     Args:
-        seen: sorted keys of pairs that are not to be drawn.
+        pairs: User and item of each pair, int64 [n, 2].
+        seen: Sorted keys of pairs that must not be drawn.
+        count: Number of pairs drawn for each pair.
+        items: Number of items to draw from.
+        rng: Random number generator.
+
+    Returns:
+        Pairs, int64 [n · (1 + count), 2], and labels, bool [n · (1 + count)].
     """
     users = np.repeat(pairs[:, 0], count)
     drawn = rng.integers(0, items, len(users))
@@ -177,7 +190,7 @@ def _table(pairs: np.ndarray, labels: np.ndarray) -> pa.Table:
 
 
 def _titles(source: Path, movies: np.ndarray) -> pd.DataFrame:
-    """item_id (in the table), movie_id (original), title, year, genres."""
+    """Return a table with item_id (in the dataset), movie_id (original), title, year and genres."""
     known = movie_table(source / "movies.dat").set_index("item").reindex(movies).reset_index()
     known = known.rename(columns={"item": "movie_id"})
     known["genres"] = known["genres"].map(lambda names: names if isinstance(names, list) else [])

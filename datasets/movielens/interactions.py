@@ -1,8 +1,8 @@
-"""Ratings as interactions: each user's last film left out for the test, or the last tenth of all in time.
+"""Ratings as interactions: each user's last film, or the last tenth in time, is left out for the test.
 
-From the ratings of any set, in the order of time; or from leave-one-out with given candidates
-(candidates.py), whose test pairs and candidates stay what they are. Then the order of the other films is that
-of sequences.parquet, if it is there:
+The source is a set of ratings, read in the order of time, or leave-one-out with given candidates
+(candidates.py), whose test pairs and candidates are kept. In the second case, sequences.parquet defines the
+order of the other films if the file exists:
 
     sequences.parquet      userID, and the movieIDs in the order of time (columns user, movies)
     users.dat              sex, age, occupation and zip of users, as in the set 1M
@@ -29,11 +29,15 @@ SEQUENCES, USERS, MOVIES = "sequences.parquet", "users.dat", "movies.dat"
 
 
 def write_interactions(output: Output, source: Path, chosen: Choices) -> None:
-    """Writes the dataset.
+    """Write the dataset.
+
+    With chosen.negatives = 0, all films are ranked and given candidates are ignored. Each user's last film is
+    then the test if the source has an order of time; otherwise the given test pair is kept.
 
     Args:
-        chosen: with negatives=0, all films are to be ranked. Then given candidates are not used; and if there
-            is an order of time, each user's last film is the test, else still the given one.
+        output: Folder of the dataset.
+        source: Folder with the original files.
+        chosen: Options of the command.
     """
     ratings = has_ratings(source)
     data, users, movies = _of_ratings(source) if ratings else _of_candidates(source, chosen.negatives > 0)
@@ -50,7 +54,7 @@ def _of_ratings(source: Path) -> tuple[Interactions, pd.DataFrame | None, pd.Dat
 def _of_candidates(
     source: Path, ranked: bool
 ) -> tuple[Interactions, pd.DataFrame | None, pd.DataFrame | None]:
-    """Keys are userID and movieID, where pairs.parquet has them; else the layout's own numbers."""
+    """Read the layout with candidates. Keys are userID and movieID if pairs.parquet exists, else numbers."""
     known, named = read_candidates(source), (source / "pairs.parquet").is_file()
     ordered = named and (source / SEQUENCES).is_file()
     test = np.array([(user, items[0]) for user, items in known.test.items()])
@@ -76,18 +80,20 @@ def _of_candidates(
 
 
 def _item_keys(known: Candidates) -> np.ndarray:
-    """movieIDs, or the layout's numbers where they are unknown; candidates that are in no pair have numbers
-    below 0, so that no two items have one key."""
+    """Return a key for each item: its movieID, or its number in the layout if movieIDs are unknown.
+
+    Candidates that occur in no pair get negative numbers, so that keys are unique.
+    """
     if known.movies is None:
         return np.arange(known.items)
     return np.concatenate([known.movies, -1 - np.arange(len(known.movies), known.items)])
 
 
 def _in_order(path: Path, known: Candidates, pairs: np.ndarray) -> np.ndarray:
-    """The same pairs of users and items in the order of sequences.parquet: int64 [n, 2].
+    """Return the pairs of users and items in the order of sequences.parquet, int64 [n, 2].
 
     Raises:
-        DataError: they are other pairs.
+        DataError: The file cannot be read or has other pairs.
     """
     try:
         table = pq.read_table(path, columns=["user", "movies"])
@@ -115,7 +121,7 @@ def _of_users(users: pd.DataFrame) -> list[Side]:
 
 
 def _of_movies(movies: pd.DataFrame) -> list[Side]:
-    """Features of films; their titles go along in items/."""
+    """Return the features of films. Titles are written to items/ only."""
     movies = movies.drop_duplicates("item")
     keys, years = pa.array(movies["item"].to_numpy()), movies["year"]
     return [

@@ -1,11 +1,11 @@
-"""MovieLens in its original file layouts, and its download from GroupLens.
+"""MovieLens in its original file layouts, and the download from GroupLens.
 
 100k        u.data (tabs), u.item, u.user (pipes, latin-1, 19 genre flags)
 1m          ratings.dat, movies.dat, users.dat (double colons, latin-1)
-20m 25m 32m ratings.csv, movies.csv (no users' attributes)
+20m 25m 32m ratings.csv, movies.csv (no attributes of users)
 
-Leave-one-out with given candidates is in candidates.py. A set is fetched only when the user asks for it: its
-checksum is verified, and its licence shown.
+Leave-one-out with given candidates is in candidates.py. A set is downloaded only on request: its checksum is
+verified and its license is printed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from rich.console import Console
 from raytrec.common.errors import DataError
 
 BASE = "https://files.grouplens.org/datasets/movielens/"
-MD5 = {  # as GroupLens publishes them
+MD5 = {  # as published by GroupLens
     "100k": "0e33842e24a9c977be4e0107933c0723",
     "1m": "c4d9eecfca2ab87c1945afe126590906",
     "20m": "cd245b17a1ae2cc31bb14903e1204af3",
     "25m": "6b51fb2759a8657d3bfcbfc42b592ada",
     "32m": "d472be332d4daa821edc399621853b57",
 }
-TIME_BITS = 33  # timestamps in seconds fit into these until the year 2242; milliseconds don't
+TIME_BITS = 33  # enough for timestamps in seconds until the year 2242, but not in milliseconds
 
 
 @dataclass
@@ -46,9 +46,9 @@ class MovieLens:
     """All ratings of a set.
 
     Attributes:
-        ratings: columns user, item (original ids), rating, timestamp (s since 1970, UTC).
-        items: item, title, year (0: unknown), genres (list of names), by item.
-        users: user, age, gender, occupation, zip, by user; None where the set has no attributes.
+        ratings: Table with user, item (original ids), rating and timestamp (s since 1970, UTC).
+        items: Table with item, title, year (0: unknown) and genres (list of names), one row for each item.
+        users: Table with user, age, gender, occupation and zip; None if the set has no attributes.
     """
 
     ratings: pd.DataFrame
@@ -57,10 +57,10 @@ class MovieLens:
 
 
 def read(folder: Path) -> MovieLens:
-    """Reads the set that a folder holds.
+    """Read the set in a folder.
 
     Raises:
-        DataError: no known layout, or a file that does not parse; names the file.
+        DataError: The folder has no known layout, or a file does not parse; the error names the file.
     """
     for marker, others, reader in LAYOUTS:
         if (folder / marker).is_file():
@@ -112,14 +112,14 @@ def _read_1m(folder: Path) -> MovieLens:
 
 
 def user_table(path: Path) -> pd.DataFrame:
-    """users.dat: user, age, gender, occupation, zip."""
+    """Read users.dat: user, age, gender, occupation, zip."""
     users = _lines(path, "::", 5)[[0, 2, 1, 3, 4]]
     users.columns = ["user", "age", "gender", "occupation", "zip"]
     return users.astype({"user": int, "age": int})
 
 
 def movie_table(path: Path) -> pd.DataFrame:
-    """movies.dat: item, title, year (0: unknown), genres."""
+    """Read movies.dat: item, title, year (0: unknown), genres."""
     return _movies(*_lines(path, "::", 3).values.T)
 
 
@@ -141,7 +141,7 @@ LAYOUTS: list[tuple[str, list[str], Callable[[Path], MovieLens]]] = [
 
 
 def has_ratings(folder: Path) -> bool:
-    """Whether a folder holds one of these layouts."""
+    """Return True if a folder holds one of these layouts."""
     return any((folder / marker).is_file() for marker, *_ in LAYOUTS)
 
 
@@ -153,7 +153,7 @@ def _movies(ids, titles, genres) -> pd.DataFrame:
 
 
 def _lines(path: Path, separator: str, fields: int) -> pd.DataFrame:
-    """A small latin-1 file of lines, as text columns 0, 1, …"""
+    """Read a small latin-1 file of lines as text columns 0, 1, …."""
     rows = [line.split(separator) for line in path.read_text("latin-1").split("\n") if line]
     for number, row in enumerate(rows, 1):
         if len(row) != fields:
@@ -164,7 +164,7 @@ def _lines(path: Path, separator: str, fields: int) -> pd.DataFrame:
 
 
 def _ratings(path: Path, separator: str) -> pd.DataFrame:
-    """user, item, rating, timestamp; read by pyarrow, because there may be 32 million."""
+    """Read user, item, rating and timestamp with pyarrow, because a set has up to 32 million ratings."""
     names = ["user", "item", "rating", "timestamp"]
     source = path if separator != "::" else io.BytesIO(path.read_bytes().replace(b"::", b"\t"))
     try:
@@ -196,15 +196,16 @@ def _broken(path: Path, error: object, expected: str) -> DataError:
 
 
 def fetch(name: str, folder: Path, base: str = BASE, md5: str | None = None) -> Path:
-    """Downloads and extracts a set, unless it is there; the folder with its files.
+    """Download and extract a set unless it exists, and return the folder with its files.
 
     Args:
-        name: a key of MD5.
-        folder: where the zip and its content go.
-        base, md5: the address of the folder with the zips, and the checksum to expect.
+        name: Key of MD5, such as 1m.
+        folder: Folder for the zip and its content.
+        base: URL of the folder with the zips.
+        md5: Expected checksum; None: the checksum in MD5.
 
     Raises:
-        DataError: no connection, or a wrong checksum (the zip is removed).
+        DataError: There is no connection, or the checksum is wrong (the zip is removed).
     """
     target = folder / f"ml-{name}"
     if target.is_dir():
@@ -228,7 +229,7 @@ def fetch(name: str, folder: Path, base: str = BASE, md5: str | None = None) -> 
                 Console(stderr=True).print(
                     content.read(entry).decode("utf-8", "replace"), highlight=False, markup=False
                 )
-        content.extractall(partial)  # drops absolute paths and '..' (zipfile's own rule)
+        content.extractall(partial)  # zipfile drops absolute paths and '..'
     archive.unlink()
     if not (partial / target.name).is_dir():
         raise DataError(f"the zip holds no folder {target.name}", where=url)
@@ -238,7 +239,7 @@ def fetch(name: str, folder: Path, base: str = BASE, md5: str | None = None) -> 
 
 
 def _download(url: str, archive: Path) -> str:
-    """Writes the file; its MD5."""
+    """Download the file and return its MD5."""
     digest = hashlib.md5(usedforsecurity=False)
     partial = archive.with_suffix(".partial")
     try:

@@ -1,4 +1,4 @@
-"""MovieLens ratings as rows with the user's earlier likes."""
+"""MovieLens ratings as rows with the items that the user liked before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raytrec_datasets.writing import SPLITS, Output, SplitWriter, progress
 from raytrec.common.errors import ConfigError
 from raytrec.config.schema import Schema
 
-LIKED = 4.0  # ratings from here on count as liked
+LIKED = 4.0  # minimum rating of a liked item
 CHUNK_ROWS = 500_000
 SPLIT_OF = {"leave-one-out": None, "time": BY_TIME}  # --split → Choices.split
 
@@ -38,7 +38,7 @@ def write(
     rows: str = "each",
     with_valid: bool = False,
 ) -> None:
-    """Writes the dataset; its arguments are those of `raytrec prepare movielens`."""
+    """Write the dataset; the arguments are those of `raytrec prepare movielens`."""
     if source is None and download is None:
         raise ConfigError(
             "no data was named", expected="--source DIR, or --download 100k, 1m, 20m, 25m or 32m"
@@ -78,10 +78,11 @@ def write(
 
 
 def split_of(ratings: pd.DataFrame, split: str, rng: np.random.Generator) -> np.ndarray:
-    """For each rating 0 (train), 1 (valid) or 2 (test): int8 [n].
+    """Return 0 (train), 1 (valid) or 2 (test) for each rating, int8 [n].
 
-    random: 80/10/10 by a seeded permutation. per-user: of each user's ratings in time, the last tenth is test
-    and the tenth before it valid. time: the same of all ratings together.
+    - random: 80/10/10 by a seeded permutation.
+    - per-user: the last tenth of each user's ratings in time is test, the tenth before is valid.
+    - time: the last tenth of all ratings in time is test, the tenth before is valid.
     """
     rows = len(ratings)
     if split == "random":
@@ -131,7 +132,7 @@ class Ratings:
         return len(self._rating)
 
     def _user_attributes(self) -> dict[str, np.ndarray]:
-        """For each attribute its id by user index (0: unknown); empty where the set has none."""
+        """Return the id of each attribute by user index (0: unknown), or {} if the set has no attributes."""
         if self._data.users is None:
             return {}
         users = self._data.users.assign(zip_prefix=self._data.users["zip"].str[:2]).set_index("user")
@@ -143,16 +144,16 @@ class Ratings:
         return out
 
     def _index_likes(self) -> None:
-        """Liked items of train, sorted by user and time."""
+        """Sort the liked items of train by user and time."""
         liked = np.flatnonzero((self._rating >= LIKED) & (self._split == 0))
         order = np.lexsort((self._item[liked], self._time[liked], self._user[liked]))
         liked = liked[order]
-        # One sort key of user and time: users are above the bits of the time.
+        # User and time share one sort key: the user takes the high bits, the time the low ones.
         self._like_keys = (self._user[liked] << TIME_BITS) + self._time[liked]
         self._like_items = self._item[liked]
 
     def histories(self, rows: np.ndarray) -> pa.ListArray:
-        """list<int64> [len(rows)]: liked items strictly before each rating, oldest first."""
+        """Return the liked items strictly before each rating, oldest first: list<int64> [len(rows)]."""
         first = np.searchsorted(self._like_keys, self._user[rows] << TIME_BITS)
         end = np.searchsorted(
             self._like_keys, (self._user[rows] << TIME_BITS) + self._time[rows], side="left"
@@ -161,7 +162,7 @@ class Ratings:
         return slices(self._like_items, start, end - start)
 
     def table(self, rows: np.ndarray) -> pa.Table:
-        """The given ratings as rows of the dataset."""
+        """Return ratings as rows of the dataset."""
         user, item, when = self._user[rows], self._item[rows], self._time[rows]
         lengths, genres = self._bags
         starts = np.cumsum(lengths) - lengths
@@ -181,7 +182,7 @@ class Ratings:
         return pa.table(columns)
 
     def write(self, folder: Path, split: int, advance) -> int:
-        """Writes a split in seeded random order; its number of rows."""
+        """Write a split in seeded random order and return its number of rows."""
         rows = self._order[self._split[self._order] == split]
         group = 4_096 if len(self) < 1_000_000 else 16_384
         writer = SplitWriter(folder, self.table(rows[:0]).schema, group_rows=group)
@@ -193,13 +194,13 @@ class Ratings:
         return len(rows)
 
     def items(self) -> pd.DataFrame:
-        """item_id (in the tables), movie_id (original), title, year, genres."""
+        """Return a table with item_id (in the dataset), movie_id (original), title, year and genres."""
         items = self._items.rename(columns={"item": "movie_id"})
         items.insert(0, "item_id", np.arange(1, len(items) + 1))
         return items
 
     def schema(self, dim: int) -> Schema:
-        """schema.yaml: history shares the table of items."""
+        """Return the schema; history shares the table of items."""
         rows = {"user_id": len(self._user_ids) + 1, "item_id": len(self._items) + 1}
         rows |= {name: int(ids.max()) + 1 for name, ids in self._of_user.items()}
         rows |= {
@@ -216,13 +217,13 @@ class Ratings:
 
 
 def _index(vocabulary: np.ndarray, values) -> np.ndarray:
-    """Position of each value in a sorted vocabulary, from 1; 0 where it is not in it: int64 [n]."""
+    """Return the position of each value in a sorted vocabulary, from 1, or 0 if missing; int64 [n]."""
     values = np.asarray(values)
     return np.where(np.isin(values, vocabulary), np.searchsorted(vocabulary, values) + 1, 0).astype(np.int64)
 
 
 def _bags(genres: pd.Series, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """(lengths, ids) of the items' genres; item 0, unknown, has none."""
+    """Return (lengths, ids) of the items' genres. Item 0, unknown, has no genres."""
     code = {name: i + 1 for i, name in enumerate(names)}
     lengths = np.array([0, *(len(g) for g in genres)], dtype=np.int64)
     return lengths, np.array([code[name] for g in genres for name in g], dtype=np.int64)

@@ -3,8 +3,8 @@
     logit = bias + dense part + Σ over features of their ids' effects + Σ over pairs of features of u·v
 
 Each part is scaled to its share of the logit's variance on a fixed sample. Ids are drawn log-uniformly by
-rank (the most frequent id of a table of 10,000 takes 7.5 % of its draws), and effects shrink with the rank:
-what is seen a few times in a million rows can't be learned by anyone, so little is planted there.
+rank (the most frequent id of a table of 10,000 takes 7.5 % of its draws). Effects shrink with the rank: no
+model can learn ids that occur a few times in a million rows, so these have small effects.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from raytrec_datasets.writing import SPLITS, Output, SplitWriter, progress
 
 from raytrec.config.schema import Schema
 
-CHUNK_ROWS = 65_536  # a chunk depends on (seed, split, its number) alone, and memory holds one
-BINS = 1_000_000  # of the true probability, for the best AUC
+CHUNK_ROWS = 65_536  # a chunk depends only on (seed, split, chunk number); memory holds one chunk
+BINS = 1_000_000  # histogram bins of the true probability, for the best AUC
 LOGIT_STD = 1.7
-SHARES = {"dense": 0.4, "ids": 0.5, "pairs": 0.1}  # of the logit's variance
+SHARES = {"dense": 0.4, "ids": 0.5, "pairs": 0.1}  # shares of the logit's variance
 POSITIVE_RATE = 0.25
 EFFECT_RANKS = 2_048  # ids of higher ranks have no effect
 PAIRS, PAIR_DIM, PAIR_IDS = 4, 3, 32
@@ -40,7 +40,7 @@ def write(
     dim: int,
     force: bool,
 ) -> None:
-    """Writes the dataset; its arguments are those of `raytrec prepare synthetic`."""
+    """Write the dataset; the arguments are those of `raytrec prepare synthetic`."""
     options = {name: value for name, value in locals().items() if name not in ("out", "force")}
     output = Output(out, "synthetic", options, force)
     if not output.is_ready():
@@ -60,7 +60,7 @@ def write(
 
 
 def schema_of(shape: Shape, dim: int) -> Schema:
-    """schema.yaml of a shape: I1… dense, C1… sparse."""
+    """Return the schema of a shape, with dense columns I1 … and sparse features C1 …."""
     pooling = {f: "mean" if shape.is_mean(f) else "sum" for f in range(len(shape.tables))}
     return Schema.parse(
         {
@@ -74,7 +74,7 @@ def schema_of(shape: Shape, dim: int) -> Schema:
 
 
 def _write_split(folder: Path, model: Planted, seed: int, split: int, rows: int, advance) -> float:
-    """Writes a split; the AUC of its true probabilities."""
+    """Write a split and return the AUC of its true probabilities."""
     writer, histogram = None, np.zeros((2, BINS), np.int64)
     for chunk, start in enumerate(range(0, rows, CHUNK_ROWS)):
         rng = np.random.default_rng((seed, 3, split, chunk))
@@ -106,7 +106,7 @@ def _table(model: Planted, drawn: Rows, label: np.ndarray) -> pa.Table:
 
 
 def _auc(negative: np.ndarray, positive: np.ndarray) -> float:
-    """Area under the ROC curve from counts by bin; rows in one bin are ties and count half."""
+    """Return the area under the ROC curve from counts by bin. Rows in one bin are ties and count half."""
     below = np.cumsum(negative) - negative
     pairs = negative.sum() * positive.sum()
     return float((positive * (below + negative / 2)).sum() / pairs) if pairs else 0.5
@@ -114,7 +114,13 @@ def _auc(negative: np.ndarray, positive: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the data: numbers of columns and the rows of each feature's table."""
+    """Sizes of the data.
+
+    Attributes:
+        dense: Number of dense columns.
+        tables: Number of rows of each feature's table.
+        multi_hot: Number of features that are bags.
+    """
 
     dense: int
     tables: tuple[int, ...]
@@ -122,22 +128,28 @@ class Shape:
 
     @classmethod
     def of(cls, dense: int, sparse: int, multi_hot: int, largest: int) -> Shape:
-        """Table sizes from 100 to `largest`, evenly in their logarithm and mixed among the features."""
+        """Return a shape with table sizes from 100 to `largest`, log-spaced and in mixed order."""
         sizes = np.geomspace(100, largest, sparse).round().astype(int)
         return cls(dense, tuple(int(s) for s in np.random.default_rng(26).permutation(sizes)), multi_hot)
 
     def is_bag(self, feature: int) -> bool:
-        """The last `multi_hot` features are bags."""
+        """Return True if the feature is one of the last `multi_hot` features, which are bags."""
         return feature >= len(self.tables) - self.multi_hot
 
     def is_mean(self, feature: int) -> bool:
-        """Every second bag is pooled by its mean, the others by their sum."""
+        """Return True if the feature is pooled by mean: every second bag. Other bags are pooled by sum."""
         return self.is_bag(feature) and feature % 2 == 0
 
 
 @dataclass
 class Rows:
-    """A chunk of drawn inputs: dense float32 [n, dense]; for each feature its lengths [n] and ranks."""
+    """A chunk of drawn inputs.
+
+    Attributes:
+        dense: float32 [n, dense].
+        lengths: Number of ids in each row, [n] for each feature.
+        ranks: Frequency ranks of the ids, [sum of lengths] for each feature.
+    """
 
     dense: np.ndarray
     lengths: list[np.ndarray]
@@ -145,9 +157,9 @@ class Rows:
 
 
 def draw(shape: Shape, rng: np.random.Generator, rows: int) -> Rows:
-    """Inputs of `rows` rows."""
+    """Draw the inputs of `rows` rows."""
     dense = rng.standard_normal((rows, shape.dense), dtype=np.float32)
-    dense[:, 1::2] = np.log1p(np.abs(dense[:, 1::2]) * 3)  # counts, as Criteo's are after their logarithm
+    dense[:, 1::2] = np.log1p(np.abs(dense[:, 1::2]) * 3)  # like Criteo's counts after their logarithm
     lengths, ranks = [], []
     for feature, size in enumerate(shape.tables):
         bag = rng.integers(0, LONGEST_BAG + 1, rows) if shape.is_bag(feature) else np.ones(rows, np.int64)
@@ -169,7 +181,7 @@ class Planted:
         decay = 1 / (1 + np.arange(EFFECT_RANKS) / 25)
         self._effects = [s * decay * rng.normal(size=EFFECT_RANKS) for s in strength]
         for effect in self._effects:
-            effect[-1] = 0  # stands for all ranks beyond
+            effect[-1] = 0  # the last rank stands for all higher ranks
         single = [f for f in range(len(shape.tables)) if not shape.is_bag(f)] or [0, 1]
         self._pairs = [tuple(rng.choice(single, 2, replace=len(single) < 2)) for _ in range(PAIRS)]
         self._factors = [rng.normal(size=(2, PAIR_IDS + 1, PAIR_DIM)) for _ in range(PAIRS)]
@@ -181,11 +193,11 @@ class Planted:
         self._calibrate(draw(shape, np.random.default_rng((seed, 2)), SAMPLE_ROWS))
 
     def logits(self, rows: Rows) -> np.ndarray:
-        """The true logit of each row: float64 [n]."""
+        """Return the true logit of each row, float64 [n]."""
         return self._bias + sum(self._scale[name] * part for name, part in self._parts(rows).items())
 
     def ids(self, feature: int, ranks: np.ndarray) -> np.ndarray:
-        """Ranks scattered over the table, so that an id does not tell how frequent it is: int64 [n]."""
+        """Scatter ranks over the table, so that an id does not reveal its frequency; int64 [n]."""
         factor, shift = self._scatter[feature]
         return (ranks * factor + shift) % self.shape.tables[feature]
 
@@ -210,7 +222,7 @@ class Planted:
         return sums / divisor
 
     def _calibrate(self, sample: Rows) -> None:
-        """Scales the parts to their shares and finds the bias of the wanted positive rate."""
+        """Scale the parts to their shares and find the bias that gives the positive rate."""
         parts = self._parts(sample)
         for name, part in parts.items():
             self._scale[name] = LOGIT_STD * np.sqrt(SHARES[name]) / max(part.std(), 1e-9)
@@ -225,7 +237,7 @@ class Planted:
 
 
 def _coprime(size: int, rng: np.random.Generator) -> tuple[int, int]:
-    """(factor, shift) of a bijection rank → (rank · factor + shift) mod size."""
+    """Return (factor, shift) of a bijection rank → (rank · factor + shift) mod size."""
     while np.gcd(factor := int(rng.integers(1, size)), size) != 1:
         pass
     return factor, int(rng.integers(size))
