@@ -24,15 +24,11 @@ def train(
 
     For example: raytrec train jobs/synthetic.yaml scaling.num_workers=2
 
-    Args:
-        config: Path or URI of the configuration.
-        overrides: Overrides.
+    Options:
         warm_start (RUN): Start from the weights of this run or checkpoint; without CONFIG, also from its
             config.
         resume (RUN): Resume this run from its newest checkpoint; CONFIG, if given, must be equivalent.
         resume_latest: Resume the newest interrupted run of this CONFIG; start a new run if there is none.
-        allow_code: Allow code (module:name) named by a config from a URI, run or checkpoint.
-        json: Print the result as JSON on stdout.
     """
     from raytrec.common.errors import ConfigError
     from raytrec.driver.run import Unfinished
@@ -77,9 +73,7 @@ def tune(
 
     For example: raytrec tune CONFIG --space SPACE.yaml --trials 20
 
-    Args:
-        config: Path or URI of the configuration.
-        overrides: Overrides.
+    Options:
         space (SPACE.yaml): Keys to search and their distributions.
         trials: Number of trials; default: 10.
         metric: Metric to compare trials by; default: as for checkpoint.best_metric.
@@ -89,8 +83,6 @@ def tune(
         reduction_factor: Of trials of the same age, one in this many continues.
         resume (FOLDER): Resume this search; --trials may add trials.
         resume_latest: Resume the newest interrupted search of this command; start a new one if there is none.
-        allow_code: Allow code (module:name) named by a config from a URI, run or checkpoint.
-        json: Print the result as JSON on stdout.
     """
     options = {**locals()}
     del options["json"]
@@ -123,14 +115,13 @@ def doctor(
 ):
     """Find problems of this machine or of each node of a cluster; exit code 1 on a failure.
 
-    Args:
+    Options:
         config: Config whose cluster, run folder and checkpoints are examined.
         address: auto, HOST:PORT or ray://HOST:PORT of a Ray cluster; default: this machine.
         storage (URI): Path that every node must be able to write and read (repeatable).
         share: Print Markdown for an issue, without hosts, users, paths and addresses.
         measure (FILE): Only measure this machine's ranks, and write their rates as JSON.
         ranks: Number of ranks to measure with; default: one per GPU, or 2 on CPU.
-        json: Print the result as JSON on stdout.
     """
     from raytrec.doctor.examine import as_json, as_markdown, diagnose, print_examination, shared
 
@@ -164,9 +155,7 @@ def plan(
 ):
     """Predict sharding, memory and time on machines that need not exist; reads the schema, not the data.
 
-    Args:
-        config: Path or URI of the configuration.
-        overrides: Overrides.
+    Options:
         on (2x8xh100-sxm,4x48gib): Machines, separated by commas: known machines, or GPUs (on CPU: workers)
             per host x memory of each[:memory of the host[:its disk]]; any: of every known machine as many as
             needed; default: 80 GiB for each of scaling.num_workers.
@@ -174,7 +163,6 @@ def plan(
         prices (FILE): Machines and their hourly prices, as YAML or JSON: find the smallest and the cheapest
             cluster of these machines.
         picture (FILE.svg): Draw the shards, tables × ranks (.svg or .png).
-        json: Print the result as JSON on stdout.
     """
     from raytrec.common.errors import ConfigError
     from raytrec.driver.preflight import plan as make
@@ -193,9 +181,7 @@ def plan(
 def config(config: Config = None, overrides: Overrides = None, schema: bool = False):
     """Print a resolved config with all defaults, or the JSON Schema for editors.
 
-    Args:
-        config: Path or URI of the configuration.
-        overrides: Overrides.
+    Options:
         schema: Print the JSON Schema of configs.
     """
     from raytrec.common.errors import ConfigError

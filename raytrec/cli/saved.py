@@ -21,14 +21,9 @@ def evaluate(
 ):
     """Evaluate a run or checkpoint on any Parquet data, with any number of workers.
 
-    Args:
-        run: Run folder or checkpoint folder.
+    Options:
         data: Folder or file of Parquet; default: the run's data.test.
-        workers: Workers; default: as in training.
         batch_size: Global batch size; default: as in training.
-        overrides: For example data.on_error=skip or tables.NAME.out_of_range=hash (repeatable).
-        allow_code: Allow code (module:name) named by a config from a URI, run or checkpoint.
-        json: Print the result as JSON on stdout.
     """
     options = {**locals()}
     del options["json"]
@@ -51,18 +46,12 @@ def predict(
 ):
     """Score every row of a folder of Parquet with a run or checkpoint. Repeat the command to resume.
 
-    Args:
-        run: Run folder or checkpoint folder.
+    Options:
         data: Folder or file of Parquet; labels are not needed.
         out: Folder to write to: one file per file of the data, with the same name.
         columns (A,B,...): Columns to copy to the output (repeatable); default: data.reserve_columns; '' for
             none.
         vectors: Write the vectors of this tower instead of scores; the data needs only the tower's features.
-        workers: Workers; default: as in training.
-        checkpoint: Which checkpoint of a run; default: the newest.
-        overrides: For example data.on_error=skip or tables.NAME.out_of_range=hash (repeatable).
-        allow_code: Allow code (module:name) named by a config from a URI, run or checkpoint.
-        json: Print the result as JSON on stdout.
     """
     options = {**locals()}
     del options["json"]
@@ -87,19 +76,13 @@ def index(
 ):
     """Compute the vectors of items and an index to search them. Repeat the command to resume.
 
-    Args:
-        run: Run folder or checkpoint folder.
+    Options:
         items: Folder or file of Parquet with one row per item.
         out: Folder to write the index to.
         item: Column with the item's key; default: eval.retrieval.item of the run.
         columns (A,B,...): Columns of items to keep (repeatable); default: all.
         faiss (SPEC): Also build a faiss index, such as HNSW32 or 'IVF256,Flat'.
         queries: Parquet to measure the recall of faiss with; default: the run's data.test.
-        workers: Workers; default: as in training.
-        checkpoint: Which checkpoint of a run; default: the newest.
-        overrides: For example data.on_error=skip or tables.NAME.out_of_range=hash (repeatable).
-        allow_code: Allow code (module:name) named by a config from a URI, run or checkpoint.
-        json: Print the result as JSON on stdout.
     """
     options = {**locals()}
     del options["json"]
@@ -123,18 +106,14 @@ def export(
 ):
     """Export a trained model for scoring and serving without the trainer. Repeat the command to resume.
 
-    Args:
-        run: Run folder or checkpoint folder.
+    Options:
         out: Folder to write to: local, s3:// or gs://.
-        checkpoint: Which checkpoint of a run; default: the newest.
         quantize: Precision of tables; default: fp32. Prints the metrics before and after.
         data: Parquet for types, golden rows and metrics; default: the run's data.test.
         golden_rows: Number of rows that are exported with their scores; 0: no rows of the data are exported.
         onnx: Also export the dense model as model.onnx.
         mlflow: Log the export as a model of the run's MLflow run.
         embed: Copy the export into that model; otherwise the model refers to the export.
-        allow_code: Allow code (module:name) named by a config from a URI, run or checkpoint.
-        json: Print the result as JSON on stdout.
     """
     options = {**locals()}
     del options["json"]
@@ -154,12 +133,9 @@ def convert(
 
     For example: --table user=managed
 
-    Args:
-        run: Run folder or checkpoint folder.
+    Options:
         tables (TABLE=KIND): New kind of a table: managed, resize:ROWS or hash (repeatable).
         out: Folder to write the new checkpoint to.
-        checkpoint: Which checkpoint of a run; default: the newest.
-        allow_code: Allow code (module:name) named by a config from a URI, run or checkpoint.
     """
     from raytrec.common.redaction import hide
     from raytrec.common.storage import in_shell
@@ -175,8 +151,7 @@ def convert(
 def report(run: RunFolder, out: str | None = None):
     """Rebuild a run's report.html and its figures from the run folder.
 
-    Args:
-        run: Run folder.
+    Options:
         out: Folder to write to; default: RUN.
     """
     from raytrec.common.storage import relative
@@ -192,9 +167,7 @@ def report(run: RunFolder, out: str | None = None):
 def track(run: RunFolder, allow_code: AllowCode = False, follow: bool = False):
     """Write a run's missing records to MLflow, whose server was unavailable when the run ended.
 
-    Args:
-        run: Run folder.
-        allow_code: Allow code (module:name) named by a config from a URI, run or checkpoint.
+    Options:
         follow: Continue until standard input ends, while another process trains the run.
     """
     from raytrec.common.redaction import hide
@@ -214,7 +187,7 @@ def compare(
 ):
     """Compare results, configurations and curves of runs, on the terminal and as an HTML page.
 
-    Args:
+    Options:
         runs: Run folders.
         out: HTML page to write.
     """
@@ -238,7 +211,7 @@ def inspect(
 ):
     """Inspect Parquet and print a complete schema.yaml (and a table of the columns on stderr).
 
-    Args:
+    Options:
         path: Folder or file of Parquet: local, s3:// or gs://.
         from_run (RUN): Print the run's schema instead, with statistics of the ids it looked up.
         out: File to write the schema to; default: stdout.

@@ -25,7 +25,7 @@ def serve(
 ):
     """Serve an export over HTTP with Ray Serve until Ctrl-C.
 
-    Args:
+    Options:
         uri: Export: a local folder, s3:// or gs://.
         name: Name of the service; default: the run's name.
         address: auto or HOST:PORT of a Ray cluster; default: a new local cluster.
@@ -36,7 +36,6 @@ def serve(
         log_requests (URI): Folder for a sample of requests and their scores.
         log_sample: Share of requests that is logged.
         promote_from: Folder of exports; default: the parent folder of URI.
-        allow_code: Allow code (module:name) named by a config from a URI, run or checkpoint.
     """
     options = {**locals()}
     from raytrec.serving.command import serve as run
@@ -54,7 +53,7 @@ def promote(
 ):
     """Switch all replicas of a service to another export, after all of them have loaded and checked it.
 
-    Args:
+    Options:
         uri: Export to switch to.
         service: Address of the service.
         name: Name of the service, used to find its token.
@@ -76,13 +75,11 @@ def skew(
 ):
     """Compare a service's logged answers with its export, and its requests with training data.
 
-    Args:
+    Options:
         log: Folder of `raytrec serve --log-requests`.
         export (URI): Export that gave the answers.
         data: Parquet that the export was trained on; default: only scores are compared.
         rows: Rows of the log and of the data to read.
-        allow_code: Allow code (module:name) named by a config from a URI, run or checkpoint.
-        json: Print the result as JSON on stdout.
     """
     from raytrec.skew.compare import skew as compare
 
@@ -100,10 +97,7 @@ def submit(
 ):
     """Train on a cluster: upload code and CONFIG, and follow the job. Submit again to resume a stopped run.
 
-    Args:
-        config: Path or URI of the configuration.
-        overrides: Overrides.
-        address: http://HOST:PORT of the cluster's dashboard; default: http://127.0.0.1:8265.
+    Options:
         include: Additional file or folder to upload (repeatable).
         root: Folder on the cluster to which paths are relative; default: its RAYTREC_ROOT.
         detach: Return immediately instead of following the job.
@@ -130,7 +124,7 @@ def head(
 ):
     """Run a Ray cluster on this machine's loopback, for `raytrec submit` and notebooks, until Ctrl-C.
 
-    Args:
+    Options:
         root: RAYTREC_ROOT of jobs, to which their paths are relative.
         port: Port of the cluster (GCS).
         dashboard_port: Port of the job API and Ray's dashboard.
