@@ -1,7 +1,7 @@
 """Recipes that turn public data into Parquet and a schema.yaml; commands of `raytrec prepare`.
 
 A recipe is a function. The command's options follow from the types and defaults of its parameters, and their
-help from the `Args` of its docstring:
+help from the section `Args` of its docstring:
 
     def prepare(out: Path, rows: int = 1000, force: bool = False):
         '''Write clicks of our shop.'''

@@ -8,12 +8,8 @@ from pathlib import Path
 def prepare(out: Path, source: Path, seed: int = 0, dim: int = 8, force: bool = False) -> None:
     """Write UCI Adult for two tasks, labels: income > 50K, never married; a fifth of adult.data is valid.
 
-    Args:
-        out: Folder to write train/, valid/, test/ and schema.yaml to.
+    Options:
         source: Folder with adult.data and adult.test.
-        seed: The same seed gives the same data.
-        dim: Width of the embeddings; a multiple of 4.
-        force: Replace what the folder holds.
     """
     from raytrec_datasets.adult.recipe import write
 

@@ -22,16 +22,13 @@ def prepare(
 ) -> None:
     """Write Criteo Kaggle and 1TB click logs from their original TSV layouts.
 
-    Args:
-        out: Folder to write train/, valid/, test/ and schema.yaml to.
+    Options:
         source: train.txt, a day file, or the folder that holds them.
         layout: Kaggle or 1TB files.
         vocabulary: How values become ids.
         hash_rows: Rows of each table (hash).
         min_count: Rarer values share id 0 (frequency).
-        dim: Width of the embeddings; a multiple of 4.
         on_bad_line: What a malformed line does.
-        force: Replace what the folder holds.
     """
     from raytrec_datasets.criteo.recipe import write
 

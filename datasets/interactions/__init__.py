@@ -35,8 +35,7 @@ def prepare(
 ) -> None:
     """Write users, items and times in common layouts as rows with histories and candidates; label: met.
 
-    Args:
-        out: Folder to write train/, valid/, test/ and schema.yaml to.
+    Options:
         source: Parquet (also a folder), CSV, a text file with a user and its items in each line (S3-Rec), a
             folder with train, valid and test of these (LightGCN, RecBole), or NAME.train.rating (NCF).
         user: Column of users, in Parquet and CSV.
@@ -58,9 +57,6 @@ def prepare(
             list right_items, as LightGCN and BARS evaluate; needs --negatives 0.
         min_interactions: Leave out users and items with fewer interactions, until all have as many (k-core).
         with_valid: Add the interactions of valid to train, for a final run with settings already chosen.
-        seed: The same seed gives the same data.
-        dim: Width of the embeddings; a multiple of 4.
-        force: Replace what the folder holds.
     """
     options = {**locals()}
     from raytrec_datasets.interactions.events import Columns

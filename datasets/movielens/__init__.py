@@ -33,13 +33,9 @@ def prepare(
     leave-one-out of any set, or --split time with --rows user: the columns of `raytrec prepare interactions`,
     and features of users and films.
 
-    Args:
-        out: Folder to write train/, valid/, test/ and schema.yaml to.
-        source: Folder with the original files.
+    Options:
         split: How rows are divided into train, valid and test.
-        seed: The same seed gives the same data.
         history: Maximum number of liked items before a rating; with leave-one-out, of all items.
-        dim: Width of the embeddings; a multiple of 4.
         download: Fetch this set from GroupLens.
         negatives: Items drawn for each pair of train, with leave-one-out and the layout of
             NAME.test.negative.
@@ -48,7 +44,6 @@ def prepare(
         rows: Rows of train with leave-one-out: one for each pair, or one for each user and --history of its
             films. With --split time, user writes such rows, of interactions instead of ratings.
         with_valid: Add the interactions of valid to train, for a final run with settings already chosen.
-        force: Replace what the folder holds.
     """
     options = {**locals()}
     from raytrec_datasets.movielens.recipe import write

@@ -22,16 +22,12 @@ def prepare(
 ) -> None:
     """Write Criteo-shaped data with a planted model, whose best reachable AUC is printed.
 
-    Args:
-        out: Folder to write train/, valid/, test/ and schema.yaml to.
+    Options:
         rows: Rows of train; valid and test have a tenth each.
-        seed: The same seed gives the same data.
         dense: Dense columns.
         sparse: Sparse features.
         multi_hot: How many of the sparse features are bags of several ids.
         table_rows: Rows of the largest table.
-        dim: Width of the embeddings; a multiple of 4.
-        force: Replace what the folder holds.
     """
     options = {**locals()}
     from raytrec_datasets.synthetic.recipe import write

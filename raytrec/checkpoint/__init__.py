@@ -1,1 +1,1 @@
-"""Checkpoints: contents, places, writing and reading."""
+"""Checkpoints: contents, locations, writing and reading."""

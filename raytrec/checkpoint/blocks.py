@@ -1,4 +1,4 @@
-"""Chunks of tensors as blocks of bytes."""
+"""Conversion between chunks of tensors and blocks of bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
 def metadata_of(index: dict) -> Metadata:
-    """Return a sound index as torch's metadata, with a StoredChunk for every chunk."""
+    """Return a valid index as torch's metadata, with a StoredChunk for every chunk."""
     tensors, stored = {}, {}
     for fqn, entry in index["tensors"].items():
         boxes = []
@@ -36,11 +36,12 @@ def metadata_of(index: dict) -> Metadata:
 
 
 class Target:
-    """A tensor that wants a box of a chunk.
+    """Destination tensor for a box of a chunk.
 
     Attributes:
-        tensor: of the box's shape.
-        begin, end: bytes of the chunk between which all of the box is.
+        tensor: Tensor of the box's shape.
+        begin: First byte of the box in the chunk.
+        end: Byte after the last byte of the box in the chunk.
     """
 
     def __init__(self, chunk: StoredChunk, item: ReadItem, tensor: torch.Tensor):
@@ -59,30 +60,30 @@ class Target:
         self._memory = memory(self.tensor) if solid and is_plain(self.tensor) else None
 
     def memory(self, begin: int, end: int) -> memoryview | None:
-        """Where these bytes of the chunk belong, when they can be read to there as they are."""
+        """Return the memory into which these bytes of the chunk can be read directly, or None."""
         if self._memory is None or begin < self.begin or end > self.end:
             return None
         return self._memory[begin - self.begin : end - self.begin]
 
     def take(self, block: torch.Tensor, begin: int) -> None:
-        """Copies what belongs here of a block of values, which begins at this byte of the chunk."""
+        """Copy the values of the box from a block of values that starts at byte `begin` of the chunk."""
         first = begin // block.element_size()
         for values, box in overlaps(block, first, self._sizes, self._offsets, self.tensor):
             box.copy_(values)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory is its values, one after the other."""
+    """Return True if a tensor is in host memory and its values are contiguous."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a plain tensor; no copy."""
+    """Return the bytes of a plain tensor without a copy."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
-    """The bytes of a tensor, block by block; each is there until the next one is asked for."""
+    """Yield the bytes of a tensor block by block; each block is valid until the next one is requested."""
     if is_plain(tensor):
         data = memory(tensor)
         for begin in range(0, len(data), block_bytes):
@@ -100,7 +101,7 @@ def blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
 
 
 def pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
-    """The values of a tensor, as views of some rows at a time if it is a plain one."""
+    """Yield the values of a tensor; a plain tensor is split into views of some rows at a time."""
     if not is_plain(tensor) or not tensor.dim() or not tensor.numel():
         yield tensor
         return
@@ -112,17 +113,17 @@ def pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
 def overlaps(
     block: torch.Tensor, first: int, sizes: Sequence[int], offsets: Sequence[int], box: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What a block of a chunk and a box in it have in common, as views of the one and of the other.
+    """Yield views of the values that a block and a box of a chunk have in common: (of the block, of the box).
 
-    Rows that the block has whole are one view; of the two that it may have in part, each is again a chunk,
-    with one dimension less.
+    Complete rows in the block are one view. The first and last row may be partly in the block; each is
+    treated as a chunk with one dimension less.
 
     Args:
-        block: [n], consecutive values of the chunk.
-        first: the place of the first of them in the chunk.
-        sizes: of the chunk.
-        offsets: of the box in the chunk.
-        box: the box; its shape is its size.
+        block: Consecutive values of the chunk, [n].
+        first: Index in the chunk of the first value.
+        sizes: Shape of the chunk.
+        offsets: Offsets of the box in the chunk.
+        box: Box with its full shape.
     """
     if not sizes:
         yield block[0], box

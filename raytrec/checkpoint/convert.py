@@ -1,6 +1,6 @@
-"""`raytrec convert`: a checkpoint with tables of other kinds or sizes.
+"""`raytrec convert`: rewrites a checkpoint with tables of other kinds or sizes.
 
-Block by block, in this process alone.
+Tensors are processed block by block, in this process only.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from raytrec.config.schema_parts import ManagedIds
 from raytrec.data.ids import hash_bits
 from raytrec.embeddings.hashing import initial_values
 
-BAND_BYTES = 4 << 20  # float32 values of whole rows that are in work at a time
+BAND_BYTES = 4 << 20  # float32 values of whole rows that are processed at a time
 
 
 @dataclass(frozen=True)
 class TableChange:
-    """A table as it becomes.
+    """Conversion of a table.
 
     Attributes:
-        table: its new settings.
-        note: a line about it.
-        source: int64 [table.rows], of each row the one of the checkpoint that it has been; -1: it begins with
-            its initial values, and without optimizer state. None: all rows stay as they are.
-        ids: of a table with managed ids, what is saved of them: name after ids/TABLE/ → int64 [n].
-        about: of the same table, their entry in the index.
+        table: New settings of the table.
+        note: Line about the conversion for the user.
+        source: Row of the checkpoint for each new row, int64 [table.rows]; -1: the row gets its initial
+            values, without optimizer state. None: all rows are unchanged.
+        ids: Saved managed ids of the table: name after ids/TABLE/ → int64 [n].
+        about: Entry of the managed ids in the index; None without managed ids.
     """
 
     table: Table
@@ -50,7 +50,10 @@ class TableChange:
 
 
 def to_managed(name: str, table: Table) -> TableChange:
-    """Ids 0 to rows - 1 keep their rows; one more row is for ids that have none."""
+    """Return the change to managed ids: ids 0 to rows - 1 keep their rows.
+
+    Another row is added for ids that have none.
+    """
     if table.ids:
         raise _refused(name, "its ids are managed already", "a table whose ids are the numbers of its rows")
     if table.out_of_range == "hash":
@@ -70,7 +73,10 @@ def to_managed(name: str, table: Table) -> TableChange:
 
 
 def to_hash(name: str, table: Table) -> TableChange:
-    """Ids below the number of rows keep theirs; all others, and text, share them."""
+    """Return the change to hashed ids: ids below the number of rows keep their rows.
+
+    All other ids, and text, are hashed to the same rows.
+    """
     if table.ids:
         why = "it is not known whether they were text, which is hashed in another way than integers"
         raise _refused(name, why, "a table whose ids are the numbers of its rows")
@@ -83,8 +89,10 @@ def to_hash(name: str, table: Table) -> TableChange:
 
 
 def resized(folder: str, index: Mapping[str, Any], name: str, table: Table, rows: int) -> TableChange:
-    """The same with another number of rows: without managed ids, the first ones stay; with them, all ids, or
-    those seen most often."""
+    """Return the change to another number of rows.
+
+    Without managed ids, the first rows stay. With managed ids, all ids stay, or those seen most often.
+    """
     if table.out_of_range == "hash":
         raise _refused(name, "of another size it has other rows for the ids that are hashed", "another table")
     if rows == table.rows:
@@ -104,9 +112,12 @@ def resized(folder: str, index: Mapping[str, Any], name: str, table: Table, rows
 def _resized_ids(
     saved: Mapping[str, torch.Tensor], about: Mapping[str, Any], name: str, old: Table, new: Table
 ) -> TableChange:
-    """Rows that the new table has, too, stay where they are; the others move to rows without an id."""
+    """Return the change of a table with managed ids to another number of rows.
+
+    Rows that the new table also has stay in place; the others move to rows without an id.
+    """
     values, room = {key: tensor.numpy() for key, tensor in saved.items()}, new.own_rows
-    best = np.lexsort((-values["last"], -values["sightings"]))[:room]  # of equals, the first by its key
+    best = np.lexsort((-values["last"], -values["sightings"]))[:room]  # ties: the lowest key
     kept = {key: column[np.sort(best)] for key, column in values.items()}
     before, free = kept["row"], np.ones(room, bool)
     stays = before < room
@@ -141,17 +152,18 @@ def _refused(table: str, why: str, expected: str) -> SchemaError:
 def rewrite(
     folder: str, index: dict[str, Any], out: str, changes: Mapping[str, TableChange], about: dict, seed: int
 ) -> None:
-    """Writes a checkpoint with the tensors of another one, some of whose tables change.
+    """Write a checkpoint with the tensors of another one, with changes to some tables.
 
     Args:
-        folder, index: of the one that is read.
-        out: the folder of the new one, without a checkpoint.
-        changes: table → what becomes of it.
-        about: of the new index.
-        seed: of initial values.
+        folder: Folder of the checkpoint to read.
+        index: Index of the checkpoint to read.
+        out: Folder of the new checkpoint, without a checkpoint.
+        changes: Table → change of the table.
+        about: Entry "about" of the new index.
+        seed: Seed of initial values.
 
     Raises:
-        CheckpointError: what is read is damaged, or there is no room for what is written.
+        CheckpointError: The checkpoint to read is damaged, or there is no space for the new one.
     """
     attempt = uuid.uuid4().hex[:8]
     with ExitStack() as stack:
@@ -184,13 +196,16 @@ def rewrite(
 
 
 class _Writer:
-    """Tensors, each as one chunk of a file, or as the chunks that they were."""
+    """Writer of tensors to one file, each as a single chunk or in its previous chunks."""
 
     def __init__(self, sink: Sink, file: str, block_bytes: int):
         self._sink, self._file, self._block_bytes = sink, file, block_bytes
 
     def write(self, dtype: str, shape: list[int], pieces: Iterator[torch.Tensor]) -> dict[str, Any]:
-        """The index's entry of a tensor that consists of these pieces, whose blocks begin anywhere."""
+        """Write a tensor that consists of these pieces, and return its entry in the index.
+
+        Pieces need not end at the limits of blocks.
+        """
         start, crc32, waiting = self._sink.align(), [], bytearray()
         for piece in pieces:
             for block in blocks(piece.to(DTYPES[dtype]), self._block_bytes):
@@ -206,7 +221,7 @@ class _Writer:
     def copy(
         self, folder: str, sources: dict[str, Source], name: str, entry: dict[str, Any]
     ) -> dict[str, Any]:
-        """The same of a tensor of another checkpoint."""
+        """Copy a tensor of another checkpoint, and return its entry in the index."""
         chunks = []
         for chunk, part in zip(chunks_of(name, entry), entry["chunks"], strict=True):
             start = self._sink.align()
@@ -221,10 +236,13 @@ class _Writer:
 
 
 def _rows(stored: StoredTable, name: str, change: TableChange, seed: int | None) -> Iterator[torch.Tensor]:
-    """The new rows of a table, some at a time: float32 [n, dim].
+    """Yield the new rows of a table, some at a time: float32 [n, dim].
 
     Args:
-        seed: of the initial values of rows that the checkpoint does not have; None: those are 0.
+        stored: Table in the checkpoint.
+        name: Name of the table.
+        change: Change of the table.
+        seed: Seed of the initial values of rows that the checkpoint does not have; None: these rows are 0.
     """
     assert change.source is not None
     count = max(1, BAND_BYTES // (4 * stored.dim))
@@ -235,7 +253,7 @@ def _rows(stored: StoredTable, name: str, change: TableChange, seed: int | None)
         if seed is not None and len(new):
             ids = torch.from_numpy(new + first)
             band[new] = initial_values(seed, name, ids, range(stored.dim), change.table.rows).numpy()
-        # Rows that follow one another in both are read together.
+        # Rows that are consecutive in both tables are read together.
         ends = np.flatnonzero(np.diff(source) != 1) + 1
         for begin, end in zip([0, *ends], [*ends, len(source)], strict=True):
             if source[begin] >= 0:

@@ -1,4 +1,4 @@
-"""Where checkpoints are; one folder a step. Complete ones have an index. No torch."""
+"""Locations of checkpoints: one folder per step, complete if it has an index. No torch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from raytrec.config.trust import is_ours, not_ours
 from raytrec.metrics.selection import Figure
 
 STEP_PREFIX = "step-"
-FOLDER = "checkpoints"  # in a run folder, unless checkpoint.dir is set
-# Folder → size and time of its index, and its `about`: one of many shards takes seconds to read.
+FOLDER = "checkpoints"  # below the run folder, unless checkpoint.dir is set
+# Cache: folder → size and time of its index, and the index's `about`. Reading an index of many shards takes
+# seconds.
 _KNOWN: dict[str, tuple[tuple[int, int], dict]] = {}
 
 
 def folder_of(root: str, step: int) -> str:
-    """The folder of the checkpoint of a step."""
+    """Return the folder of the checkpoint of a step."""
     return join_uri(root, f"{STEP_PREFIX}{step:010d}")
 
 
 def steps(root: str) -> list[int]:
-    """Steps that there are folders for, complete or not, the newest first."""
+    """Return the steps that have a folder, complete or not, the newest first."""
     from pyarrow import fs
 
     filesystem, path = open_filesystem(root)
@@ -40,10 +41,11 @@ def steps(root: str) -> list[int]:
 def indexes(
     root: str, why_not: Callable[[dict[str, Any]], str | None]
 ) -> Iterator[tuple[str, dict[str, Any], CheckpointError | None]]:
-    """All checkpoints, the newest first: (folder, index, why it is not complete).
+    """Yield (folder, index, reason why it is incomplete or None) of all checkpoints, the newest first.
 
     Args:
-        why_not: of an index's `about`, why it cannot be used; None: it can.
+        root: Folder of all checkpoints.
+        why_not: Function that returns why an index's `about` cannot be used, or None if it can.
     """
     for step in steps(root):
         folder = folder_of(root, step)
@@ -57,19 +59,20 @@ def indexes(
 
 
 def newest(root: str) -> tuple[str | None, dict[str, Any]]:
-    """The newest complete checkpoint and its index; None where there is none.
+    """Return the newest complete checkpoint and its index, or (None, {}) if there is none.
 
-    Only the index is read: whether the data behind it is whole is found out when it is loaded.
+    Only the index is read; damaged data is only detected by loading the checkpoint.
     """
     found = indexes(root, lambda about: None if isinstance(about.get("data"), str) else "about: no data")
     return next(((folder, index) for folder, index, error in found if error is None), (None, {}))
 
 
 def find(place: str | Path) -> tuple[str, dict[str, Any]]:
-    """A checkpoint and its index: the folder given, or the newest complete one of a run folder.
+    """Return a checkpoint and its index: the given folder, or the newest complete one of a run folder.
 
     Raises:
-        RunError: when there is none; CheckpointError: when the one given is damaged.
+        RunError: No checkpoint was found.
+        CheckpointError: The given checkpoint is damaged.
     """
     place = absolute(str(place))
     for root in _roots(place):
@@ -87,10 +90,11 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
-    """The checkpoint of one step of a run, and its index.
+    """Return the checkpoint of one step of a run, and its index.
 
     Raises:
-        RunError: there is none; CheckpointError: it is damaged.
+        RunError: The step has no checkpoint.
+        CheckpointError: The checkpoint is damaged.
     """
     place = absolute(str(place))
     there: set[int] = set()
@@ -107,10 +111,10 @@ def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
 
 
 def find_best(place: str | Path, by: Figure) -> tuple[str, dict[str, Any]]:
-    """The checkpoint of a run whose evaluation was the best by a metric, and its index.
+    """Return the checkpoint of a run with the best evaluation by a metric, and its index.
 
     Raises:
-        RunError: none has been evaluated.
+        RunError: No checkpoint has been evaluated.
     """
     for root in _roots(absolute(str(place))):
         if best := _best(_found(root), 1, by):
@@ -138,16 +142,16 @@ def keep(root: str, last: int, best: int, by: Figure | None) -> None:
 
 
 def remove_incomplete(root: str) -> None:
-    """Remove the remains of interrupted saves; called by the only writer before it begins to write."""
+    """Remove the remains of interrupted saves; called by the only writer before it starts to write."""
     for step, about in _found(root).items():
         if about is None:
             _remove(root, step, complete=False)
 
 
 def remove_oldest(root: str, best: int, by: Figure | None) -> str | None:
-    """Removes the oldest complete checkpoint, so that there is room for the next one; it, or None.
+    """Remove the oldest complete checkpoint to make room; return its folder, or None if all must stay.
 
-    The newest one stays, which a run resumes from, and so do the `best` ones by a metric.
+    The newest one, from which a run resumes, and the `best` ones by a metric stay.
     """
     found = _found(root)
     complete = [step for step, about in found.items() if about is not None]
@@ -159,7 +163,10 @@ def remove_oldest(root: str, best: int, by: Figure | None) -> str | None:
 
 
 def _found(root: str) -> dict[int, dict | None]:
-    """Step → `about` of its index, None where it has none, the newest first; without what cannot be read."""
+    """Return, by step, the `about` of each index, None if there is no index, the newest first.
+
+    Checkpoints whose index cannot be read are left out.
+    """
     found: dict[int, dict | None] = {}
     for step in steps(root):
         folder = folder_of(root, step)
@@ -172,7 +179,7 @@ def _found(root: str) -> dict[int, dict | None]:
 
 
 def _about(folder: str) -> dict:
-    """`about` of an index; read and checked again only if the file is another one."""
+    """Return the `about` of an index, which is read again only if the file has changed."""
     info = file_info(join_uri(folder, INDEX))
     seen = info.size, info.mtime_ns
     if None in seen or _KNOWN.get(folder, (None,))[0] != seen:
@@ -195,13 +202,13 @@ def _best(found: dict[int, dict | None], best: int, by: Figure | None) -> set[in
 def _remove(root: str, step: int, *, complete: bool) -> None:
     filesystem, path = open_filesystem(folder_of(root, step))
     _KNOWN.pop(folder_of(root, step), None)
-    if complete:  # first what makes it count, so that no half of one is taken for a whole
+    if complete:  # the index first, so that a partly removed checkpoint is incomplete
         filesystem.delete_file(f"{path}/{INDEX}")
     filesystem.delete_dir(path)
 
 
 def remove_others(folder: str, attempt: str) -> None:
-    """Removes what earlier attempts have written into a checkpoint that is complete now."""
+    """Remove the files of earlier attempts from a checkpoint that is complete now."""
     from pyarrow import fs
 
     filesystem, path = open_filesystem(folder)
@@ -212,7 +219,7 @@ def remove_others(folder: str, attempt: str) -> None:
 
 
 def free_bytes(root: str) -> int | None:
-    """Bytes that this user may still write where checkpoints are; None: not known, as of an object store."""
+    """Return the bytes free for this user where checkpoints are, or None if unknown (object stores)."""
     filesystem, path = open_filesystem(root)
     if not is_local(filesystem):
         return None
@@ -221,7 +228,7 @@ def free_bytes(root: str) -> int | None:
 
 
 def discard(folder: str, attempt: str) -> None:
-    """Removes what an attempt that failed has written, as far as that is possible; it takes up room."""
+    """Remove the files of a failed attempt, which take up space; errors are ignored."""
     from pyarrow import fs
 
     filesystem, path = open_filesystem(folder)
@@ -237,10 +244,10 @@ def discard(folder: str, attempt: str) -> None:
 
 
 def _of_a_run(folder: str, index: dict[str, Any]) -> dict[str, Any]:
-    """The same index.
+    """Return the index unchanged after a check.
 
     Raises:
-        CheckpointError: it lacks something that the index of a run's checkpoint has.
+        CheckpointError: The index lacks an entry that a run's checkpoint has.
     """
     if why := why_no_run(index["about"]):
         raise unreadable(f"it is not that of a run (about: {why})", join_uri(folder, INDEX))
@@ -252,8 +259,9 @@ def _is_step(name: str) -> bool:
 
 
 def _roots(place: str) -> list[str]:
-    """Return the folders that may hold a run's checkpoints: checkpoint.dir of its configuration, the run
-    folder's own, and `place` itself.
+    """Return the folders that may hold a run's checkpoints.
+
+    These are checkpoint.dir of the run's configuration, the default folder in the run folder, and `place`.
 
     Raises:
         RunError: The configuration of another user's run names a server.
@@ -264,10 +272,10 @@ def _roots(place: str) -> list[str]:
         try:
             values = yaml_values(read_bytes(config, MOST_YAML_BYTES))
             away = values["checkpoint"]["dir"]
-        except (OSError, NotReadable, KeyError, TypeError):  # an error where the configuration is needed
+        except (OSError, NotReadable, KeyError, TypeError):  # reported where the configuration is needed
             return roots
         if isinstance(away, str) and away:
-            if chooses_server(away) and not is_ours(config):  # it would be sent this user's credentials
+            if chooses_server(away) and not is_ours(config):  # the server would get this user's credentials
                 raise RunError(
                     f"the checkpoints are at a server that the configuration of the run chooses: {away}",
                     where=not_ours(config),

@@ -1,6 +1,7 @@
-"""The index of a checkpoint: what is in the checkpoint, and where. Writing it, last, is the commit.
+"""The index of a checkpoint, which lists its contents and their places. It is written last, as the commit.
 
-No pickle: JSON, with a hash of itself, whose content is checked in addition. No torch: the driver reads it.
+The index is JSON with a hash of itself, without pickle; its content is validated in addition. The module does
+not import torch, because the driver reads indexes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from raytrec.common.storage import join_uri, open_filesystem, read_bytes, sync
 INDEX = "checkpoint.json"
 FORMAT = 1
 FULL = (errno.ENOSPC, errno.EDQUOT)
-MOST_BLOCK_BYTES = 1 << 30  # a block is what is read at a time
+MOST_BLOCK_BYTES = 1 << 30  # a block is read as a whole
 MOST_DIMENSIONS = 8
 ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 ITEM_BYTES |= {f"float{8 * width}": width for width in (2, 4, 8)}
@@ -96,11 +97,11 @@ class _About(TypedDict):
 
 
 class CheckpointError(RunError):
-    """A checkpoint is damaged, or cannot be read or written."""
+    """Error for a checkpoint that is damaged, or cannot be read or written."""
 
 
 class NoRoom(CheckpointError):
-    """There is no space left for a checkpoint, or this user may not have more."""
+    """Error for a checkpoint that does not fit on the disk or in the user's quota."""
 
 
 def read_index(folder: str) -> dict:
@@ -145,20 +146,20 @@ def read_index(folder: str) -> dict:
 
 
 def write_index(folder: str, content: dict) -> None:
-    """Commits a checkpoint, in one step, so that there is never a part of an index.
+    """Commit a checkpoint by writing its index atomically.
 
     Args:
-        folder: a local path or a URI; it exists.
-        content: the index without format and hash, as JSON reads it back, with an "attempt".
+        folder: Local path or URI of an existing folder.
+        content: Index without format and hash, as JSON returns it when read back, with an "attempt".
 
     Raises:
-        CheckpointError: it cannot be written; there is none then, or the one that was there before.
+        CheckpointError: The index cannot be written; an earlier index is unchanged.
     """
     index = {"format": FORMAT, **content}
     text = _canonical({**index, "sha256": _digest(index)})
     filesystem, path = open_filesystem(folder)
 
-    def put() -> None:  # an object appears whole when its stream is closed
+    def put() -> None:  # an object appears as a whole when its stream is closed
         with filesystem.open_output_stream(f"{path}/{INDEX}") as stream:
             stream.write(text)
 
@@ -170,7 +171,7 @@ def write_index(folder: str, content: dict) -> None:
 
 
 def unreadable(what: str, where: str) -> CheckpointError:
-    """The error of a part of a checkpoint that is damaged or cannot be read."""
+    """Return the error for a part of a checkpoint that is damaged or cannot be read."""
     return CheckpointError(
         f"the checkpoint cannot be read: {what}",
         where=where,
@@ -182,10 +183,10 @@ def unreadable(what: str, where: str) -> CheckpointError:
 
 @contextmanager
 def writing(where: str) -> Iterator[None]:
-    """Gives errors of the file system their place.
+    """Turn errors of the file system in a block into CheckpointErrors with their place.
 
     Raises:
-        CheckpointError: instead of any OSError.
+        CheckpointError: Raised instead of any OSError.
     """
     try:
         yield
@@ -200,12 +201,12 @@ def writing(where: str) -> Iterator[None]:
 
 
 def reason(error: OSError) -> str:
-    """The message of the operating system or the store, in one line."""
+    """Return the message of the operating system or the object store in one line."""
     return error.strerror or first_line(error)
 
 
 def is_local(filesystem) -> bool:
-    """Whether a pyarrow file system is this machine's (or mounted here)."""
+    """Return True if a pyarrow file system is local to this machine or mounted here."""
     return filesystem.type_name == "local"
 
 
@@ -229,14 +230,14 @@ def _canonical(index: dict) -> bytes:
 
 
 def _digest(index: dict) -> str:
-    """sha256 over all but itself."""
+    """Return the sha256 of an index without its hash."""
     return hashlib.sha256(
         _canonical({key: value for key, value in index.items() if key != "sha256"})
     ).hexdigest()
 
 
 def why_unsound(index: dict[str, Any]) -> str | None:
-    """What of an index cannot be, in a few words; None where all of it can."""
+    """Return a short reason why an index is invalid, or None if it is valid."""
     if words := _misfit(_Index, index):
         return words
     for name, tensor in index["tensors"].items():
@@ -246,12 +247,12 @@ def why_unsound(index: dict[str, Any]) -> str | None:
 
 
 def why_no_run(about: dict[str, Any]) -> str | None:
-    """What the index of a run's checkpoint must have and this one lacks; None: nothing."""
+    """Return why an index's `about` does not describe a run's checkpoint, or None if it does."""
     return _misfit(_About, about)
 
 
 def why_no_progress(about: dict[str, Any]) -> str | None:
-    """The same of what a run resumes from."""
+    """Return why a run cannot resume from an index's `about`, or None if it can."""
     return _misfit(_Progress, about.get("progress")) or _misfit(_Ids, {"ids": about.get("ids", {})})
 
 

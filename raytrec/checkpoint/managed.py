@@ -1,14 +1,14 @@
-"""Managed ids in checkpoints. Neither the plan nor the number of ranks changes their names:
+"""Managed ids in checkpoints, whose names depend neither on the plan nor on the number of ranks.
 
-    ids/TABLE/id            int64 [n], the ids that have a row
+    ids/TABLE/id            int64 [n], ids that have a row
     ids/TABLE/row, sightings, last
-                            int64 [n], of each: its row, how often it has been seen, the step of the last time
+                            int64 [n], for each id: its row, how often it was seen, the step of the last time
     ids/TABLE/waiting_id, waiting_sightings, waiting_last
-                            int64 [m], the same of ids that were not seen often enough
-    ids/TABLE/left          int64 [l], rows of ids that have left, as they are handed out again
+                            int64 [m], the same for ids that were not seen often enough
+    ids/TABLE/left          int64 [l], rows of ids that have left, in the order in which they are reused
 
-Ids stand in the order of their keys (embeddings/hashing.py). What has no values is not there. Their
-lengths, and what else belongs to a map, are in the index under `ids`.
+Ids are in the order of their keys (embeddings/hashing.py). Tensors without values are not saved. The lengths
+of the tensors and other values of a map are in the index under `ids`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ ROWS, WAITING = ("row", "sightings", "last"), ("sightings", "last")
 
 
 def saved_ids(maps: Mapping[str, RowMap]) -> tuple[State, dict[str, Any]]:
-    """(tensors in host memory, which nothing changes any more; `about` of the index): a collective.
+    """Return the managed ids of all tables and their entry in the index; a collective.
 
     Args:
-        maps: table → this rank's part of its map; no pipeline may be ahead of the tables.
+        maps: Table → this rank's part of its map; no pipeline may be ahead of the tables.
+
+    Returns:
+        Tensors in host memory, which nothing changes any more, and values for `about` of the index.
     """
     peers, tensors, about = Peers(), {}, {}
     for table, part in maps.items():
@@ -58,11 +61,11 @@ def saved_ids(maps: Mapping[str, RowMap]) -> tuple[State, dict[str, Any]]:
 
 
 def ids_to_read(about: Mapping[str, Any], tables: Mapping[str, object]) -> State:
-    """Room for what `saved_ids` has saved, of which each rank reads a part.
+    """Return empty tensors for the ids saved by `saved_ids`, of which each rank reads a part.
 
     Args:
-        about: of the index.
-        tables: that are wanted.
+        about: Entry "about" of the index.
+        tables: Tables whose ids are read.
     """
     peers, tensors = Peers(), {}
     for table in tables:
@@ -80,10 +83,13 @@ def ids_to_read(about: Mapping[str, Any], tables: Mapping[str, object]) -> State
 def take_over_ids(
     maps: Mapping[str, RowMap], tensors: State, about: Mapping[str, Any], *, new_run: bool = False
 ) -> None:
-    """Gives maps, which have nothing yet, what `ids_to_read` has made room for; a collective.
+    """Load maps, which must be empty, from the tensors of `ids_to_read`; a collective.
 
     Args:
-        new_run: for a run that begins, before whose first step all ids were seen last.
+        maps: Table → this rank's part of its map.
+        tensors: Tensors of `ids_to_read`, after they have been read.
+        about: Entry "about" of the index.
+        new_run: True for a run that begins: all ids count as last seen before its first step.
     """
     for table, part in maps.items():
         sizes, device = about["ids"][table], part.device
@@ -107,9 +113,12 @@ def load_with_ids(
     """Read tensors and the managed ids of some tables from a checkpoint; a collective.
 
     Args:
-        folder, tensors, rows: As in `load`.
-        maps, new_run: As in `take_over_ids`.
-        about: Entry of the checkpoint's index.
+        folder: Folder of the checkpoint.
+        tensors: As in `load`.
+        maps: As in `take_over_ids`.
+        about: Entry "about" of the checkpoint's index.
+        rows: As in `load`.
+        new_run: As in `take_over_ids`.
     """
     ids = ids_to_read(about, maps)
     load(folder, tensors | ids, rows)
@@ -119,12 +128,14 @@ def load_with_ids(
 def stored_rows(
     folder: str, index: Mapping[str, Any], name: str, table: Table, ids: torch.Tensor
 ) -> torch.Tensor:
-    """The rows that ids have in a checkpoint, int64 [n], without any process group.
+    """Return the rows of ids in a checkpoint, int64 [n]; needs no process group.
 
     Args:
-        folder, index: of the checkpoint.
-        name, table: with managed ids.
-        ids: int64 [n].
+        folder: Folder of the checkpoint.
+        index: Index of the checkpoint.
+        name: Name of the table.
+        table: Settings of the table, with managed ids.
+        ids: Ids to look up, int64 [n].
     """
     saved = ids_of(folder, index, name, ("id", "row"))
     return IdRows(table, keys_of(saved["id"]), saved["row"])(ids)
@@ -133,8 +144,16 @@ def stored_rows(
 def ids_of(
     folder: str, index: Mapping[str, Any], table: str, kinds: tuple[str, ...] = ("id", *ROWS)
 ) -> dict[str, torch.Tensor]:
-    """id, row, sightings and last (or some of these) of all ids with a row in a checkpoint: int64 [n], in the
-    order of keys; without any process group."""
+    """Return the ids with a row in a checkpoint, and their rows, sightings and last steps: int64 [n].
+
+    The values are in the order of keys. No process group is needed.
+
+    Args:
+        folder: Folder of the checkpoint.
+        index: Index of the checkpoint.
+        table: Name of the table.
+        kinds: Columns to read.
+    """
     count = index["about"]["ids"][table]["rows"]
     columns = {kind: torch.empty(count, dtype=torch.int64) for kind in kinds}
     if count:
@@ -143,14 +162,14 @@ def ids_of(
 
 
 def _names(table: str, sizes: Mapping[str, int]) -> list[tuple[list[str], int]]:
-    """(names, how many values each has) of ids with a row, and of those that wait."""
+    """Return (names of tensors, length) for ids with a row and for waiting ids."""
     of_rows = [f"ids/{table}/{name}" for name in ("id", *ROWS)]
     of_waiting = [f"ids/{table}/waiting_{name}" for name in ("id", *WAITING)]
     return [(of_rows, sizes["rows"]), (of_waiting, sizes["waiting"])]
 
 
 def _columns(prefix: str, entries: Entries, names: tuple[str, ...], sizes: list[int], peers: Peers) -> State:
-    """Entries of all ranks, one rank after the other: name → int64 [Σ sizes]."""
+    """Return the entries of all ranks, concatenated in the order of ranks: name → int64 [Σ sizes]."""
     if not sum(sizes):
         return {}
     columns = {"id": unhash_bits(entries.keys)} | {name: entries.fields[name].long() for name in names}
@@ -158,7 +177,7 @@ def _columns(prefix: str, entries: Entries, names: tuple[str, ...], sizes: list[
 
 
 def _sharded(values: torch.Tensor, sizes: list[int], peers: Peers) -> ShardedTensor:
-    """[Σ sizes], of which each rank has as many values, in their order."""
+    """Return a tensor [Σ sizes] of which each rank has its own number of consecutive values."""
     everywhere, start, mine = [], 0, []
     for rank, size in enumerate(sizes):
         if size:
@@ -169,7 +188,7 @@ def _sharded(values: torch.Tensor, sizes: list[int], peers: Peers) -> ShardedTen
 
 
 def _owned(names: list[str], tensors: State, device: torch.device) -> Entries:
-    """The entries that this rank owns, of those that all ranks have read; a collective."""
+    """Return the entries that this rank owns among those read by all ranks; a collective."""
     peers = Peers()
     local = [tensors[name].local_shards() if name in tensors else [] for name in names]
     nothing = torch.empty(0, dtype=torch.int64)

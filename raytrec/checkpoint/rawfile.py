@@ -1,5 +1,4 @@
-"""Files of raw bytes, on disks and object stores. They are written from beginning to end, and read at any
-place."""
+"""Files of raw bytes on disks and object stores, written from start to end and read at any offset."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ from raytrec.common.reading import open_regular, retry_read
 from raytrec.common.storage import join_uri, open_filesystem, sync
 
 ALIGNMENT = 64  # bytes
-SEND_BYTES = 32 << 20  # after how many the disk is set to work
-SYNC_FILE_RANGE_WRITE = 2  # of Linux
-# Blocks in work at a time. Two on a disk: one is read while the other is checked. An object store answers
-# late, so that its speed is that of the requests under way.
+SEND_BYTES = 32 << 20  # bytes after which the disk starts to write
+SYNC_FILE_RANGE_WRITE = 2  # flag of Linux
+# Blocks read concurrently. On a disk, two: one is read while the other is checked. An object store has a
+# high latency, so that its speed depends on the number of concurrent requests.
 READS, REMOTE_READS = 2, 8
 
 
 def make_folder(folder: str) -> None:
-    """Create a checkpoint's folder and its parents; local ones are synced, so that they outlast a power cut.
+    """Create a checkpoint's folder and its parents; local ones are synced to survive a power failure.
 
     Raises:
         CheckpointError: The folder cannot be created.
@@ -46,13 +45,13 @@ def make_folder(folder: str) -> None:
 
 
 class Sink:
-    """A new file that is written from beginning to end; removed when something goes wrong, where it is local.
+    """New file that is written from start to end. A local file is removed after an error.
 
     Attributes:
-        size: bytes written.
+        size: Number of bytes written.
 
     Raises:
-        OSError: from all of it; FileExistsError, where there is such a file: it may belong to a checkpoint.
+        OSError: Any method may raise it. FileExistsError: The file exists and may belong to a checkpoint.
     """
 
     def __init__(self, folder: str, name: str):
@@ -70,7 +69,7 @@ class Sink:
         return self
 
     def __exit__(self, kind, *_) -> None:
-        # Closing an object's stream would make an object of what has been written.
+        # After an error, the stream of an object is not closed, because that would create the object.
         if kind is None or self._local:
             self._file.close()
         if kind is not None and self._local:
@@ -78,38 +77,39 @@ class Sink:
                 self._path.unlink()
 
     def align(self) -> int:
-        """Fills up to where the next chunk can start; gives that place, in bytes."""
+        """Pad the file to the next possible start of a chunk, and return that offset in bytes."""
         if gap := -self.size % ALIGNMENT:
             self.write(memoryview(bytes(gap)))
         return self.size
 
     def write(self, data: memoryview) -> None:
+        """Append data to the file."""
         self.size += len(data)
         while len(data):
             data = data[self._file.write(data) :]
         if self._local and self.size - self._sent >= SEND_BYTES:
-            # Without this advice to Linux, the disk has nothing to do until the sync at the end. Errors, and
-            # systems without the call, do not matter. (posix_fadvise would forget part of the file.)
+            # Without this call, Linux may not write to the disk until the final sync. Errors, and systems
+            # without the call, are ignored. (posix_fadvise would drop part of the file from the cache.)
             if begin := getattr(ctypes.CDLL(None), "sync_file_range", None):
                 start, count = ctypes.c_int64(self._sent), ctypes.c_int64(self.size - self._sent)
                 begin(self._file.fileno(), start, count, SYNC_FILE_RANGE_WRITE)
             self._sent = self.size
 
     def sync(self) -> None:
-        """Makes the file outlast a power cut."""
+        """Flush the file to disk, so that it survives a power failure."""
         if self._local:
             os.fsync(self._file.fileno())
             sync(self._path.parent)
 
 
 class Source:
-    """A file read at any place, from several threads.
+    """File that can be read at any offset, from several threads.
 
     Attributes:
-        reads: how many at a time are worth it.
+        reads: Number of concurrent reads that is worthwhile.
 
     Raises:
-        OSError: from all of it.
+        OSError: Any method may raise it.
     """
 
     def __init__(self, folder: str, name: str):
@@ -127,7 +127,10 @@ class Source:
         self._file.close()
 
     def read(self, start: int, into: memoryview) -> int:
-        """Fill memory from this byte on; return the number of bytes, smaller only at the end of the file."""
+        """Fill memory with the bytes from `start` on, and return their number.
+
+        The number is only smaller than the memory at the end of the file.
+        """
         if not self._local:
             data = retry_read(self._uri, lambda: self._file.read_at(len(into), start))
             into[: len(data)] = data
@@ -140,13 +143,13 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class StoredChunk:
-    """A tensor, or a shard of one, as a file of a checkpoint holds it.
+    """A tensor, or a shard of one, as stored in a file of a checkpoint.
 
     Attributes:
         fqn: Name of the tensor.
         dtype: Name of the dtype, such as "float32".
-        offsets: Place in the tensor.
-        sizes: Shape.
+        offsets: Offsets of the chunk in the tensor.
+        sizes: Shape of the chunk.
         file: Name of the file in the checkpoint's folder.
         start: First byte in the file.
         crc32: Checksum of each block.
@@ -162,10 +165,11 @@ class StoredChunk:
 
     @property
     def nbytes(self) -> int:
+        """Return the size of the chunk in bytes."""
         return math.prod(self.sizes) * ITEM_BYTES[self.dtype]
 
     def where(self, folder: str, begin: int = 0, end: int | None = None) -> str:
-        """Describe some bytes of the chunk for people, counted from the beginning of the file."""
+        """Describe bytes [begin, end) of the chunk for the user, with their place in the file."""
         end = self.nbytes if end is None else end
         place = f"bytes {self.start + begin} to {self.start + end - 1}"
         return f"{join_uri(folder, self.file)}, tensor {self.fqn}, {place}"
@@ -176,14 +180,14 @@ class StoredChunk:
         """Read a block and check it.
 
         Args:
-            source: The open file.
+            source: Open file of the chunk.
             folder: Folder of the checkpoint, for errors.
             number: Number of the block in the chunk.
             block_bytes: Size of all blocks but the last.
             into: Memory of the block's size; default: new memory.
 
         Raises:
-            CheckpointError: The block cannot be read, or is not what was written.
+            CheckpointError: The block cannot be read, or does not match its checksum.
         """
         begin = number * block_bytes
         if into is None:
@@ -194,7 +198,7 @@ class StoredChunk:
 
 
 def chunks_of(fqn: str, entry: dict[str, Any]) -> list[StoredChunk]:
-    """Return the chunks of a tensor by its entry in an index."""
+    """Return the chunks of a tensor from its entry in an index."""
     dtype = entry["dtype"]
     return [
         StoredChunk(fqn, dtype, part["offsets"], part["sizes"], part["file"], part["start"], part["crc32"])
@@ -203,13 +207,15 @@ def chunks_of(fqn: str, entry: dict[str, Any]) -> list[StoredChunk]:
 
 
 def open_source(folder: str, name: str, where: str | None = None) -> Source:
-    """A file of a checkpoint, to be read.
+    """Open a file of a checkpoint for reading.
 
     Args:
-        where: for people; default: its place.
+        folder: Folder of the checkpoint.
+        name: Name of the file.
+        where: Place of the data for errors; default: the path of the file.
 
     Raises:
-        CheckpointError: it cannot be opened, or is not in this folder.
+        CheckpointError: The file cannot be opened, or its name points to another folder.
     """
     if "/" in name:
         raise unreadable(f"damaged (it names a file of another folder: {name})", folder)
@@ -220,15 +226,17 @@ def open_source(folder: str, name: str, where: str | None = None) -> Source:
 
 
 def read_block(source: Source, start: int, into: memoryview, crc32: int | None, where: str) -> None:
-    """Fills memory with a block of a chunk, and checks it.
+    """Fill memory with a block of a chunk, and check it.
 
     Args:
-        start: the block's first byte in the file.
-        crc32: its checksum; None: of a part of a block, which has none.
-        where: the block, for people.
+        source: Open file of the chunk.
+        start: First byte of the block in the file.
+        into: Memory of the block's size.
+        crc32: Checksum of the block; None for a part of a block, which has no checksum.
+        where: Place of the block, for errors.
 
     Raises:
-        CheckpointError: it cannot be read, or is not what was written.
+        CheckpointError: The block cannot be read, or does not match its checksum.
     """
     try:
         got = source.read(start, into)
@@ -244,6 +252,7 @@ def check_files(folder: str, sizes: dict[str, int]) -> None:
     """Check that this process sees the files that all ranks have written.
 
     Args:
+        folder: Folder of the checkpoint.
         sizes: Size of each file in bytes.
 
     Raises:

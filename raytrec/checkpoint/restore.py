@@ -1,4 +1,4 @@
-"""Reading checkpoints into live models, under any plan."""
+"""Loading of checkpoints into live models, under any plan."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from raytrec.common.errors import root_cause
 
 @dataclass
 class Restored:
-    """What has been read.
+    """Result of `restore`.
 
     Attributes:
-        folder: the checkpoint; None when there was none to begin with.
-        about: that of its index.
-        passed_over: why newer ones have not been taken.
-        more: tensors that have been read in addition to the model's.
+        folder: Folder of the restored checkpoint; None if the run has no checkpoint.
+        about: Entry "about" of its index.
+        passed_over: Reasons why newer checkpoints were not used.
+        more: Tensors that have been read in addition to the model's.
     """
 
     folder: str | None = None
@@ -43,16 +43,18 @@ def restore(
     why_not: Callable[[dict[str, Any]], str | None] = lambda about: None,
     more: Callable[[dict[str, Any]], State] = lambda about: {},
 ) -> Restored:
-    """Reads the newest checkpoint that is whole into a model; a collective.
+    """Load the newest valid checkpoint into a model; a collective.
 
-    Incomplete ones are passed over, and so are those whose data turn out to be damaged, or not finite.
+    Checkpoints that are incomplete, damaged or not finite are skipped.
 
     Args:
-        why_not: of an index's `about`, why it cannot be resumed from; None: it can.
-        more: of the same, tensors to be read in addition to the model's.
+        root: Folder of all checkpoints.
+        state: State of the model to load.
+        why_not: Function that returns why an index's `about` cannot be resumed from, or None if it can.
+        more: Function that returns, from the same `about`, tensors to be read in addition to the model's.
 
     Raises:
-        CheckpointError: there are complete checkpoints, and none of them can be read.
+        CheckpointError: There are complete checkpoints, and none of them can be read.
     """
     out, unreadable = Restored(), 0
     for folder, about, reason in _from_first_rank(root, why_not):
@@ -62,7 +64,7 @@ def restore(
         try:
             out.more = more(about)
             load(folder, state.tensors() | out.more)
-            # What would be trained from a state that is NaN or infinite would be, too.
+            # Training from a state with NaN or infinity would yield NaN or infinity.
             if found := on_any_rank(not_finite(state.tensors(), state.unbounded)):
                 raise CheckpointError(f"the checkpoint is NaN or infinite: {found}", where=folder)
         except CheckpointError as error:
@@ -82,14 +84,15 @@ def restore(
 
 
 def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> None:
-    """Reads tensors from a checkpoint, in place; a collective.
+    """Read tensors from a checkpoint in place; a collective.
 
     Args:
-        tensors: name → where it goes; every name must be in the checkpoint, with the same shape.
-        rows: table → only its first rows, which is then the shape that counts.
+        folder: Folder of the checkpoint.
+        tensors: Name → destination; every name must be in the checkpoint, with the same shape.
+        rows: Table → number of first rows to read; the destination then has this number of rows.
 
     Raises:
-        CheckpointError: damaged or missing data, on every rank, with the place.
+        CheckpointError: Data is damaged or missing; raised on every rank, with the place.
     """
     try:
         with warnings.catch_warnings():
@@ -110,20 +113,21 @@ def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> Non
 
 
 def _planned(error: BaseException) -> str | None:
-    """torch's words about a tensor that is missing or has another shape; None for other errors."""
+    """Return torch's message about a tensor that is missing or has another shape; None for other errors."""
     inner = [f[0] for f in getattr(error, "failures", {}).values()] or [error]
     words = [(str(each).splitlines() or [""])[0] for each in inner]
     return next((w for w in words if "Missing key in checkpoint" in w or "ize mismatch" in w), None)
 
 
 class _FirstRows(ShardReader):
-    """A checkpoint of which only the first rows of some tables are seen."""
+    """Reader that sees only the first rows of some tables of a checkpoint."""
 
     def __init__(self, folder: str, rows: dict[str, int]):
         super().__init__(folder)
         self._rows = rows
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata with the sizes of these tables reduced to the first rows."""
         metadata = super().read_metadata(*args, **kwargs)
         for name, entry in metadata.state_dict_metadata.items():
             rows = self._rows.get(name.split("/")[1]) if name.startswith("tables/") else None
@@ -142,7 +146,10 @@ class _FirstRows(ShardReader):
 
 
 def _from_first_rank(root: str, why_not: Callable) -> list[tuple[str, dict, str | None]]:
-    """(folder, about, why it is not complete) of all checkpoints, the newest first, as rank 0 sees them."""
+    """Return (folder, about, reason why it is incomplete or None) of all checkpoints, the newest first.
+
+    All ranks get the list that rank 0 reads.
+    """
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         found[0] = [

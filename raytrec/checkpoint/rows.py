@@ -1,6 +1,6 @@
-"""Tables of a checkpoint, without torch and process groups: their rows, and how a new run's tables begin.
+"""Rows of a checkpoint's tables, read without torch and process groups, and the start of a new run's tables.
 
-Reading takes the memory of the rows that are asked for; tables may be larger than this machine's.
+Reading takes the memory of the requested rows; tables may be larger than this machine's memory.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ TENSOR_KEY = "tables/{}/{}"
 
 
 class StoredTable:
-    """A table as a checkpoint holds it, under whatever plan it was saved.
+    """Table in a checkpoint, saved under any plan.
 
-    Use it as a context manager: it keeps the files open.
+    The table is a context manager, because it keeps the files open.
 
     Args:
-        folder: of the checkpoint, a local path or a URI.
-        index: what `read_index` gives for it.
-        name: of the table.
-        kind: weight, or an optimizer's state of it; one value a row is a table with one column.
-        checked: compare checksums, for which whole blocks are read; False: after all of it has been compared.
+        folder: Folder of the checkpoint, a local path or a URI.
+        index: Index of the checkpoint, as returned by `read_index`.
+        name: Name of the table.
+        kind: "weight", or the name of an optimizer state; state with one value per row has one column.
+        checked: True to compare checksums, for which whole blocks are read; False if all of the table has
+            been checked before.
 
     Attributes:
-        rows, dim: its shape.
+        rows: Number of rows.
+        dim: Number of columns.
 
     Raises:
-        RunError: there is no such table. CheckpointError: it cannot be read.
+        RunError: The table does not exist.
+        CheckpointError: The table cannot be read.
     """
 
     def __init__(
@@ -70,24 +73,24 @@ class StoredTable:
         self._files.close()
 
     def read(self, first: int, end: int) -> np.ndarray:
-        """Rows from `first` to before `end`: float32 [end - first, dim]."""
+        """Return the rows from `first` to before `end`: float32 [end - first, dim]."""
         band = np.empty((end - first, self.dim), np.float32)
         for chunk in self._chunks:
             chunk.into(band, first)
         return band
 
     def take(self, rows: Sequence[int]) -> np.ndarray:
-        """Some rows: float32 [len(rows), dim].
+        """Return some rows: float32 [len(rows), dim].
 
         Raises:
-            RunError: there is no such row.
+            RunError: A row does not exist.
         """
         for row in rows:
             if not 0 <= row < self.rows:
                 raise RunError(f"there is no row {row}", expected=f"0 to {self.rows - 1}")
         wanted, places = np.unique(np.asarray(rows, np.int64), return_inverse=True)
         found = np.empty((len(wanted), self.dim), np.float32)
-        ends = [*(np.flatnonzero(np.diff(wanted) != 1) + 1).tolist(), len(wanted)]  # of consecutive rows
+        ends = [*(np.flatnonzero(np.diff(wanted) != 1) + 1).tolist(), len(wanted)]  # ends of consecutive rows
         for first, end in pairwise([0, *ends]):
             if first < end:
                 found[first:end] = self.read(int(wanted[first]), int(wanted[end - 1]) + 1)
@@ -95,17 +98,20 @@ class StoredTable:
 
 
 def table_names(index: dict[str, Any]) -> list[str]:
-    """Tables that a checkpoint holds, in the order of their names."""
+    """Return the names of the tables in a checkpoint, sorted."""
     head, tail = TENSOR_KEY.format("\0", "weight").split("\0")
     names = [n for n in index["tensors"] if n.startswith(head) and n.endswith(tail)]
     return sorted(name.removeprefix(head).removesuffix(tail) for name in names)
 
 
 class _Chunk:
-    """A shard of a table in a file. It keeps the block read last, in which the next rows may begin.
+    """Shard of a table in a file. The last block is cached, because the next rows may start in it.
 
     Args:
-        block_bytes: None: rows alone are read, and no checksums compared.
+        source: Open file of the chunk.
+        chunk: Place of the chunk in the file.
+        block_bytes: Size of blocks; None: only the rows are read, without checksums.
+        folder: Folder of the checkpoint, for errors.
     """
 
     def __init__(self, source: Source, chunk: StoredChunk, block_bytes: int | None, folder: str):
@@ -116,7 +122,7 @@ class _Chunk:
         self._number, self._block = -1, memoryview(b"")
 
     def into(self, band: np.ndarray, first: int) -> None:
-        """Copies what a band of rows, which begins with row `first` of the table, has in this shard."""
+        """Copy the rows of this shard into a band of rows, which starts with row `first` of the table."""
         low, high = max(first, self._first), min(first + len(band), self._first + self._rows)
         if low < high:
             columns = slice(self._column, self._column + self._columns)
@@ -143,16 +149,16 @@ class _Chunk:
 
 
 def _two(numbers: Sequence[int], second: int) -> tuple[int, int]:
-    """Of rows and columns; of rows alone, with this in the place of the other."""
+    """Return (rows, columns), with `second` as the columns of a one-dimensional tensor."""
     return numbers[0], numbers[1] if len(numbers) > 1 else second
 
 
 @dataclass(frozen=True)
 class TableStart:
-    """How a table of a new run begins from a checkpoint.
+    """Start of a new run's table from a checkpoint.
 
     Attributes:
-        policy: exact, resize, new or drop.
+        policy: Name of the policy: exact, resize, new or drop.
         rows: Number of rows taken from the checkpoint.
         note: Line for the user; None if the whole table is taken over.
     """
@@ -163,15 +169,15 @@ class TableStart:
 
 
 def table_starts(config: RunConfig, before: Schema, schema: Schema) -> dict[str, TableStart]:
-    """Return how each table begins under warm_start.tables, tables that only the checkpoint has included.
+    """Return the start of each table under warm_start.tables, including tables only in the checkpoint.
 
     Raises:
-        SchemaError: a table has changed, and warm_start.tables has no entry that fits.
+        SchemaError: A table has changed, and warm_start.tables has no matching entry.
     """
     starts = {}
     for table in {**before.tables, **schema.tables}:
         fitting = [policy for key, policy in config.warm_start.tables.items() if fnmatchcase(table, key)]
-        policy = fitting[-1] if fitting else "exact"  # of the last pattern that matches
+        policy = fitting[-1] if fitting else "exact"  # the last matching pattern
         starts[table] = _start(table, before.tables.get(table), schema.tables.get(table), policy)
     return starts
 

@@ -1,4 +1,4 @@
-"""Saving while training continues. What is to be written is kept as it is at the step; a thread writes it."""
+"""Saving while training continues: the state of the step is preserved, and a thread writes it."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from raytrec.compat.torch_ import ShardedTensor, local_parts
 from raytrec.config.training import CheckpointSection
 from raytrec.metrics.selection import Figure
 
-SLACK_BYTES = 1 << 20  # of a disk: for the index, and Ray Train's notes of checkpoints
+SLACK_BYTES = 1 << 20  # reserved on a disk for the index and Ray Train's notes of checkpoints
 
 
 class NotFinite(RunError):
-    """A state that is not saved, because it is NaN or infinite somewhere."""
+    """Error for a state that is not saved because it contains NaN or infinity."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What became of a save.
+    """Outcome of a save.
 
     Attributes:
-        step: of the run.
-        folder: the checkpoint.
-        error: why there is none; the same on every rank.
-        note: for people; None: nothing.
-        blocked_s: seconds that the step waited for copies.
-        seconds: until it was committed.
+        step: Step of the run.
+        folder: Folder of the checkpoint.
+        error: Reason why the save failed, the same on every rank; None after a success.
+        note: Remark for the user; None if there is none.
+        blocked_s: Seconds that training waited for copies.
+        seconds: Seconds from the start to the commit.
     """
 
     step: int
@@ -65,16 +65,17 @@ class Saved:
 
 
 class Saver:
-    """Writes checkpoints of this rank's part of a run; making one is a collective, as is each `save`.
+    """Writer of checkpoints of this rank's part of a run; the constructor and each `save` are collectives.
 
     Args:
-        root: the folder of all checkpoints, local or s3:// or gs://.
-        config: how many to keep, and whether training continues while one is written.
-        confirm: called on rank 0 before a checkpoint is committed and before old ones are removed; raises
-            RunError where these ranks are no longer the run's.
-        unbounded: of LogicalState.
-        best: the metric by which the best ones are kept (checkpoint.keep_best).
-        rows: keeps those of tables that training changes meanwhile; without it, tables are copied whole.
+        root: Folder of all checkpoints, local or s3:// or gs://.
+        config: Section checkpoint; it sets how many to keep, and whether training continues during a save.
+        confirm: Function called on rank 0 before a checkpoint is committed and before old ones are removed;
+            it raises RunError if these ranks no longer own the run.
+        unbounded: As in LogicalState.
+        best: Metric by which the best checkpoints are kept (checkpoint.keep_best).
+        rows: Snapshot that preserves rows of tables that training changes during a save; None: tables are
+            copied as a whole.
     """
 
     def __init__(
@@ -88,9 +89,9 @@ class Saver:
     ):
         self._root, self._config, self._confirm, self._unbounded = root, config, confirm, unbounded
         self._best, self._rows = best, rows
-        self._cramped = False  # older checkpoints have had to go first
-        # Its own group, because its collectives run at the same time as those of training; gloo, for host
-        # memory.
+        self._cramped = False  # True if older checkpoints had to be removed first
+        # A separate group, because its collectives run concurrently with those of training; gloo, because the
+        # tensors are in host memory.
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: Future[Saved] | None = None
@@ -99,19 +100,19 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being written."""
+        """Return True if a save is being written."""
         return self._running is not None and not self._running.done()
 
     def save(
         self, step: int, tensors: State, about: dict[str, Any], copied: Mapping[str, Any] | None = None
     ) -> None:
-        """Begins to save; returns when training may change the tensors.
+        """Start a save, and return when training may change the tensors.
 
         Args:
-            step: of the run: steps that have been trained.
+            step: Number of steps of the run that have been trained.
             tensors: LogicalState.tensors().
-            about: what else belongs to the state, JSON; the same on every rank.
-            copied: more tensors, which nothing changes any more.
+            about: Further state as JSON values; the same on every rank.
+            copied: Further tensors, which are not changed any more.
         """
         assert self._running is None, "the last save has not been taken"
         began = perf_counter()
@@ -127,7 +128,7 @@ class Saver:
             self._running.result()
 
     def _keep(self, tensors: State) -> State:
-        """The same values, which training does not change."""
+        """Return the same values, protected from changes by training."""
         rows = self._rows
         if rows is None:
             return self._host.copy(tensors)
@@ -136,14 +137,14 @@ class Saver:
         return {name: copies.get(name, value) for name, value in tensors.items()}
 
     def taken(self) -> Saved | None:
-        """The outcome of the last save, once; waits for it. None when there is none."""
+        """Wait for the last save and return its outcome once; None if there is none."""
         if self._running is None:
             return None
         saved, self._running = self._running.result(), None
         return saved
 
     def close(self) -> None:
-        """Waits for what is being written, and gives back the memory of the copies; it saves no more."""
+        """Wait for the running save and release the memory of copies; no further save is possible."""
         self._thread.shutdown()
         self._host.close()
 
@@ -154,7 +155,7 @@ class Saver:
         notes = [self._host.note] if self._host.note else []
         try:
             error = self._refused(tensors, step) or self._store(folder, attempt, tensors, about, notes)
-        except Exception as failure:  # of the exchange between ranks
+        except Exception as failure:  # an error of the exchange between ranks
             error = RunError(str(failure), where=folder)
         finally:
             if self._rows:
@@ -162,7 +163,7 @@ class Saver:
         return Saved(step, folder, error, "; ".join(notes) or None, blocked, perf_counter() - began)
 
     def _refused(self, tensors: State, step: int) -> NotFinite | None:
-        """Why this state is not to be saved; the same on all ranks."""
+        """Return an error if this state must not be saved, the same on all ranks; None otherwise."""
         pieces_of = self._rows.pieces if self._rows else pieces
         found = on_any_rank(not_finite(tensors, self._unbounded, pieces_of), self._group)
         if found is None:
@@ -176,10 +177,10 @@ class Saver:
     def _store(
         self, folder: str, attempt: str, tensors: State, about: dict, notes: list[str]
     ) -> RunError | None:
-        """Writes and commits; where there is no room for that, older checkpoints go first.
+        """Write and commit the checkpoint; if space is missing, remove older checkpoints and try again.
 
         Returns:
-            Why there is no checkpoint, the same on all ranks.
+            Error if there is no checkpoint, the same on all ranks; else None.
         """
         needed = self._make_room(tensors, notes)
         for number in count():
@@ -201,7 +202,7 @@ class Saver:
         try:
             read = self._rows.blocks if self._rows else blocks
             writer = ShardWriter(folder, attempt, about, self._confirm, read)
-            # Names are flat. Of nested ones the planner would note all, and every rank would send them.
+            # Names are flat; with flattening, the planner would record and exchange a mapping of all names.
             planner = DefaultSavePlanner(flatten_state_dict=False)
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
         except (Exception, CheckpointException) as failure:  # torch's is a BaseException
@@ -210,8 +211,8 @@ class Saver:
         return None
 
     def _make_room(self, tensors: State, notes: list[str]) -> int:
-        """Removes older checkpoints until there seems to be room for one more; the bytes of one."""
-        # What all ranks have is written by one of them.
+        """Remove older checkpoints until one more should fit, and return the bytes that it takes."""
+        # Tensors that all ranks have are written by one rank; rank 0 counts them.
         written = [v for v in tensors.values() if isinstance(v, ShardedTensor) or dist.get_rank() == 0]
         mine = sum(part.nbytes for value in written for part in local_parts(value))
         needed = int(Peers(group=self._group).sum(torch.tensor(mine)))
@@ -230,7 +231,7 @@ class Saver:
         return free is not None and free < needed + SLACK_BYTES
 
     def _remove_oldest(self, notes: list[str]) -> bool:
-        """On rank 0: whether an older checkpoint could be removed; noted once."""
+        """Remove an older checkpoint and return True if there was one; called on rank 0."""
         try:
             self._confirm()
             removed = remove_oldest(self._root, self._config.keep_best, self._best)

@@ -1,9 +1,9 @@
-"""A run's state as it was when a save began, while training continues: copies, and rows set aside.
+"""The state of a run at the start of a save, preserved while training continues.
 
-Tables on a CPU are not copied: which rows a step changes is known from the ids that it looks up, and their
-values are set aside before. The writing thread takes these in place of the live ones. A save takes the memory
-of the rows that change meanwhile, up to a share of the tables; beyond that, training waits. Everything else
-is copied to host memory.
+Tables on a CPU are not copied. The ids that a step looks up determine the rows that it changes, and their
+values are set aside before. The writing thread uses these values instead of the live ones. A save takes the
+memory of the rows that change meanwhile, up to a share of the tables; beyond that, training waits. All other
+tensors are copied to host memory.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from raytrec.embeddings.tables import Table
 if TYPE_CHECKING:
     from torchrec.distributed.model_parallel import DistributedModelParallel
 
-SHARE = 0.1  # of a table's bytes, for the places and values of rows that are set aside
-LEAST_BYTES = 8 << 20  # for those of small tables
-LOOK_S = 1.0  # while training waits, between two signs of life
-ALIGNMENT = 64  # bytes: where a tensor may begin
+SHARE = 0.1  # largest share of a table's bytes for the places and values of rows set aside
+LEAST_BYTES = 8 << 20  # the same limit for small tables
+LOOK_S = 1.0  # between two calls of `patient` while training waits
+ALIGNMENT = 64  # of the start of a tensor, in bytes
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 
 
 class RowSnapshot:
-    """The moment at which a save began, of all tables on a CPU that are updated in backward.
+    """Snapshot of all tables on a CPU that are updated in backward, at the start of a save.
 
-    Tables with other kernels change everywhere at each step, and those on GPUs must be copied to host memory
-    anyway; it does not hold them.
+    Tables with other kernels change everywhere at each step, and tables on GPUs must be copied to host memory
+    anyway; the snapshot does not contain them.
 
     Args:
-        model: its lookups are heard from now on.
+        model: Sharded model, whose lookups are observed from now on.
         tables: LogicalState.tables.
-        patient: called every second while training waits because no more rows can be set aside.
+        patient: Function called every second while training waits because no more rows can be set aside.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RowSnapshot:
         patient: Callable[[], None] = lambda: None,
     ):
         self._patient, self._changed, self._begun = patient, Condition(), False
-        self._shards: dict[str, _Shard] = {}  # table → this rank's part of it
+        self._shards: dict[str, _Shard] = {}  # table → this rank's part
         for kernel in sharded_kernels(model):
             if fbgemm_of(kernel) is None:
                 continue
@@ -75,19 +75,19 @@ class RowSnapshot:
         }
 
     def holds(self, value: torch.Tensor | ShardedTensor) -> bool:
-        """Whether a tensor of LogicalState.tensors() needs no copy."""
+        """Return True if a tensor of LogicalState.tensors() needs no copy."""
         local = value.local_shards() if isinstance(value, ShardedTensor) else []
         return bool(local) and all(shard.tensor.data_ptr() in self._place for shard in local)
 
     def begin(self) -> None:
-        """The moment is now."""
+        """Start to preserve the current values."""
         with self._changed:
             for shard in self._shards.values():
                 shard.begin()
             self._begun = True
 
     def end(self) -> None:
-        """The save has ended."""
+        """Release the preserved values after the save."""
         with self._changed:
             self._begun = False
             for shard in self._shards.values():
@@ -95,7 +95,7 @@ class RowSnapshot:
             self._changed.notify_all()
 
     def blocks(self, tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
-        """The bytes of a tensor at that moment, as `blocks.blocks` gives them."""
+        """Yield the bytes of a tensor at the start of the save, in the form of `blocks.blocks`."""
         if not self._begun or tensor.data_ptr() not in self._place:
             yield from blocks(tensor, block_bytes)
             return
@@ -108,8 +108,10 @@ class RowSnapshot:
             yield data[begin - first * width : end - first * width]
 
     def pieces(self, tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
-        """The values of a tensor at that moment, some rows at a time; each piece is there until the next one
-        is asked for."""
+        """Yield the values of a tensor at the start of the save, some rows at a time.
+
+        Each piece is valid until the next one is requested.
+        """
         if not self._begun or tensor.data_ptr() not in self._place:
             yield from pieces(tensor, block_bytes)
             return
@@ -119,11 +121,11 @@ class RowSnapshot:
             yield self._read(tensor, first, min(first + count, len(tensor)), buffer)
 
     def set_aside(self, table: str, rows: torch.Tensor) -> None:
-        """To be called before rows are written to other than by training: keeps their values, if a save has
-        begun.
+        """Preserve the values of rows during a save; call before rows are written other than by training.
 
         Args:
-            rows: int64, of this rank's shard, counted from its first.
+            table: Name of the table.
+            rows: Rows of this rank's shard, counted from its first row, int64.
         """
         shard = self._shards.get(table)
         if shard is None or not self._begun:
@@ -137,7 +139,7 @@ class RowSnapshot:
         shard, number = self._place[tensor.data_ptr()]
         wanted = tensor[first:last]
         bring_in(wanted.data_ptr(), wanted.nbytes)
-        # Rows that change while they are copied were set aside before, and are put back after.
+        # Rows that change during the copy have been set aside before; the saved values overwrite them.
         part = buffer[: last - first].copy_(wanted)
         with self._changed:
             shard.put_back(number, first, part)
@@ -159,20 +161,20 @@ class _Shard:
     """A rank's part of a table.
 
     Args:
-        live: the weights [rows, columns], and state [rows, columns] or [rows], which training changes.
+        live: Weights [rows, columns] and state [rows, columns] or [rows], which training changes.
     """
 
     def __init__(self, live: list[torch.Tensor]):
         self.live = [values.detach() for values in live]
-        self._slots = torch.empty(0, dtype=torch.int32)  # of each row its place among `_aside`, or -1
-        self._aside: list[torch.Tensor] = []  # of each of `live`: room for rows that are set aside
+        self._slots = torch.empty(0, dtype=torch.int32)  # row → index in `_aside`, or -1
+        self._aside: list[torch.Tensor] = []  # buffers, one per tensor of `live`
         self._count = 0
 
     def begin(self) -> None:
         rows, size = len(self.live[0]), sum(values.nbytes for values in self.live)
         self._slots = torch.full((rows,), -1, dtype=torch.int32)
         room = max(LEAST_BYTES, int(SHARE * size) - self._slots.nbytes) // (size // rows)
-        # Pages of it are used as they are written to.
+        # The system allocates pages of these buffers as they are written to.
         self._aside = [values.new_empty(min(rows, room), *values.shape[1:]) for values in self.live]
         self._count = 0
 
@@ -180,7 +182,7 @@ class _Shard:
         self._slots, self._aside = self._slots[:0].clone(), []
 
     def set_aside(self, rows: torch.Tensor) -> bool:
-        """Keeps rows as they are, those that it has not kept yet; False where there is no room for them."""
+        """Preserve the rows that are not yet preserved; return False if there is no space for them."""
         new = rows[self._slots[rows] < 0].unique()
         first, end = self._count, self._count + len(new)
         if end > len(self._aside[0]):
@@ -192,20 +194,20 @@ class _Shard:
         return True
 
     def put_back(self, number: int, first: int, part: torch.Tensor) -> None:
-        """Puts rows that were set aside into a copy of rows from `first` on."""
+        """Overwrite preserved rows in `part`, a copy of the rows from `first` on."""
         slots = self._slots[first : first + len(part)]
         kept = (slots >= 0).nonzero().squeeze(1)
         part[kept] = self._aside[number][slots[kept].long()]
 
 
 class HostCopy:
-    """Room for one copy of the state, as large as that and no larger, which every save uses again.
+    """Buffer for one copy of the state, of exactly that size, which is reused by every save.
 
-    Copies from a GPU run at full speed into page-locked memory only. torch's pinned memory would be up to
-    twice as much, as it comes in powers of two, and would never be given back.
+    Copies from a GPU only run at full speed into page-locked memory. torch's pinned memory would take up to
+    twice the size, as it is allocated in powers of two, and would never be released.
 
     Attributes:
-        note: about the last copy, for people; None: nothing.
+        note: Remark about the last copy for the user; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -215,10 +217,10 @@ class HostCopy:
         self.note: str | None = None
 
     def copy(self, tensors: State) -> State:
-        """The same names and values in host memory, until the next copy or `close`.
+        """Return the tensors with values in host memory, valid until the next copy or `close`.
 
-        It returns when the values have arrived, and waits for nothing but the streams that bring them: in a
-        process whose tensors are all in host memory it does not touch CUDA.
+        The method returns when the values have arrived, and only waits for the streams of the copies. In a
+        process whose tensors are all in host memory, CUDA is not used.
         """
         self.note = None
         self._make_room(tensors)
@@ -234,7 +236,7 @@ class HostCopy:
         return copies
 
     def close(self) -> None:
-        """Gives the memory back; the last copy must not be used any more."""
+        """Release the memory; the last copy must not be used any more."""
         self._places, self._layout = {}, []
         if self._memory is not None:
             self._memory.release()
@@ -265,8 +267,8 @@ class _Memory:
     """Host memory in separate pages.
 
     Attributes:
-        bytes: uint8 [size].
-        error: why it is not page-locked, though it was to be; None: it is.
+        bytes: Memory as a uint8 tensor [size].
+        error: Reason why page-locking failed; None if it succeeded or was not requested.
     """
 
     def __init__(self, size: int, locked: bool):
@@ -276,22 +278,22 @@ class _Memory:
         self._unlock: weakref.finalize | None = None
         if not locked:
             return
-        pages.madvise(MADV_HUGEPAGE)  # locking goes page by page
+        pages.madvise(MADV_HUGEPAGE)  # pages are locked one by one
         address, runtime = self.bytes.data_ptr(), torch.cuda.cudart()
         if code := int(runtime.cudaHostRegister(address, len(pages), PORTABLE)):
             self.error = f"cudaHostRegister: error {code}"
             return
-        # What is registered must not be unmapped before; at the process's end the driver sees to it.
+        # Registered memory must be unregistered before it is unmapped; at exit, the CUDA driver does it.
         self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
         self._unlock.atexit = False
 
     def release(self) -> None:
-        """Unlocks it; the pages go with the last tensor that uses them."""
+        """Unlock the memory; its pages are freed with the last tensor that uses them."""
         if self._unlock is not None:
             self._unlock()
 
 
 def _plain(tensors: State) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's tensors, shards among them."""
+    """Yield this rank's tensors and shards by name."""
     for name, value in tensors.items():
         yield from ((f"{name}/{i}", part) for i, part in enumerate(local_parts(value)))

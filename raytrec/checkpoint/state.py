@@ -1,15 +1,15 @@
-"""A run's state, under names that no plan changes. It has tables, dense layers and optimizers:
+"""The state of a run: tables, dense layers and optimizers, under names that do not depend on the plan.
 
     tables/NAME/weight     [rows, dim]
-    tables/NAME/KIND       optimizer state: [rows, dim], or [rows] with one value a row
-    tables/NAME/step       updates that its optimizer has made, if these count (0-dim)
+    tables/NAME/KIND       optimizer state: [rows, dim], or [rows] with one value per row
+    tables/NAME/step       updates made by the table's optimizer, if the optimizer counts them (0-dim)
     dense/FQN/value        a parameter or buffer of the dense layers
-    dense/FQN/KIND         its optimizer state
-    dense/FQN/ema          its average over steps (train.ema)
-    dense/ema/count        steps that these averages are over (0-dim)
+    dense/FQN/KIND         optimizer state of the parameter
+    dense/FQN/ema          average of the parameter over steps (train.ema)
+    dense/ema/count        number of steps in these averages (0-dim)
 
-TorchRec's own keys are of the plan (its issue #2394: a data-parallel table's state has another key than a
-row-wise one's), so that its state dicts go back only into the plan that they came from.
+TorchRec's own keys depend on the plan, so that its state dicts can only be loaded under the same plan
+(TorchRec issue #2394: the state of a data-parallel table and of a row-wise table have different keys).
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from raytrec.embeddings.tables import Parts, Table, tables
 
 State = dict[str, torch.Tensor | ShardedTensor]
 EMA_COUNT = "dense/ema/count"
-SHOWN = 3  # tensors that an error names
+SHOWN = 3  # number of tensors that an error names
 PIECE_BYTES = 4 << 20
 
 
 class LogicalState:
     """The live state of a sharded model and its optimizer.
 
-    Reading its tensors reads the model, writing them (and then `written`) changes it.
+    Reading the tensors reads the model. Writing the tensors, followed by `written`, changes the model.
 
     Args:
-        model, optimizer: of `train.build.build_step`.
-        with_optimizer: also the optimizers' state. (Averages of dense weights are no such state.)
+        model: Model of `worker.build.build_step`.
+        optimizer: Optimizer of `worker.build.build_step`.
+        with_optimizer: True to include the optimizers' state. Averages of dense weights are always included.
 
     Attributes:
-        unbounded: names of buffers of the dense layers that are infinite by design, as masks are: the model
-            was built with them.
+        unbounded: Names of buffers of the dense layers that contain infinity by design, such as masks.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class LogicalState:
             self.dense |= self._table_steps(model, plain)
 
     def tensors(self, rows: dict[str, int] | None = None, leave_out: Set[str] = frozenset()) -> State:
-        """name → live tensor: ShardedTensor for what is sharded, a plain tensor for what every rank has.
+        """Return live tensors by name: ShardedTensors of sharded tables, plain tensors of replicated values.
 
         Args:
-            rows: table → only its first rows.
-            leave_out: tables that are not wanted.
+            rows: Table → number of first rows to include; None: all rows of all tables.
+            leave_out: Tables that are not included.
         """
         for kernel in self._kernels:
-            kernel.flush()  # rows that a kernel has in a cache, to where the shards are
+            kernel.flush()  # writes cached rows back to the shards
         for kernel, step in self._fused_steps:
             step.fill_(float(updates_made(kernel)))
         left_out = tuple(f"tables/{table}/" for table in leave_out)
@@ -101,34 +101,35 @@ class LogicalState:
         return out
 
     def written(self) -> None:
-        """To be called after the tensors have been written: kernels take over what they keep elsewhere."""
+        """Update the copies that kernels keep of the tensors; call after the tensors have been written."""
         for kernel in self._kernels:
-            kernel.purge()  # of rows in a cache
+            kernel.purge()  # drops cached rows
         for kernel, step in self._fused_steps:
             set_updates_made(kernel, int(step))
 
     def _table_steps(self, model: DistributedModelParallel, optimizer: KeyedOptimizer) -> State:
-        """The updates made of each table that this rank has a shard of and whose optimizer counts them."""
+        """Return the number of updates of each local table whose optimizer counts them."""
         steps: State = {}
         for fqn, states in optimizer.state_dict()["state"].items():
-            # Of other optimizers torch may count, too, for a decay of the learning rate that no key sets.
+            # torch may also count steps of other optimizers, for a learning-rate decay that is never set.
             if (table := table_of(fqn)) and self.tables[table].optimizer.counts and "step" in states:
                 steps[f"tables/{table}/step"] = states["step"]
         for kernel in sharded_kernels(model):
             counting = [table for table in tables_of(kernel) if self.tables[table.name].optimizer.counts]
-            if not counting or fbgemm_of(kernel) is None:  # torch has its count among its state
+            if not counting or fbgemm_of(kernel) is None:  # torch keeps the count in its state
                 continue
-            step = torch.tensor(0.0)  # torch counts in float32, too
+            step = torch.tensor(0.0)  # float32 as in torch
             steps |= {f"tables/{table.name}/step": step for table in counting}
             self._fused_steps.append((kernel, step))
         return steps
 
 
 def sharded(parts: Parts, rows: int | None = None) -> torch.Tensor | ShardedTensor:
-    """Parts of a table as torch.distributed.checkpoint takes them, over the live values.
+    """Return parts of a table, over the live values, as torch.distributed.checkpoint expects them.
 
     Args:
-        rows: only the first so many.
+        parts: Parts of the table.
+        rows: Number of first rows to include; None: all rows.
     """
     rows = parts.shape[0] if rows is None else rows
     if parts.replicated:
@@ -142,7 +143,7 @@ def sharded(parts: Parts, rows: int | None = None) -> torch.Tensor | ShardedTens
         data = ShardMetadata(
             shard_offsets=[shard.rows.start] if flat else [shard.rows.start, shard.columns.start],
             shard_sizes=[count] if flat else [count, len(shard.columns)],
-            # Of remote shards only the rank counts; a live one must be at its placement.
+            # For remote shards only the rank matters; the device of a local shard must match the placement.
             placement=f"rank:{shard.rank}/{parts.device if shard.values is None else shard.values.device}",
         )
         everywhere.append(data)
@@ -152,12 +153,12 @@ def sharded(parts: Parts, rows: int | None = None) -> torch.Tensor | ShardedTens
 
 
 def is_average(name: str) -> bool:
-    """Whether a name is of the averages over steps (train.ema)."""
+    """Return True if a name belongs to the averages over steps (train.ema)."""
     return name.startswith("dense/") and (name.endswith("/ema") or name == EMA_COUNT)
 
 
 def _make_lazy_state(optimizer: KeyedOptimizer) -> None:
-    """Create the state that torch (2.13.0) creates in the first step, as checkpoints are read into it.
+    """Create the optimizer state that torch (2.13.0) creates in the first step, so that it can be loaded.
 
     As in torch, the step count is in host memory, except for fused and capturable groups: their kernels take
     tensors of one device only.
@@ -183,13 +184,15 @@ def not_finite(
     apart: frozenset[str] = frozenset(),
     pieces_of: Callable[[torch.Tensor, int], Iterable[torch.Tensor]] = pieces,
 ) -> list[str]:
-    """The names of the tensors that are NaN or infinite somewhere in this rank's part of them.
+    """Return the names of tensors with NaN or infinity in this rank's part of them.
 
-    It reads every value once, in place, and keeps nothing.
+    Every value is read once, in place, without copies.
 
     Args:
-        apart: names that are not looked at (LogicalState.unbounded).
-        pieces_of: of a tensor, the values that are meant, so many bytes at a time; default: its own.
+        tensors: Tensors by name.
+        apart: Names that are not checked (LogicalState.unbounded).
+        pieces_of: Function that yields the values of a tensor to check, a number of bytes at a time; default:
+            the current values.
     """
     named = [
         (name, part) for name, value in tensors.items() if name not in apart for part in local_parts(value)
@@ -205,11 +208,13 @@ def not_finite(
 
 
 def on_any_rank(mine: list[str], group: dist.ProcessGroup | None = None) -> str | None:
-    """What the names of all ranks come to, in words: the tensors, each with its ranks; None: all is finite.
+    """Return a text with the tensors named by any rank and their ranks, or None if there are none.
+
     A collective.
 
     Args:
-        mine: of `not_finite`.
+        mine: Result of `not_finite` on this rank.
+        group: Process group; None: all ranks.
     """
     peers = Peers(group=group)
     if not peers.largest(bool(mine)):
@@ -221,18 +226,21 @@ def on_any_rank(mine: list[str], group: dist.ProcessGroup | None = None) -> str 
 
 
 def in_words(name: str) -> str:
-    """`tables/user/sum` is "table user's sum"; `dense/top.0.weight/value` is "top.0.weight"."""
+    """Return a tensor's name for the user: `tables/user/sum` is "table user's sum".
+
+    `dense/top.0.weight/value` is "top.0.weight".
+    """
     kind, _, rest = name.partition("/")
     of, _, what = rest.rpartition("/")
     return f"table {of}'s {what}" if kind == "tables" else of if what == "value" else f"{of}'s {what}"
 
 
 def _are_finite(values: torch.Tensor) -> torch.Tensor:
-    """Whether all values are finite: bool scalar.
+    """Return True if all values are finite, as a bool scalar.
 
-    NaN and infinity stay in a sum, and in the least and the greatest. Both are one pass without memory of
-    their own (torch.isfinite makes a mask first, and takes 40 times as long on CPU). The sum is 3 times as
-    fast, but may overflow where nothing is infinite.
+    NaN and infinity propagate to a sum, and to the minimum and maximum. Both are computed in one pass without
+    extra memory (torch.isfinite creates a mask first, and takes 40 times as long on CPU). The sum is 3 times
+    as fast, but may overflow although all values are finite.
     """
     if values.dtype in (torch.float32, torch.float64) and values.device.type == "cpu":
         summed = values.sum().isfinite()

@@ -1,8 +1,9 @@
-"""Tensors on storage, for torch.distributed.checkpoint. They are raw bytes with checksums, without pickle.
+"""Storage of tensors for torch.distributed.checkpoint, as raw bytes with checksums, without pickle.
 
-Each rank writes one file, ATTEMPT-RANK.bin: its chunks (whole tensors, or shards of them), as little-endian
-values in row-major order, each from a multiple of 64 bytes on. The index has the place of each, and a crc32
-for every block of it. A block is what is read at a time, so memory does not grow with tables.
+Each rank writes one file, ATTEMPT-RANK.bin, with its chunks (whole tensors, or shards of them). A chunk is
+little-endian values in row-major order and starts at a multiple of 64 bytes. The index has the place of each
+chunk, and a crc32 for each of its blocks. Data is read one block at a time, so that memory does not grow with
+tables.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ BLOCK_BYTES = 4 << 20  # unit of checksums and of reading; a multiple of the lar
 
 
 class ShardWriter(StorageWriter):
-    """Writes the tensors and ShardedTensors of a state dict, for `torch.distributed.checkpoint.save`.
+    """Writer of the tensors and ShardedTensors of a state dict, for `torch.distributed.checkpoint.save`.
 
     The checkpoint exists from the moment at which rank 0 has written the index,
 
@@ -51,15 +52,15 @@ class ShardWriter(StorageWriter):
          "tensors": {name: {"dtype": "float32", "shape": [...], "chunks": [
             {"offsets": [...], "sizes": [...], "file": str, "start": bytes, "crc32": [of each block]}]}}}
 
-    An index that was in the folder before is replaced; nothing else is. Files are on the disk by then, not
-    only in the system's memory. Errors reach all ranks, as CheckpointErrors in torch's CheckpointException.
+    An earlier index in the folder is replaced; other files are not. All files are synced to disk before the
+    index is written. Errors reach all ranks, as CheckpointErrors in torch's CheckpointException.
 
     Args:
-        folder: a local path, made when there is none, or a URI; the same place for all ranks.
-        attempt: begins the names of files; never used before in this folder.
-        about: what else goes into the index: JSON.
-        confirm: called on rank 0 before it commits; if it raises, there is no checkpoint.
-        read: of a tensor and a number of bytes, its blocks of so many bytes (blocks.blocks).
+        folder: Local path, which is created if missing, or URI; the same place for all ranks.
+        attempt: Prefix of the names of files; never used before in this folder.
+        about: Further content of the index, as JSON values.
+        confirm: Function called on rank 0 before the commit; an error prevents the commit.
+        read: Function that returns the blocks of a tensor, each of a given number of bytes (blocks.blocks).
 
     Raises:
         CheckpointError: `about` is not JSON.
@@ -74,7 +75,7 @@ class ShardWriter(StorageWriter):
         read: Callable[[torch.Tensor, int], Iterator[memoryview]] = blocks,
     ):
         self._folder, self._attempt, self._confirm = folder.rstrip("/"), attempt, confirm
-        try:  # as it will be read back: tuples are lists, keys are strings
+        try:  # as JSON returns it: tuples become lists, keys strings
             self._about = json.loads(json.dumps(about, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise CheckpointError(
@@ -85,17 +86,19 @@ class ShardWriter(StorageWriter):
         self._block_bytes, self._read = BLOCK_BYTES, read
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Set the folder of the checkpoint, if one is given."""
         if checkpoint_id is not None:
             self._folder = str(checkpoint_id).rstrip("/")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
+        """Create the folder of the checkpoint."""
         make_folder(self._folder)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuses what is not a tensor; skips shards without a value.
+        """Reject values that are not tensors, and skip empty shards.
 
-        An empty shard may begin where another rank's begins. To torch's planner, these are copies of one
-        shard, of which it would write either.
+        An empty shard may start at the same offset as another rank's shard. torch's planner takes such shards
+        for copies of one shard and would write either of them.
         """
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
@@ -105,7 +108,7 @@ class ShardWriter(StorageWriter):
                 raise CheckpointError(
                     f"cannot save {item.index.fqn!r} of {dtype}", expected=", ".join(DTYPES)
                 )
-        written = [  # a tensor that is empty as a whole is kept
+        written = [  # tensors that are entirely empty stay in the plan
             item
             for item in plan.items
             if math.prod(item.tensor_data.chunk.sizes) or not math.prod(item.tensor_data.size)
@@ -113,22 +116,23 @@ class ShardWriter(StorageWriter):
         return dataclasses.replace(plan, items=written)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Gives each rank its file's name."""
+        """Assign each rank the name of its file."""
         return [
             dataclasses.replace(plan, storage_data=f"{self._attempt}-{rank:05d}.bin")
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the chunks of this rank, and return their places in the file."""
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._write(plan, planner) if plan.items else [])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits, on rank 0, when all ranks have written.
+        """Commit on rank 0, after all ranks have written.
 
         Raises:
-            CheckpointError: the index cannot be written, or this rank does not see what the others wrote.
+            CheckpointError: The index cannot be written, or this rank does not see the files of the others.
         """
         chunks = {result.index: result.storage_data for each in results for result in each}
         tensors = {}
@@ -146,10 +150,12 @@ class ShardWriter(StorageWriter):
         write_index(self._folder, {**content, "tensors": tensors, "about": self._about})
 
     def storage_meta(self) -> StorageMeta | None:
+        """Return the folder as torch's metadata."""
         return StorageMeta(checkpoint_id=self._folder)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        """Return True if torch's identifier of a checkpoint is a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -162,7 +168,7 @@ class ShardWriter(StorageWriter):
                 tensor = planner.resolve_data(item).detach().as_subclass(torch.Tensor)
                 start, crc32 = file.align(), []
                 for block in self._read(_checked(tensor, item), self._block_bytes):
-                    crc = checks.submit(zlib.crc32, block)  # while it is written
+                    crc = checks.submit(zlib.crc32, block)  # in parallel with the write
                     file.write(block)
                     crc32.append(crc.result())
                 chunk = item.tensor_data.chunk
@@ -174,21 +180,22 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """Reads a checkpoint into the tensors of a state dict, for `torch.distributed.checkpoint.load`.
+    """Reader of a checkpoint into the tensors of a state dict, for `torch.distributed.checkpoint.load`.
 
-    Shards may be others than those saved. Values are cast where a tensor has another dtype than was saved.
-    Tensors are written in place while blocks are checked, so that after an error they hold anything.
+    Shards may differ from the saved ones. Values are cast if a tensor has another dtype than the saved one.
+    Tensors are written in place while blocks are checked, so that their content is undefined after an error.
 
     Memory: `READS` blocks (`REMOTE_READS` for object stores) in addition to the tensors, whatever their size.
 
     Args:
-        folder: a local path or a URI.
+        folder: Local path or URI.
     """
 
     def __init__(self, folder: str):
         self.reset(folder)
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Forget the index that has been read, and set the folder if one is given."""
         if checkpoint_id is not None:
             self._folder = str(checkpoint_id).rstrip("/")
         self._error: CheckpointError | None = None
@@ -196,10 +203,10 @@ class ShardReader(StorageReader):
         self._block_bytes = BLOCK_BYTES
 
     def read_metadata(self, *args) -> Metadata:
-        """What can be loaded; nothing where the index cannot be read.
+        """Return the metadata of the tensors in the checkpoint, empty if the index cannot be read.
 
-        torch's loader turns an error here into another one without its parts, so that it is raised in the
-        next step. Where the loader is not used, call `read_index`.
+        torch's loader replaces an error raised here by one without its parts. The error is therefore raised
+        in the next step, `set_up_storage_reader`. Code that does not use the loader must call `read_index`.
         """
         try:
             index = read_index(self._folder)
@@ -210,18 +217,21 @@ class ShardReader(StorageReader):
             return Metadata({}, storage_data={})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args) -> None:
+        """Store the metadata, or raise the error of `read_metadata`."""
         if self._error is not None:
             raise self._error
         self._chunks = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leaves out reads of nothing, which empty shards bring."""
+        """Remove empty reads, which empty shards cause."""
         return dataclasses.replace(plan, items=[item for item in plan.items if math.prod(item.lengths)])
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the planned parts of chunks, one file after the other, in the order of the file."""
         wanted: dict[StoredChunk, list[ReadItem]] = {}
         for item in plan.items:
             wanted.setdefault(self._chunks[item.storage_index], []).append(item)
@@ -234,6 +244,7 @@ class ShardReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        """Return True if torch's identifier of a checkpoint is a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def _read_file(self, chunks: list[StoredChunk], wanted: dict, planner: LoadPlanner) -> None:
@@ -250,14 +261,14 @@ class ShardReader(StorageReader):
                 numbers = {n for t in targets for n in range(t.begin // size, math.ceil(t.end / size))}
                 read = partial(self._read_block, source, chunk, targets, buffers)
                 for _ in pool.map(read, sorted(numbers)):
-                    pass  # raises the first error, and cancels the rest
+                    pass  # raises the first error and cancels the rest
                 for item, target in zip(items, targets, strict=True):
                     planner.commit_tensor(item, target.tensor)
 
     def _read_block(
         self, source: Source, chunk: StoredChunk, targets: list[Target], buffers: SimpleQueue, number: int
     ) -> None:
-        """Reads a block, checks it, and copies it to where it belongs. It runs in several threads."""
+        """Read a block, check it, and copy it to its tensors; called in several threads."""
         begin = number * self._block_bytes
         end = min(begin + self._block_bytes, chunk.nbytes)
         takers = [target for target in targets if target.begin < end and begin < target.end]

@@ -1,4 +1,4 @@
-"""The command line. Commands only parse, call and print."""
+"""The command line. Commands only parse arguments, call the library and print results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(prepare_app, name="prepare")
-# Packages that the base lacks.
+# Packages that the base installation does not include.
 OF_EXTRAS = (
     "ray",
     "torch",
@@ -46,9 +46,9 @@ WITH_WORKERS = (runs.train, runs.check, saved.evaluate, saved.predict, saved.ind
 
 
 def _prepared(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that ends with 128 plus the signal's number if it is interrupted.
+    """Return a command that exits with 128 plus the signal's number if it is interrupted.
 
-    Commands with workers start the warm process before they import the rest.
+    Commands with workers start the warm process before the other imports.
     """
 
     @wraps(command)
@@ -88,10 +88,10 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the `raytrec` command. A RaytrecError is one message and exit code 1, without a traceback.
+    """Run the `raytrec` command. A RaytrecError is printed as one message, without traceback; exit code 1.
 
     Args:
-        arguments: Default: those of the command line; the process then ends here.
+        arguments: Arguments; None: use the arguments of the command line and end the process.
     """
     from raytrec.common.processes import ends_at_once, take_hangup_as_sigterm
     from raytrec.common.terminal import lasting_streams
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str] | None) -> None:
-    """One command; ends in SystemExit."""
+    """Run one command; always raises SystemExit."""
     from raytrec.common.errors import RaytrecError
 
     try:
@@ -125,7 +125,7 @@ def _run(arguments: list[str] | None) -> None:
 
 
 def _missing(error: ModuleNotFoundError) -> Exception:
-    """What to install, where a command needs more than the base; else the error itself."""
+    """Return an error with the packages to install if a package of an extra is missing, else the error."""
     from raytrec.common.errors import RunError
 
     package = (error.name or "").partition(".")[0]

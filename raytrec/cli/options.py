@@ -1,4 +1,4 @@
-"""Options of commands: from their functions' parameters and docstrings, and those of several commands."""
+"""Options of commands, built from parameters and docstrings, and options that several commands share."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from typer.models import ParameterInfo
 if TYPE_CHECKING:
     from raytrec.driver.console import Result
 
-# An entry of a docstring's Args; raytrec's commands write what an option takes in the parentheses.
+# An entry of a docstring's section Args or Options, with the option's metavar in parentheses.
 ENTRY = re.compile(r"^    (\w+)(?: \((.+?)\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
 
-Config = Annotated[str | None, typer.Argument(metavar="[CONFIG]")]
-NeededConfig = Annotated[str, typer.Argument(metavar="CONFIG")]
+_CONFIG_HELP = "Path or URI of the configuration."
+Config = Annotated[str | None, typer.Argument(metavar="[CONFIG]", help=_CONFIG_HELP)]
+NeededConfig = Annotated[str, typer.Argument(metavar="CONFIG", help=_CONFIG_HELP)]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")]
 RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Overrides.")]
@@ -57,16 +58,18 @@ def with_options(
 ) -> Callable[..., None]:
     """Return a command whose parameters are typer's arguments and options.
 
-    A parameter is an option, unless its annotation has an Argument. Its help and metavar come from its entry
-    in the docstring's Args, `name (METAVAR): help`, or from the annotation. A bool that is False by default
-    is a flag without a --no- form.
+    A parameter is an option, unless its annotation contains an Argument. Help and metavar come from the entry
+    `name (METAVAR): help` in the docstring's section Args or Options, or from the annotation. Options need
+    not list all parameters. A bool that is False by default is a flag without a --no- form.
 
     Args:
         command: Function with a docstring.
-        shared: Parameter name → Option of parameters whose annotation has none.
+        shared: Parameter name → Option, for parameters without an Option in their annotation.
     """
-    text, _, entries = (inspect.getdoc(command) or "").partition("\nArgs:\n")
-    described = {name: (metavar, " ".join(words.split())) for name, metavar, words in ENTRY.findall(entries)}
+    text, *more = re.split(r"\n(?:Args|Options):\n", inspect.getdoc(command) or "", maxsplit=1)
+    described = {
+        name: (metavar, " ".join(words.split())) for name, metavar, words in ENTRY.findall("".join(more))
+    }
     hints = get_type_hints(command, include_extras=True)
 
     def run(**values: Any) -> None:
@@ -90,7 +93,7 @@ def with_options(
 
 
 def show(result: Result, as_json: bool) -> None:
-    """Print the result of a command: as JSON, or as a table."""
+    """Print the result of a command as JSON or as a table."""
     from raytrec.driver.console import print_summary
 
     if as_json:
@@ -100,5 +103,5 @@ def show(result: Result, as_json: bool) -> None:
 
 
 def print_json(metrics: dict[str, Any]) -> None:
-    """Print figures as one line of JSON."""
+    """Print metrics as one line of JSON."""
     print(json.dumps(metrics))

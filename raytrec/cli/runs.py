@@ -20,13 +20,15 @@ def train(
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Train, evaluate and save a run: raytrec train jobs/synthetic.yaml scaling.num_workers=2
+    """Train, evaluate and save a run.
 
-    Args:
+    For example: raytrec train jobs/synthetic.yaml scaling.num_workers=2
+
+    Options:
         warm_start (RUN): Start from the weights of this run or checkpoint; without CONFIG, also from its
             config.
         resume (RUN): Resume this run from its newest checkpoint; CONFIG, if given, must be equivalent.
-        resume_latest: Resume the newest interrupted run of this CONFIG; start a new one if there is none.
+        resume_latest: Resume the newest interrupted run of this CONFIG; start a new run if there is none.
     """
     from raytrec.common.errors import ConfigError
     from raytrec.driver.run import Unfinished
@@ -46,7 +48,7 @@ def train(
         )
     try:
         result = run(config, overrides, warm_start, resume, resume_latest, allow_code)
-    except Unfinished as error:  # there is a result to show
+    except Unfinished as error:  # has a partial result
         show(error.result, json)
         raise
     show(result, json)
@@ -67,17 +69,19 @@ def tune(
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Search good values for keys of a config: raytrec tune CONFIG --space SPACE.yaml --trials 20
+    """Search for good values of config keys.
 
-    Args:
-        space (SPACE.yaml): The keys to search, and how they are drawn.
+    For example: raytrec tune CONFIG --space SPACE.yaml --trials 20
+
+    Options:
+        space (SPACE.yaml): Keys to search and their distributions.
         trials: Number of trials; default: 10.
         metric: Metric to compare trials by; default: as for checkpoint.best_metric.
-        at_once: Trials that run at a time; default: as many as there is room for.
-        seed: The same seed draws the same trials.
+        at_once: Number of concurrent trials; default: as many as there is room for.
+        seed: Seed of the search; the same seed draws the same trials.
         grace_steps: Steps before which no trial is stopped; default: train.eval_every_steps.
-        reduction_factor: One in this many trials of an age is trained on.
-        resume (FOLDER): Resume this search; --trials may add some.
+        reduction_factor: Of trials of the same age, one in this many continues.
+        resume (FOLDER): Resume this search; --trials may add trials.
         resume_latest: Resume the newest interrupted search of this command; start a new one if there is none.
     """
     options = {**locals()}
@@ -90,7 +94,7 @@ def tune(
 
 
 def check(config: NeededConfig, overrides: Overrides = None, json: Json = False):
-    """Compare a config, its plan and cluster with one plain torch process; exit code 1 on a difference."""
+    """Compare a config, its plan and cluster with a single torch process; exit code 1 if they differ."""
     from raytrec.driver.check import check as run
     from raytrec.driver.check import print_check
 
@@ -109,15 +113,15 @@ def doctor(
     ranks: Annotated[int | None, typer.Option(min=1)] = None,
     json: Json = False,
 ):
-    """Find what is wrong with this machine, or each node of a cluster; exit code 1 on a failure.
+    """Find problems of this machine or of each node of a cluster; exit code 1 on a failure.
 
-    Args:
-        config: Its cluster, run folder and checkpoints.
+    Options:
+        config: Config whose cluster, run folder and checkpoints are examined.
         address: auto, HOST:PORT or ray://HOST:PORT of a Ray cluster; default: this machine.
-        storage (URI): A place that every node has to write and read (repeatable).
-        share: Markdown for an issue, without hosts, users, paths, addresses.
+        storage (URI): Path that every node must be able to write and read (repeatable).
+        share: Print Markdown for an issue, without hosts, users, paths and addresses.
         measure (FILE): Only measure this machine's ranks, and write their rates as JSON.
-        ranks: Ranks to measure with; default: one for each GPU, or 2 on CPU.
+        ranks: Number of ranks to measure with; default: one per GPU, or 2 on CPU.
     """
     from raytrec.doctor.examine import as_json, as_markdown, diagnose, print_examination, shared
 
@@ -149,15 +153,15 @@ def plan(
     picture: str | None = None,
     json: Json = False,
 ):
-    """Predict sharding, memory and time on machines that are not here; needs the schema, no data.
+    """Predict sharding, memory and time on machines that need not exist; reads the schema, not the data.
 
-    Args:
-        on (2x8xh100-sxm,4x48gib): Machines, by comma: known ones, or GPUs (on CPU: workers) of each host x
-            memory of each[:memory of the host[:its disk]]; any: of every known machine as many as it takes;
-            default: 80 GiB for each of scaling.num_workers.
-        rates (FILE): Measured rates, instead of those of data sheets.
-        prices (FILE): Machines and their prices an hour, as YAML or JSON: find the smallest and the cheapest
-            cluster of these.
+    Options:
+        on (2x8xh100-sxm,4x48gib): Machines, separated by commas: known machines, or GPUs (on CPU: workers)
+            per host x memory of each[:memory of the host[:its disk]]; any: of every known machine as many as
+            needed; default: 80 GiB for each of scaling.num_workers.
+        rates (FILE): Measured rates, instead of data sheet rates.
+        prices (FILE): Machines and their hourly prices, as YAML or JSON: find the smallest and the cheapest
+            cluster of these machines.
         picture (FILE.svg): Draw the shards, tables × ranks (.svg or .png).
     """
     from raytrec.common.errors import ConfigError
@@ -175,9 +179,9 @@ def plan(
 
 
 def config(config: Config = None, overrides: Overrides = None, schema: bool = False):
-    """Print a config resolved, with all defaults, or the JSON Schema for editors.
+    """Print a resolved config with all defaults, or the JSON Schema for editors.
 
-    Args:
+    Options:
         schema: Print the JSON Schema of configs.
     """
     from raytrec.common.errors import ConfigError
@@ -187,7 +191,7 @@ def config(config: Config = None, overrides: Overrides = None, schema: bool = Fa
     if schema:
         print(json.dumps(json_schema(), indent=2))
     elif config:
-        resolved = load_config(config, overrides or [], allow_code=True)  # nothing of it runs
+        resolved = load_config(config, overrides or [], allow_code=True)  # its code is not run
         print(hide_yaml(resolved.to_yaml()), end="")
     else:
         raise ConfigError("no config was given", expected="raytrec config CONFIG, or raytrec config --schema")

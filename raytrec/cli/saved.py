@@ -1,4 +1,4 @@
-"""Commands that take a run, a checkpoint or data."""
+"""Commands for runs, checkpoints and data."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def evaluate(
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Evaluate a run or checkpoint, on any Parquet and with any number of workers.
+    """Evaluate a run or checkpoint on any Parquet data, with any number of workers.
 
-    Args:
+    Options:
         data: Folder or file of Parquet; default: the run's data.test.
         batch_size: Global batch size; default: as in training.
     """
@@ -44,13 +44,14 @@ def predict(
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Predict every row of a folder of Parquet with a run or checkpoint. Interrupted, give it again.
+    """Score every row of a folder of Parquet with a run or checkpoint. Repeat the command to resume.
 
-    Args:
-        data: Folder or file of Parquet; it needs no labels.
-        out: Folder to write to: for each file of the data one of the same name.
-        columns (A,B,...): Columns to carry (repeatable); default: data.reserve_columns; '' for none.
-        vectors: This tower's vectors in the place of scores; the data needs its features alone.
+    Options:
+        data: Folder or file of Parquet; labels are not needed.
+        out: Folder to write to: one file per file of the data, with the same name.
+        columns (A,B,...): Columns to copy to the output (repeatable); default: data.reserve_columns; '' for
+            none.
+        vectors: Write the vectors of this tower instead of scores; the data needs only the tower's features.
     """
     options = {**locals()}
     del options["json"]
@@ -73,14 +74,14 @@ def index(
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Compute the vectors of items, and an index to search them by. Interrupted, give it again.
+    """Compute the vectors of items and an index to search them. Repeat the command to resume.
 
-    Args:
-        items: Folder or file of Parquet with one row for each item.
+    Options:
+        items: Folder or file of Parquet with one row per item.
         out: Folder to write the index to.
-        item: Column that names an item; default: eval.retrieval.item of the run.
+        item: Column with the item's key; default: eval.retrieval.item of the run.
         columns (A,B,...): Columns of items to keep (repeatable); default: all.
-        faiss (SPEC): Also an index of faiss, such as HNSW32 or 'IVF256,Flat'.
+        faiss (SPEC): Also build a faiss index, such as HNSW32 or 'IVF256,Flat'.
         queries: Parquet to measure the recall of faiss with; default: the run's data.test.
     """
     options = {**locals()}
@@ -103,17 +104,16 @@ def export(
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Write a trained model as a folder that is scored and served without the trainer. Interrupted, give it
-    again.
+    """Export a trained model for scoring and serving without the trainer. Repeat the command to resume.
 
-    Args:
+    Options:
         out: Folder to write to: local, s3:// or gs://.
         quantize: Precision of tables; default: fp32. Prints the metrics before and after.
         data: Parquet for types, golden rows and metrics; default: the run's data.test.
-        golden_rows: Rows that go along with their scores; 0: no real row does.
-        onnx: Also the dense model as model.onnx.
+        golden_rows: Number of rows that are exported with their scores; 0: no rows of the data are exported.
+        onnx: Also export the dense model as model.onnx.
         mlflow: Log the export as a model of the run's MLflow run.
-        embed: Copy the export into that model; else the model refers to it.
+        embed: Copy the export into that model; otherwise the model refers to the export.
     """
     options = {**locals()}
     del options["json"]
@@ -129,10 +129,12 @@ def convert(
     checkpoint: Checkpoint = None,
     allow_code: AllowCode = False,
 ):
-    """Change the kind of a trained checkpoint's tables, for a warm start: --table user=managed
+    """Change the kind of a checkpoint's tables for a warm start.
 
-    Args:
-        tables (TABLE=KIND): What becomes of a table: managed, resize:ROWS or hash (repeatable).
+    For example: --table user=managed
+
+    Options:
+        tables (TABLE=KIND): New kind of a table: managed, resize:ROWS or hash (repeatable).
         out: Folder to write the new checkpoint to.
     """
     from raytrec.common.redaction import hide
@@ -149,7 +151,7 @@ def convert(
 def report(run: RunFolder, out: str | None = None):
     """Rebuild a run's report.html and its figures from the run folder.
 
-    Args:
+    Options:
         out: Folder to write to; default: RUN.
     """
     from raytrec.common.storage import relative
@@ -163,10 +165,10 @@ def report(run: RunFolder, out: str | None = None):
 
 
 def track(run: RunFolder, allow_code: AllowCode = False, follow: bool = False):
-    """Write to MLflow what it lacks of a run, because its server was away when the run ended.
+    """Write a run's missing records to MLflow, whose server was unavailable when the run ended.
 
-    Args:
-        follow: Until standard input ends, while another process trains it.
+    Options:
+        follow: Continue until standard input ends, while another process trains the run.
     """
     from raytrec.common.redaction import hide
     from raytrec.driver.track import track
@@ -183,11 +185,11 @@ def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...")],
     out: str = "compare.html",
 ):
-    """Compare runs: results, configurations and overlaid curves, on the terminal and as a page.
+    """Compare results, configurations and curves of runs, on the terminal and as an HTML page.
 
-    Args:
+    Options:
         runs: Run folders.
-        out: The HTML page to write.
+        out: HTML page to write.
     """
     from raytrec.report.compare import compare as read
     from raytrec.report.compare import print_table, write
@@ -207,17 +209,17 @@ def inspect(
     dim: int = 16,
     rows: int | None = None,
 ):
-    """Inspect Parquet and print a ready schema.yaml (and a table of its columns on stderr).
+    """Inspect Parquet and print a complete schema.yaml (and a table of the columns on stderr).
 
-    Args:
+    Options:
         path: Folder or file of Parquet: local, s3:// or gs://.
-        from_run (RUN): Instead: the run's schema, with statistics of the ids it looked up.
-        out: Write the schema here instead of to stdout.
+        from_run (RUN): Print the run's schema instead, with statistics of the ids it looked up.
+        out: File to write the schema to; default: stdout.
         force: Overwrite the file.
         label: Column to predict (repeatable).
         reserve: Column of data.reserve_columns: kept with its rows, not a feature (repeatable).
         dim: Width of the embeddings; a multiple of 4.
-        rows: Read only about this many rows.
+        rows: Approximate number of rows to read; default: all.
     """
     from raytrec.common.errors import ConfigError
     from raytrec.driver.evaluation import read_run_schema

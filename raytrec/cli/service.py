@@ -1,4 +1,4 @@
-"""Commands of services and of jobs."""
+"""Commands for services and jobs."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def serve(
     promote_from: str | None = None,
     allow_code: AllowCode = False,
 ):
-    """Serve an export over HTTP, on Ray Serve, until Ctrl-C.
+    """Serve an export over HTTP with Ray Serve until Ctrl-C.
 
-    Args:
+    Options:
         uri: Export: a local folder, s3:// or gs://.
-        name: Name of the service; default: the run's.
-        address: auto or HOST:PORT of a Ray cluster; default: a new local one.
-        replicas (N|MIN:MAX): Processes that answer; MIN:MAX by load.
+        name: Name of the service; default: the run's name.
+        address: auto or HOST:PORT of a Ray cluster; default: a new local cluster.
+        replicas (N|MIN:MAX): Number of replicas; MIN:MAX: scaled by load.
         host: Address to listen on; 0.0.0.0: all interfaces.
         port: Port to listen on.
-        no_token: Answer without a token.
+        no_token: Accept requests without a token.
         log_requests (URI): Folder for a sample of requests and their scores.
         log_sample: Share of requests that is logged.
-        promote_from: Folder of exports; default: URI's.
+        promote_from: Folder of exports; default: the parent folder of URI.
     """
     options = {**locals()}
     from raytrec.serving.command import serve as run
@@ -51,13 +51,13 @@ def promote(
     name: str | None = None,
     rollback: bool = False,
 ):
-    """Have all replicas of a service answer with another export, once all have loaded and checked it.
+    """Switch all replicas of a service to another export, after all of them have loaded and checked it.
 
-    Args:
-        uri: Export that is to answer.
+    Options:
+        uri: Export to switch to.
         service: Address of the service.
-        name: Name of the service, for its token.
-        rollback: Answer with the version before instead.
+        name: Name of the service, used to find its token.
+        rollback: Switch back to the previous version instead.
     """
     from raytrec.serving.command import promote as run
 
@@ -73,13 +73,13 @@ def skew(
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Compare what a service has answered with its export, and what it was asked with training data.
+    """Compare a service's logged answers with its export, and its requests with training data.
 
-    Args:
+    Options:
         log: Folder of `raytrec serve --log-requests`.
-        export (URI): Export that answered.
-        data: Parquet that it was trained with; default: scores alone are compared.
-        rows: Rows of the log and of the data to look at.
+        export (URI): Export that gave the answers.
+        data: Parquet that the export was trained on; default: only scores are compared.
+        rows: Rows of the log and of the data to read.
     """
     from raytrec.skew.compare import skew as compare
 
@@ -95,12 +95,12 @@ def submit(
     root: str | None = None,
     detach: bool = False,
 ):
-    """Train on a cluster: upload code and CONFIG, follow the job. Submit again to resume a stopped run.
+    """Train on a cluster: upload code and CONFIG, and follow the job. Submit again to resume a stopped run.
 
-    Args:
-        include: Another file or folder to upload (repeatable).
-        root: Folder on the cluster that relative paths start at; default: its RAYTREC_ROOT.
-        detach: Return at once instead of following the job.
+    Options:
+        include: Additional file or folder to upload (repeatable).
+        root: Folder on the cluster to which paths are relative; default: its RAYTREC_ROOT.
+        detach: Return immediately instead of following the job.
     """
     from raytrec.client.job_run import follow
     from raytrec.client.jobs import Jobs
@@ -124,12 +124,12 @@ def head(
 ):
     """Run a Ray cluster on this machine's loopback, for `raytrec submit` and notebooks, until Ctrl-C.
 
-    Args:
-        root: RAYTREC_ROOT of jobs: their relative paths start here.
+    Options:
+        root: RAYTREC_ROOT of jobs, to which their paths are relative.
         port: Port of the cluster (GCS).
         dashboard_port: Port of the job API and Ray's dashboard.
         client_port: Port of Ray client (ray://).
-        cpus: Logical CPUs; default: the machine's.
+        cpus: Logical CPUs; default: all CPUs of the machine.
     """
     from raytrec.cluster.local_ray import start_head
 
@@ -137,7 +137,7 @@ def head(
 
 
 def follow_job(job: Job = None, address: Address = None):
-    """Follow a job's log from its start; exit with the job's code. Ctrl-C detaches."""
+    """Follow a job's log from the start, and exit with the job's exit code. Ctrl-C detaches."""
     from raytrec.client.job_run import follow
     from raytrec.client.jobs import Jobs
 
@@ -146,7 +146,7 @@ def follow_job(job: Job = None, address: Address = None):
 
 
 def stop_job(job: Job = None, address: Address = None):
-    """Ask a job to checkpoint and end, and wait until it has."""
+    """Stop a job after a checkpoint, and wait until it has ended."""
     from raytrec.client.job_run import stop
     from raytrec.client.jobs import Jobs
 

@@ -1,1 +1,1 @@
-"""A run followed from outside the cluster: jobs, notebooks and queries. No torch."""
+"""Runs followed from outside the cluster: jobs, notebooks and queries. No torch."""

@@ -1,4 +1,4 @@
-"""Runs as jobs of Ray's Job API, read from their logs."""
+"""Runs as jobs of Ray's Job API, read from the logs of the jobs."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from raytrec.common.messages import EVENTS, METRICS
 from raytrec.config.overrides import as_texts
 from raytrec.tracking.progress_log import ERROR, FOLDER, RESULT, parse
 
-FOLDER_S = 600  # until a job has begun its run: it may wait for nodes
-LAST_LINES = 3  # of the log of a job that failed without an error of raytrec's
-STOPPED_LINES = 4  # of a job that was stopped: the signal, the save, where it has stopped, how to resume
+FOLDER_S = 600  # limit until a job has begun its run; the job may wait for nodes
+LAST_LINES = 3  # of the log of a job that failed without an error of raytrec
+STOPPED_LINES = 4  # of the log of a stopped job: the signal, the save, the step, how to resume
 
 
 class JobApi(Jobs):
-    """A cluster behind http://HOST:PORT of its dashboard, whose jobs are runs."""
+    """Cluster behind http://HOST:PORT of its dashboard, whose runs are jobs."""
 
     def train(self, source: Source, overrides: list[str], include: tuple[Path, ...]) -> Run:
-        """Submits a run; submitting the same again resumes it."""
+        """Submit a run; submitting the same run again resumes it."""
         return JobRun(self, self.submit(source, overrides, include))
 
     def run(self, job: str) -> Run:
-        """A run by the id of its job.
+        """Return a run by the id of its job.
 
         Raises:
-            RunError: there is no such job.
+            RunError: There is no such job.
         """
         known = [each["name"] for each in self.runs()]
         if job not in known:
@@ -48,22 +48,22 @@ class JobApi(Jobs):
         return JobRun(self, job)
 
     def runs(self) -> list[dict[str, Any]]:
-        """The jobs of the cluster, the newest first: name (the id), folder (None), state, unix_s."""
+        """Return the jobs of the cluster, newest first: name (job id), folder (None), state, unix_s."""
         return [
             {"name": job, "folder": None, "state": STATES.get(status, "running"), "unix_s": unix_s}
             for job, status, unix_s in self.known()
         ]
 
     def close(self) -> None:
-        """Nothing of this stays open."""
+        """Do nothing: the job API keeps no connection open."""
 
 
 class JobRun(Run):
-    """A job of raytrec, whose log is read: lines of JSON among those for people (progress_log.py).
+    """Run of a raytrec job, read from its log: lines of JSON between lines for people (progress_log.py).
 
     Args:
-        jobs: of the cluster.
-        job: its id.
+        jobs: Jobs of the cluster.
+        job: Job id.
     """
 
     def __init__(self, jobs: Jobs, job: str):
@@ -72,10 +72,10 @@ class JobRun(Run):
 
     @property
     def folder(self) -> str:
-        """The run's folder on the cluster; waits until the job has begun its run.
+        """Run folder on the cluster; waits until the job has begun its run.
 
         Raises:
-            RunError: it ended before that, or has not begun for ten minutes.
+            RunError: The job ended before it began a run, or has not begun one for ten minutes.
         """
         deadline = monotonic() + FOLDER_S
         while not self._folder and self._poll() not in ENDED:
@@ -83,19 +83,20 @@ class JobRun(Run):
                 raise RunError(f"the job has not begun a run for {FOLDER_S} s", where=self.job)
             sleep(self.poll_s)
         if not self._folder:
-            self._outcome()  # which is an error
+            self._outcome()  # raises an error
         return self._folder
 
     def stop(self) -> None:
+        """Ask the job to save and end."""
         if not self._jobs.stop(self.job):
             raise RunError("the job has ended", where=self.job)
 
     def _read(self) -> None:
         text, status = self._jobs.read(self.job, self._seen)
         self._seen += len(text)
-        self.poll_s = 1 + self._seen / 250_000  # the log is sent as a whole each time
+        self.poll_s = 1 + self._seen / 250_000  # the whole log is sent each time
         *lines, self._rest = (self._rest + text).split("\n")
-        if status in STATES and self._rest:  # it ends without a line break
+        if status in STATES and self._rest:  # the log ends without a line break
             lines.append(self._rest)
         for line in lines:
             self._take(line)
@@ -106,7 +107,7 @@ class JobRun(Run):
             self.error = RunError("the job failed", where=self.job, expected=expected)
 
     def _command(self, name: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-        """Carried out by another job."""
+        """Run a command as another job, and return its figures."""
         words = ["python", "-m", "raytrec", name, self.folder]
         options = {key: value for key, value in options.items() if value is not None}
         for override in as_texts(options.pop("overrides", None)):
@@ -139,15 +140,15 @@ class JobRun(Run):
             self.error = RunError(**values)
         else:
             file, tag = (EVENTS, "event") if kind == "start" else (METRICS, "kind")
-            with suppress(ValueError):  # it is not a line of that file
+            with suppress(ValueError):  # not a message of this file
                 self.history.add(from_line(file, {tag: kind, **values}))
 
 
 def follow(jobs: Jobs, job: str) -> int:
-    """Shows a job's log, from its beginning. Ctrl-C detaches; the job continues.
+    """Print the log of a job from its beginning. Ctrl-C detaches, and the job continues.
 
     Returns:
-        The exit code of the job, 143 where it was stopped, 130 after Ctrl-C.
+        Exit code of the job; 143 if the job was stopped, 130 after Ctrl-C.
     """
     try:
         for line in JobRun(jobs, job).logs():
@@ -165,10 +166,10 @@ def follow(jobs: Jobs, job: str) -> int:
 
 
 def stop(jobs: Jobs, job: str) -> None:
-    """Asks a job to save and to end, waits until it has, and shows the last lines of its log.
+    """Ask a job to save and end, wait for its end, and print the last lines of its log.
 
     Raises:
-        RunError: it has ended already.
+        RunError: The job has already ended.
     """
     if (status := jobs.status(job)) in STATES:
         raise RunError(f"the job has ended: {status}", where=job)

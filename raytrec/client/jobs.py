@@ -1,6 +1,6 @@
-"""Ray's Job API (http://): submitting, asking, stopping.
+"""Ray's Job API (http://): submitting, querying and stopping jobs.
 
-A run as a job outlives the process that submitted it.
+A run that is a job outlives the process that submitted the job.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from raytrec.compat.ray_core import NO_AGENT, quiet_uploads, server_version
 from raytrec.config.run_config import load_config
 
 DEFAULT = "http://127.0.0.1:8265"
-ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # which Ray's client takes before what it is given
-YOUNG_S = 60.0  # within which a cluster that answers must be ready for jobs
-STATES = {"SUCCEEDED": "finished", "FAILED": "failed", "STOPPED": "stopped"}  # of jobs that have ended
+ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # Ray's client prefers these to its argument
+YOUNG_S = 60.0  # limit until a cluster that answers is ready for jobs
+STATES = {"SUCCEEDED": "finished", "FAILED": "failed", "STOPPED": "stopped"}  # states of jobs that have ended
 T = TypeVar("T")
 
 
@@ -33,11 +33,12 @@ class Jobs:
     """Jobs of a cluster.
 
     Args:
-        address: http(s)://HOST:PORT of the dashboard; default: RAY_API_SERVER_ADDRESS, else this machine's.
+        address: http(s)://HOST:PORT of the dashboard; default: RAY_API_SERVER_ADDRESS, else the dashboard of
+            this machine.
 
     Raises:
-        ConfigError: no such address. RunError: the cluster cannot be reached, refuses the token, or runs
-            another Ray.
+        ConfigError: The address is not a URL of a dashboard.
+        RunError: The cluster cannot be reached, refuses the token, or runs another version of Ray.
     """
 
     def __init__(self, address: str | None = None):
@@ -61,14 +62,15 @@ class Jobs:
     ) -> str:
         """Submit a run, and return the id of its job.
 
-        Submitting the same again resumes the run, if it was interrupted. The configuration goes up as a file
-        with its overrides, so that no command line shows them; modules that it names go up as well.
+        Submitting the same run again resumes it after an interruption. The configuration is uploaded as a
+        file with its overrides, so that no command line shows them. Modules that the configuration names are
+        uploaded as well.
 
         Args:
-            source: a config file, its values, or a RunConfig; paths in it are those of the cluster.
+            source: Config file, its values, or a RunConfig; paths in the config are paths on the cluster.
             overrides: `section.key=value` strings.
-            include: further files and folders that the job needs.
-            root: folder on the cluster for relative paths; default: the cluster's RAYTREC_ROOT.
+            include: Additional files and folders that the job needs.
+            root: Folder on the cluster for relative paths; default: the cluster's RAYTREC_ROOT.
         """
         name, config = config_name(source), load_config(source, overrides)
         patience = config.scaling.shutdown_grace_s + 30
@@ -83,9 +85,9 @@ class Jobs:
             )
 
     def start(self, command: str, runtime_env: dict[str, Any], name: str) -> str:
-        """Starts a command as a job; its id begins with `name`."""
+        """Start a command as a job, and return the job's id, which begins with `name`."""
         _check_shown(command, runtime_env)
-        name = re.sub(r"[^A-Za-z0-9_.-]", "_", name)  # it becomes part of addresses
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", name)  # the name becomes part of URLs
         job = f"{name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         deadline = time.monotonic() + YOUNG_S
         while True:
@@ -95,13 +97,13 @@ class Jobs:
                         entrypoint=command, submission_id=job, runtime_env=runtime_env
                     )
                 )
-            except RunError as error:  # the cluster has only just been started
+            except RunError as error:  # the cluster has just been started
                 if NO_AGENT not in error.what or time.monotonic() > deadline:
                     raise
                 time.sleep(1)
 
     def known(self) -> list[tuple[str, str, float]]:
-        """All jobs that were submitted, the newest first: id, status, and when they began (Unix time)."""
+        """Return all submitted jobs, newest first: id, status, and start time (Unix time in seconds)."""
         found = [
             (job.submission_id, str(job.status.value), (job.start_time or 0) / 1000)
             for job in self._asked(self._client.list_jobs)
@@ -110,21 +112,21 @@ class Jobs:
         return sorted(found, key=lambda job: job[2], reverse=True)
 
     def newest(self) -> str:
-        """The job that was submitted last.
+        """Return the id of the job that was submitted last.
 
         Raises:
-            RunError: there is none.
+            RunError: No job has been submitted.
         """
         for job, _, _ in self.known():
             return job
         raise RunError("no job has been submitted to this cluster", where=self.address)
 
     def status(self, job: str) -> str:
-        """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
+        """Return the status of a job: PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
         return str(self._asked(lambda: self._client.get_job_status(job)).value)
 
     def exit_code(self, job: str) -> int:
-        """Waits for the end of a job; its exit code, 143 where it was stopped."""
+        """Wait for the end of a job, and return its exit code; 143 if the job was stopped."""
         while (status := self.status(job)) not in STATES:
             time.sleep(0.5)
         if status == "STOPPED":
@@ -133,22 +135,22 @@ class Jobs:
         return (0 if status == "SUCCEEDED" else 1) if code is None else code
 
     def message(self, job: str) -> str:
-        """Ray's explanation of the state of a job."""
+        """Return Ray's explanation of the state of a job."""
         return self._asked(lambda: self._client.get_job_info(job)).message or ""
 
     def stop(self, job: str) -> bool:
-        """Asks a job to save and to end; whether it was running."""
+        """Ask a job to save and end. Return True if the job was running."""
         return self._asked(lambda: self._client.stop_job(job))
 
     def read(self, job: str, seen: int) -> tuple[str, str]:
-        """A job's log from its character `seen` on, and its status, which is asked first."""
+        """Return the log of a job from character `seen` on, and the job's status, queried before the log."""
         status = self.status(job)
         try:
             return self._asked(lambda: self._client.get_job_logs(job))[seen:], status
         except RunError:
             if status in STATES:
                 raise
-            return "", status  # it is asked for again
+            return "", status  # the caller asks again
 
     def _connect(self) -> Any:
         from ray.job_submission import JobSubmissionClient
@@ -161,7 +163,7 @@ class Jobs:
             os.environ |= before
 
     def _asked(self, ask: Callable[[], T]) -> T:
-        """An answer of the job API, its errors as RunErrors."""
+        """Return an answer of the job API; convert its errors to RunErrors."""
         from ray.exceptions import AuthenticationError
         from requests.exceptions import RequestException
 
@@ -187,10 +189,10 @@ class Jobs:
 
 
 def _check_shown(command: str, runtime_env: dict[str, Any]) -> None:
-    """Refuses secrets in what Ray's dashboard shows of a job to all of its users.
+    """Refuse secrets in the parts of a job that Ray's dashboard shows to all of its users.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: A part contains a secret.
     """
     shown = {"the command": command, **runtime_env.get("env_vars", {})}
     if found := [name for name, value in shown.items() if hide(value) != value]:
@@ -203,7 +205,7 @@ def _check_shown(command: str, runtime_env: dict[str, Any]) -> None:
 
 
 def _short(text: str) -> str:
-    """The last line of a traceback that a server sent, without the HTTP around it."""
+    """Return the last line of a traceback sent by a server, without the text about HTTP."""
     text = re.sub(r"^Request failed with status code \d+: ", "", text)
     lines = [line.strip() for line in text.splitlines() if line.strip(" \".'")]
     return lines[-1][:500] if lines else text

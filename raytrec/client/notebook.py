@@ -1,4 +1,4 @@
-"""What a notebook or a terminal shows of a run."""
+"""Display of a run in a notebook or on a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLOURS = {"finished": "#009e73", "failed": "#d55e00", "interrupted": "#d55e00",
 
 
 def display(name: str) -> InNotebook | OnTerminal:
-    """Shows a run here each time it is called with it."""
+    """Return a function that shows a run in this notebook or terminal each time it is called."""
     return InNotebook(name) if _in_notebook() else OnTerminal()
 
 
@@ -31,9 +31,10 @@ class InNotebook:
 
     def __init__(self, name: str):
         self._name, self._drawn_at, self._drawn = name, 0.0, (0, 0)
-        self._outputs: dict[str, Any] = {}  # of the cell
+        self._outputs: dict[str, Any] = {}  # outputs of the cell
 
     def __call__(self, run: Run) -> None:
+        """Show the current state of the run."""
         from IPython.display import HTML, Image
 
         self._show("line", HTML(progress_html(self._name, run)))
@@ -53,18 +54,19 @@ class InNotebook:
 
 
 class OnTerminal:
-    """New lines of the run's log, on stderr."""
+    """Output of new lines of the run's log to stderr."""
 
     def __init__(self) -> None:
         self._shown = 0
 
     def __call__(self, run: Run) -> None:
+        """Print the new lines of the run's log."""
         print("".join(run.log[self._shown :]), end="", file=sys.stderr, flush=True)
         self._shown = len(run.log)
 
 
 class Pictures(dict):
-    """Name → PNG."""
+    """Pictures by name (PNG), displayed as images in notebooks."""
 
     def __repr__(self) -> str:
         return f"<Pictures {', '.join(self)}>"
@@ -79,10 +81,10 @@ class Pictures(dict):
 
 
 class Page:
-    """A page within a notebook, in a sandbox: it cannot reach the notebook.
+    """HTML page displayed in a notebook, in a sandbox that cannot reach the notebook.
 
     Attributes:
-        text: the page.
+        text: HTML of the page.
     """
 
     def __init__(self, text: str):
@@ -96,7 +98,7 @@ class Page:
 
 
 def progress_html(name: str, run: Run) -> str:
-    """A bar and a line of figures; at the end, the result."""
+    """Return a progress bar and a line of figures as HTML; after the end of the run, its result."""
     known = run.known()
     share = 100 * known["step"] / known["total"] if known["total"] else 0
     colour = COLOURS.get(run.state, "#0072b2")
@@ -118,7 +120,7 @@ def progress_html(name: str, run: Run) -> str:
 
 
 def curves_png(history: History) -> bytes:
-    """The metrics so far, as in the run's report."""
+    """Return the curves of the metrics so far as PNG, as in the run's report."""
     from raytrec.report.figures.learning import curves
     from raytrec.report.figures.style import save_png
 
@@ -128,7 +130,7 @@ def curves_png(history: History) -> bytes:
 
 
 def _progress(run: Run, known: dict[str, Any]) -> list[str]:
-    """The parts of a line about a run that trains."""
+    """Return the parts of a line about a run that trains."""
     if not (keys := run.keys(Train)):
         return ["waiting for the first figures"]
     speed = f"{known['rows_per_s']:,.0f} rows/s" if known["rows_per_s"] else ""
@@ -140,7 +142,7 @@ def _progress(run: Run, known: dict[str, Any]) -> list[str]:
 
 
 def _in_notebook() -> bool:
-    """Whether this is a kernel, which takes displays."""
+    """Return True if this process is a notebook kernel, which accepts displays."""
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module else None
     return shell is not None and hasattr(shell, "kernel")

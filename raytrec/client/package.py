@@ -1,4 +1,4 @@
-"""What is uploaded with a job: code, configuration, your modules."""
+"""Files that are uploaded with a job: code, configuration, the user's modules."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ LARGEST_BYTES = 100 << 20  # data belong on storage that all nodes reach; Ray's 
 
 @contextmanager
 def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterator[Path]:
-    """Yield a working directory for Ray: raytrec's code as it is here, and other files and folders.
+    """Yield a working directory for Ray, with raytrec's code as on this machine and other files and folders.
 
-    The cluster needs only raytrec's dependencies and runs the same code. The folder goes with the block.
+    The cluster needs only raytrec's dependencies and runs the same code. The folder is removed after the
+    block.
 
     Args:
-        places: those below the working directory keep their place; others come to the top, under their name.
-        taken: names at the top that are for something else.
+        places: Files and folders to add. Places below the working directory keep their path; others come to
+            the top, under their name.
+        taken: Names at the top that are reserved for other files.
 
     Raises:
-        ConfigError: a file is not there, cannot be read, or would come where another one is; or all together
-            is too large.
+        ConfigError: A file is missing, cannot be read, or would have the path of another file; or all files
+            together are too large.
     """
     ours = {
         Path(package) / path: file
@@ -67,13 +69,15 @@ def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterat
 
 
 def config_name(source: Source) -> str:
-    """The name of the config's file in the package."""
+    """Return the name of the config file in the package."""
     return f"{name_like(Path(source).stem)}.yaml" if isinstance(source, (str, Path)) else "run.yaml"
 
 
 def user_modules(config: RunConfig) -> list[Path]:
-    """The files or folders, in the working directory, of modules that the configuration names. Others are
-    installed, or missing, which the run reports."""
+    """Return files and folders, in the working directory, of modules that the configuration names.
+
+    Other modules are installed or missing; the run reports missing ones.
+    """
     named = own_code(config.model_dump(by_alias=True, mode="json"))
     tops = {name.partition(":")[0].partition(".")[0] for name in named}
     places = [place for top in sorted(tops) for place in (Path(top), Path(f"{top}.py"))]
@@ -81,10 +85,10 @@ def user_modules(config: RunConfig) -> list[Path]:
 
 
 def _placed(place: Path) -> Iterator[tuple[Path, Path]]:
-    """The files of a file or folder, and where each belongs in the package."""
+    """Yield (path in the package, file) for each file of a place."""
     try:
         here = Path.cwd().resolve()
-        # Its own name is kept, be it a link; of what stands before it, only where it leads to counts.
+        # The place's own name is kept even if it is a link; links in the folders above it are resolved.
         named = place.name not in ("", ".", "..")
         whole = place.absolute().parent.resolve() / place.name if named else place.resolve()
         if not whole.exists():
@@ -94,12 +98,12 @@ def _placed(place: Path) -> Iterator[tuple[Path, Path]]:
             raise _refused(place, "the working directory is in it", "what the job needs of it")
         for path, file in _files(whole, str(place)):
             yield top / path, file
-    except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a name that is none
+    except (OSError, RuntimeError, ValueError) as error:  # a circle of links, or an invalid name
         raise _refused(place, f"it cannot be read: {error}", "a file or folder") from None
 
 
 def _files(whole: Path, named: str) -> Iterator[tuple[Path, Path]]:
-    """Files below a folder (or the file itself), with their path from there; links are followed."""
+    """Yield (relative path, file) for each file below a folder, or for the file itself; follow links."""
     if not whole.is_dir():
         if not whole.is_file():
             raise _refused(Path(named), "it is neither a file nor a folder", "files and folders")
@@ -124,7 +128,10 @@ def _files(whole: Path, named: str) -> Iterator[tuple[Path, Path]]:
 
 
 def _is_own(place: Path) -> bool:
-    """Whether it is the whole working directory, such as a checkout; what we put there then counts."""
+    """Return True if the place is the whole working directory (e.g. a git checkout).
+
+    In this case, files that raytrec adds take precedence over files with the same path.
+    """
     return place.resolve() == Path.cwd().resolve()
 
 

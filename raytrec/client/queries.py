@@ -1,7 +1,7 @@
-"""What a cluster does for its Ray clients: answer questions about runs, and drive them.
+"""Functions that a cluster runs for its Ray clients: queries about runs, and the driver of a run.
 
-A run is the name of a folder in runs/ below RAYTREC_ROOT, or the path of a run folder. Only files that a run
-writes can be read, in a folder that has the config.yaml of a run. No torch.
+A run is given by the name of a folder in runs/ below RAYTREC_ROOT, or by the path of a run folder. Only files
+that a run writes can be read, in a folder that has the config.yaml of a run. No torch.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ RUNS = "runs"
 GROWING = (METRICS, EVENTS, LOG)
 FILES = (CONFIG, "schema.yaml", "plan.json", RESULT, "report.html", "error.txt", "skipped.jsonl")
 PICTURES = "pictures"
-MOST_BYTES = 16 << 20  # of one answer
+MOST_BYTES = 16 << 20  # limit of one answer
 STATES = {"FINISHED": "finished", "STOPPED": "stopped", "FAILED": "failed"}
 
 
 def runs() -> list[dict[str, Any]]:
-    """The runs in RAYTREC_ROOT/runs, the newest first: name, folder, state, unix_s (when it began)."""
+    """Return the runs in RAYTREC_ROOT/runs, newest first: name, folder, state, unix_s (start time)."""
     found = [
         {
             "name": folder.name,
@@ -51,18 +51,19 @@ def runs() -> list[dict[str, Any]]:
 
 
 def news(run: str, since: dict[str, int]) -> dict[str, Any]:
-    """What a run has written since.
+    """Return the data that a run has written since an earlier call.
 
     Args:
-        since: file (GROWING) → bytes that have been read; missing: none.
+        run: Name or folder of the run.
+        since: File (GROWING) → number of bytes that have been read; default: 0.
 
     Returns:
-        "lines": file → its new lines, whole ones, of up to MOST_BYTES; "since": for the next time; "folder";
-        "state": running, finished, stopped, failed or interrupted; "error": its parts, where the run failed;
-        "result": the content of result.json, or empty.
+        "lines": file → its new complete lines, up to MOST_BYTES; "since": the argument of the next call;
+            "folder"; "state": running, finished, stopped, failed or interrupted; "error": parts of the error
+            of a failed run; "result": the content of result.json, or empty.
     """
     folder = run_folder(run)
-    state, note = _state(folder), driver_of(folder)  # first: what a run writes at its end is then read
+    state, note = _state(folder), driver_of(folder)  # first, so that the last lines of an ended run are read
     lines = {name: _new_lines(folder / name, since.get(name, 0)) for name in GROWING}
     return {
         "lines": {name: data.decode(errors="replace") for name, data in lines.items()},
@@ -75,10 +76,10 @@ def news(run: str, since: dict[str, int]) -> dict[str, Any]:
 
 
 def file(run: str, name: str) -> bytes:
-    """One of the files that a run writes for people.
+    """Return one of the files that a run writes for people.
 
     Raises:
-        RunError: another file, or it is not there, or too large.
+        RunError: The name is not one of FILES; or the file is missing or too large.
     """
     if name not in FILES:
         raise RunError(f"'{name}' is not a file that can be read", expected=", ".join(FILES))
@@ -86,7 +87,7 @@ def file(run: str, name: str) -> bytes:
 
 
 def pictures(run: str) -> dict[str, bytes]:
-    """The pictures of a run's report: name → PNG; drawn when they are first asked for."""
+    """Return the pictures of a run's report: name → PNG. The first request draws them."""
     folder = run_folder(run)
     if not (found := _png_files(folder)) and (folder / "report.html").is_file():
         from raytrec.report.report import pictures as draw
@@ -101,10 +102,10 @@ def _png_files(folder: Path) -> list[Path]:
 
 
 def stop(run: str) -> None:
-    """Asks a run to save and to end.
+    """Ask a run to save and end.
 
     Raises:
-        RunError: it is not running.
+        RunError: The run is not running.
     """
     folder = run_folder(run)
     note = driver_of(folder)
@@ -125,17 +126,17 @@ def tables(run: str) -> dict[str, list[int]]:
 
 
 def rows(run: str, table: str, numbers: list[int]) -> np.ndarray:
-    """Rows of a table in the newest checkpoint: float32 [len(numbers), dim]."""
+    """Return rows of a table in the newest checkpoint: float32 [len(numbers), dim]."""
     folder, index = find(run_folder(run))
     with StoredTable(folder, index, table) as stored:
         return stored.take(numbers)
 
 
 def run_folder(run: str) -> Path:
-    """The folder of a run, by its name or path.
+    """Return the folder of a run, given its name or path.
 
     Raises:
-        RunError: there is none.
+        RunError: There is no such run.
     """
     folder = Path(absolute(run if "/" in run else f"{RUNS}/{run}"))
     if run in ("", ".", "..") or not _is_run(folder):
@@ -149,7 +150,7 @@ def run_folder(run: str) -> Path:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether the folder has the config.yaml of a run."""
+    """Return True if the folder has the config.yaml of a run."""
     try:
         values = yaml_values(read_bytes(folder / CONFIG, MOST_YAML_BYTES))
         return Path(values["run"]["name"]).name == values["run"]["name"] and "train" in values["data"]
@@ -158,7 +159,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _state(folder: Path) -> str:
-    """running, finished, stopped, failed, or interrupted: its driver died."""
+    """Return running, finished, stopped, failed or interrupted (the driver has died)."""
     note = driver_of(folder)
     if note.get("status") == "RUNNING":
         alive = is_alive(note)
@@ -170,7 +171,7 @@ def _state(folder: Path) -> str:
 
 
 def _hosts() -> dict[str, str]:
-    """Host names of the nodes that are alive → their ids; this host alone, where Ray is not running."""
+    """Return host name → id of the live nodes; only this host if Ray is not running."""
     import sys
 
     if (ray := sys.modules.get("ray")) is None or not ray.is_initialized():
@@ -179,7 +180,7 @@ def _hosts() -> dict[str, str]:
 
 
 def _new_lines(path: Path, since: int) -> bytes:
-    """Return the whole lines from a byte on, up to MOST_BYTES."""
+    """Return the complete lines from a byte offset on, up to MOST_BYTES."""
     with os_errors(f"cannot read {path.name}", where=str(path.parent)):
         lines = takewhile(lambda line: line.end - since <= MOST_BYTES, read_lines(path, since))
         return b"".join(line.data for line in lines)
@@ -197,20 +198,20 @@ def _content(path: Path) -> bytes:
 
 
 class Driver:
-    """Drives a run as an actor on the cluster, in its main thread, where signal handlers can be installed.
+    """Actor that drives a run on the cluster, in its main thread, where signal handlers can be installed.
 
-    What goes back are plain values and RaytrecErrors: who is connected may have neither torch nor torchrec.
+    Its methods return plain values and raise RaytrecErrors: a client may have neither torch nor torchrec.
     """
 
     def begin(self, name: str, text: str) -> str:
-        """Decides which run this is: one that was interrupted, or a new one.
+        """Find the interrupted run to resume, or prepare a new one.
 
         Args:
-            name: of the config's file, after which a new run is named.
-            text: the config as YAML.
+            name: Name of the config file, after which a new run is named.
+            text: Config as YAML.
 
         Returns:
-            The run's folder.
+            Run folder.
         """
         from raytrec.driver.prepare import resolve_config
 
@@ -220,16 +221,16 @@ class Driver:
         return self._config.run.dir
 
     def train(self) -> dict[str, Any] | None:
-        """Trains; the content of result.json, or None when the run was asked to stop."""
+        """Train, and return the content of result.json; None if the run was asked to stop."""
         import raytrec
 
         try:
             return _raising_ours(raytrec.train, self._config, resume_latest=True).metrics
-        except ASKED:  # to Ray it would mean that this call is cancelled
+        except ASKED:  # Ray would treat it as a cancelled call
             return None
 
     def command(self, name: str, run: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-        """The figures of raytrec.evaluate, predict or index with the newest checkpoint of a run."""
+        """Return the figures of raytrec.evaluate, predict or index with the newest checkpoint of a run."""
         import raytrec
 
         call = {"evaluate": raytrec.evaluate, "predict": raytrec.predict, "index": raytrec.index}[name]
@@ -237,7 +238,7 @@ class Driver:
 
 
 def _raising_ours(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What a call returns; any error becomes a RaytrecError, which can be read anywhere."""
+    """Return the result of a call; convert errors to RaytrecErrors, which any client can read."""
     try:
         return call(*arguments, **options)
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Runs over Ray client (ray://), which end with its connection.
+"""Runs over Ray client (ray://), which end with the client's connection.
 
-The cluster is used as if it were here.
+The cluster is used as if it were local.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from raytrec.driver.driver_state import LOG
 from raytrec.tracking.progress_log import for_people
 from raytrec.tracking.run_folder import decode
 
-ANSWER_S = 120  # for what takes a second, while a cluster may first start a process for it
+ANSWER_S = 120  # limit of calls that take a second; the cluster may first start a process
 
 
 class RayClient:
-    """A cluster behind ray://HOST:PORT.
+    """Cluster behind ray://HOST:PORT.
 
     Args:
-        address: as `ray start --head` prints it.
+        address: Address as printed by `ray start --head`.
 
     Raises:
-        RunError: it cannot be reached, refuses the token, or is of another version of Ray or Python.
+        RunError: The cluster cannot be reached, refuses the token, or runs another version of Ray or Python.
     """
 
     def __init__(self, address: str):
@@ -44,10 +44,10 @@ class RayClient:
         self._connections: dict[tuple[Path, ...], Connection] = {(): Connection(address, ())}
 
     def train(self, source: Source, overrides: list[str], include: tuple[Path, ...]) -> Run:
-        """Starts a run, or resumes it where it was interrupted."""
+        """Start a run, or resume the run if it was interrupted."""
         config = load_config(source, overrides)
         places = tuple(path.absolute() for path in (*user_modules(config), *include))
-        if places not in self._connections:  # its processes have other code
+        if places not in self._connections:  # processes of other connections have other code
             self._connections[places] = Connection(self.address, places)
         connection = self._connections[places]
         driver = connection.actor(queries.Driver)
@@ -55,27 +55,27 @@ class RayClient:
         return ClientRun(connection, folder, driver)
 
     def run(self, run: str) -> Run:
-        """An existing run, by its name or folder."""
+        """Return an existing run, given its name or folder."""
         connection = self._connections[()]
         return ClientRun(connection, connection.call(queries.news, run, {})["folder"])
 
     def runs(self) -> list[dict[str, Any]]:
-        """As `queries.runs`."""
+        """Return the runs of the cluster, as `queries.runs` does."""
         return self._connections[()].call(queries.runs)
 
     def close(self) -> None:
-        """Ends the connections, and with them the runs that were started here."""
+        """End the connections, and with them the runs that were started here."""
         for connection in self._connections.values():
             connection.close()
 
 
 class ClientRun(Run):
-    """A run in a folder on the cluster.
+    """Run in a folder on the cluster.
 
     Args:
-        connection: through which the cluster is asked.
-        folder: of the run.
-        driver: the queries.Driver, if the run is to begin here.
+        connection: Connection to the cluster.
+        folder: Run folder.
+        driver: Actor of queries.Driver that trains the run; None for an existing run.
     """
 
     def __init__(self, connection: Connection, folder: str, driver: Any = None):
@@ -90,9 +90,11 @@ class ClientRun(Run):
 
     @property
     def folder(self) -> str:
+        """Run folder on the cluster."""
         return self._folder
 
     def stop(self) -> None:
+        """Wait until the run has started, and ask it to save and end."""
         while self._poll() == "starting":
             sleep(self.poll_s)
         self._ask(queries.stop)
@@ -113,18 +115,18 @@ class ClientRun(Run):
             state = "starting"
         if failure:
             self.error, state = failure, "failed"
-        elif not ended and state != "running":  # that of the run before, or it is closing down
+        elif not ended and state != "running":  # state of an earlier run, or the run is closing down
             self.error, state = None, "running" if state == "finished" else "starting"
         self.state = state
 
     def _take_news(self) -> str:
-        """Takes all that is new; the state of the run folder."""
+        """Read all new data, and return the state of the run folder."""
         while True:
             news = self._ask(queries.news, self._since)
             self.log += for_people(news["lines"].pop(LOG))
             for file, text in news["lines"].items():
                 for line in text.splitlines():
-                    with suppress(ValueError):  # it is not a line of that file
+                    with suppress(ValueError):  # not a message of this file
                         if message := decode(file, line):
                             self.history.add(message)
             before, self._since = self._since, news["since"]
@@ -143,10 +145,11 @@ class ClientRun(Run):
 
 
 class Connection:
-    """One connection of Ray client, apart from what else this process does with Ray.
+    """Connection of Ray client, separate from other uses of Ray in this process.
 
     Args:
-        places: files and folders of the user that its processes have, with raytrec's code.
+        address: ray://HOST:PORT of the cluster.
+        places: Files and folders of the user that its processes have, in addition to raytrec's code.
     """
 
     def __init__(self, address: str, places: tuple[Path, ...]):
@@ -163,12 +166,15 @@ class Connection:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Ray in this block is this connection's. Not by two threads at a time: the context is swapped."""
+        """Use this connection for calls of Ray in the block.
+
+        Only one thread can be in such a block, because the context is swapped.
+        """
         with self._lock, self._context:
             yield
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The answer of a function that is called there."""
+        """Call a function on the head node, and return its result."""
         import ray
 
         with self.used():
@@ -177,24 +183,27 @@ class Connection:
         return self.ask(self._remote[function], *arguments)
 
     def ask(self, remote: Any, *arguments: Any, timeout: float | None = ANSWER_S) -> Any:
-        """The answer of a remote function or method, its errors as they were raised there."""
+        """Call a remote function or method, and return its result or raise its error."""
         with self.used():
             reference = remote.remote(*arguments)
         return self.result(reference, timeout)
 
     def actor(self, kind: type) -> Any:
+        """Start an actor of a class on the head node."""
         import ray
 
         with self.used():
             return ray.remote(kind).options(**on_node(self._head)).remote()
 
     def is_done(self, reference: Any) -> bool:
+        """Return True if the result of a reference is available."""
         import ray
 
         with self.used():
             return bool(ray.wait([reference], timeout=0)[0])
 
     def result(self, reference: Any, timeout: float | None = ANSWER_S) -> Any:
+        """Return the result of a reference, or raise its error or a RunError about Ray."""
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 
@@ -217,14 +226,15 @@ class Connection:
             raise cause from None
 
     def close(self) -> None:
+        """Disconnect from the cluster."""
         self._context.disconnect()
 
 
 def _connect(address: str, folder: Path) -> Any:
-    """A connection whose processes work in a copy of a folder.
+    """Return a connection whose processes work in a copy of a folder.
 
     On a busy machine, the process that Ray 2.60 starts for a client may end before it has begun, without an
-    error (`proxier.start_specific_server`); so that is worth another try.
+    error (`proxier.start_specific_server`). The connection is therefore tried up to three times.
     """
     import ray
 
@@ -247,7 +257,7 @@ def _not_connected(address: str, error: Exception) -> RunError:
     """Return the error for people about a Ray client that could not connect.
 
     Raises:
-        RunError: the cluster runs another version of Ray or Python.
+        RunError: The cluster runs another version of Ray or Python.
     """
     text = str(error)
     check_versions(

@@ -1,6 +1,6 @@
-"""A Ray cluster and its runs, from a notebook or another program (docs/notebooks.md).
+"""Ray cluster and its runs, for notebooks and other programs (docs/notebooks.md).
 
-Needs Ray in the cluster's version, but neither torch nor torchrec.
+Requires Ray in the cluster's version, but neither torch nor torchrec.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ ENDED = ("finished", "stopped", "failed", "interrupted")
 
 
 class Cluster:
-    """A Ray cluster that is running.
+    """Running Ray cluster.
 
     Args:
         address: ray://HOST:PORT (Ray client: runs end with this process) or http(s)://HOST:PORT (the job API
             of the dashboard: runs are jobs, and outlive this process).
 
     Raises:
-        ConfigError: no such address. RunError: no cluster there, no token, or another version of Ray.
+        ConfigError: The address has another form.
+        RunError: There is no cluster or no token, or the cluster runs another version of Ray.
     """
 
     def __init__(self, address: str):
@@ -43,35 +44,36 @@ class Cluster:
         else:
             what = f"'{address}' is not the address of a cluster"
             raise ConfigError(what, expected="ray://HOST:10001 (Ray client), or http://HOST:8265 (job API)")
-        logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in notebooks it wants ipywidgets
+        logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # it asks for ipywidgets
         self.address, self._way = address, Way(address)
 
     def train(
         self, source: Source, overrides: Overrides | None = None, include: list[str | Path] | tuple = ()
     ) -> Run:
-        """Starts a run, or resumes it if the same one was interrupted; returns at once.
+        """Start a run, or resume it if the same run was interrupted; return at once.
 
-        raytrec's code, as it is here, and modules that the config names go up with it.
+        raytrec's code on this machine and modules that the config names are uploaded.
 
         Args:
-            source: a config file, its values, or a RunConfig. Its paths are those of the cluster, relative
-                ones from its RAYTREC_ROOT.
-            overrides: `section.key=value` strings, or a mapping: {"train.epochs": 3}.
-            include: further files and folders that it needs.
+            source: Config file, its values, or a RunConfig; paths are on the cluster, from RAYTREC_ROOT.
+            overrides: `section.key=value` strings, or a mapping such as {"train.epochs": 3}.
+            include: Additional files and folders that the run needs.
         """
         return self._way.train(source, as_texts(overrides), tuple(map(Path, include)))
 
     def run(self, run: str | Path) -> Run:
-        """An existing run: by its name in RAYTREC_ROOT/runs or its folder; over http://, by its job's id."""
+        """Return a run by its name in RAYTREC_ROOT/runs or its folder; over http://, by the id of its job."""
         return self._way.run(str(run))
 
     def runs(self) -> list[dict[str, Any]]:
-        """The runs in RAYTREC_ROOT/runs, the newest first: name, folder, state, unix_s (when it began); over
-        http://, the jobs of the cluster: the name is the job's id, the folder None."""
+        """Return the runs in RAYTREC_ROOT/runs, newest first: name, folder, state, unix_s (start time).
+
+        Over http://, return the jobs of the cluster: name is the job id, and folder is None.
+        """
         return self._way.runs()
 
     def close(self) -> None:
-        """Ends the connection; with ray://, also the runs that it has started."""
+        """End the connection; with ray://, also the runs that it has started."""
         self._way.close()
 
     def __repr__(self) -> str:
@@ -79,14 +81,15 @@ class Cluster:
 
 
 class Run:
-    """A run; `Cluster.train` and `Cluster.run` return it.
+    """Run on a cluster, returned by `Cluster.train` and `Cluster.run`.
 
     Attributes:
         state: starting, running, finished, stopped (its state is saved), failed, interrupted (driver died).
-        history: the figures that have been read so far; log: lines for people, each with its end.
-        error: why it failed.
-        poll_s: seconds between two looks at it.
-        job: the id of the job that it is; None with ray://.
+        history: Figures that have been read so far.
+        log: Lines for people, each with its line break.
+        error: Error of a failed run.
+        poll_s: Seconds between two queries.
+        job: Id of the run's job; None with ray://.
     """
 
     job: str | None = None
@@ -95,46 +98,41 @@ class Run:
     def __init__(self) -> None:
         self.state, self.history, self.log = "starting", History(), list[str]()
         self.error: RaytrecError | None = None
-        self._first: tuple[float, int] | None = None  # when, and at which step, figures were first read
+        self._first: tuple[float, int] | None = None  # time and step when figures were first read
 
     @property
     def folder(self) -> str:
-        """The run's folder on the cluster."""
+        """Run folder on the cluster."""
         raise NotImplementedError
 
     @property
     def name(self) -> str:
-        """The last part of its folder."""
+        """Last part of the run folder."""
         return PurePosixPath(self.folder).name
 
     def stop(self) -> None:
-        """Asks the run to checkpoint and to end. The same `Cluster.train` again resumes it."""
+        """Ask the run to save and end. The same call of `Cluster.train` resumes it."""
         raise NotImplementedError
 
     def _read(self) -> None:
-        """Takes what is new into state, history, log and error."""
+        """Update state, history, log and error with new data."""
         raise NotImplementedError
 
     def _command(self, name: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-        """The figures of a command of raytrec that the cluster carries out.
-
-        Args:
-            name: evaluate, predict or index.
-            places: of the command's data, by option.
-        """
+        """Return the figures of evaluate, predict or index on the cluster. `places` maps options to data."""
         raise NotImplementedError
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
-        """The answer of a function of `queries`, called on the cluster with the run's folder."""
+        """Call a function of `queries` on the cluster with the run folder, and return its answer."""
         raise NotImplementedError
 
     def progress(self) -> dict[str, Any]:
-        """step, total, rows_per_s, the metrics of training, state and eta_s; None: not known yet."""
+        """Return step, total, rows_per_s, the metrics of training, state and eta_s; None: not known yet."""
         self._poll()
         return self.known()
 
     def known(self) -> dict[str, Any]:
-        """As `progress`, from what has been read already."""
+        """Return the same values as `progress` from data that has already been read."""
         trained = self.history.figures(Train)
         last = trained[-1].figures if trained else {}
         return {
@@ -146,9 +144,9 @@ class Run:
         }
 
     def metrics(self) -> dict[str, dict[str, list]]:
-        """The figures so far: "train" (step, rows_per_s, metrics) and "eval" (step, metrics).
+        """Return the figures so far: "train" (step, rows_per_s, metrics) and "eval" (step, metrics).
 
-        `pandas.DataFrame(run.metrics()["train"])` is a table of them. Of a job, only its log counts.
+        `pandas.DataFrame(run.metrics()["train"])` makes a table. A job has only the figures in its log.
         """
         self._poll()
         series: dict[str, dict[str, list]] = {}
@@ -159,12 +157,12 @@ class Run:
         return series
 
     def keys(self, kind: type[Measured]) -> list[str]:
-        """Return the metrics that training, or evaluations, have recorded so far."""
+        """Return the keys of metrics that training, or evaluations, have recorded so far."""
         recorded = {key for line in self.history.figures(kind) for key in line.figures}
         return [figure.key for figure in self.history.metrics_of_tasks if figure.key in recorded]
 
     def logs(self) -> Iterator[str]:
-        """The lines of the run's log, from its beginning until the run ends."""
+        """Yield the lines of the run's log, from its beginning until the run ends."""
         seen = 0
         while True:
             ended = self._poll() in ENDED
@@ -178,7 +176,7 @@ class Run:
         """Show progress and curves until the run ends. Interrupting detaches; the run continues.
 
         Returns:
-            The result of `wait`, with its errors; None if it was interrupted.
+            Result of `wait`, with its errors; None after an interrupt.
         """
         show = display(self.name)
         try:
@@ -192,13 +190,13 @@ class Run:
         return self._outcome()
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
-        """Waits for the end; the content of result.json.
+        """Wait for the end of the run, and return the content of result.json.
 
         Args:
-            timeout: seconds; None: as long as it takes.
+            timeout: Limit in seconds; None: no limit.
 
         Raises:
-            RunError: the run failed, with its own message; it was stopped or interrupted; it still runs.
+            RunError: The run failed (with its own message), was stopped or interrupted, or is still running.
         """
         began = monotonic()
         while self._poll() not in ENDED:
@@ -209,10 +207,10 @@ class Run:
         return self._outcome()
 
     def evaluate(self, data: str, **options: Any) -> dict[str, Any]:
-        """Evaluates the newest checkpoint on the cluster.
+        """Evaluate the newest checkpoint on the cluster.
 
         Args:
-            data: folder or file of Parquet, as the cluster sees it.
+            data: Folder or file of Parquet, as the cluster sees it.
             options: workers, batch_size; default: as in training. overrides: such as data.on_error=skip.
 
         Returns:
@@ -221,14 +219,15 @@ class Run:
         return self._command("evaluate", {"data": data}, options)
 
     def predict(self, data: str, out: str, **options: Any) -> dict[str, Any]:
-        """Predicts every row of some Parquet on the cluster, with the newest checkpoint: for each file one of
-        the same name. Interrupted, it continues when it is called again.
+        """Predict every row of Parquet data on the cluster with the newest checkpoint.
+
+        Each file gives an output file of the same name. The same call continues an interrupted prediction.
 
         Args:
-            data: folder or file of Parquet, as the cluster sees it.
-            out: the folder to write to, likewise.
-            options: columns, a list of those to keep (default: data.reserve_columns); workers; checkpoint, a
-                step or "best"; overrides: such as data.on_error=skip.
+            data: Folder or file of Parquet, as the cluster sees it.
+            out: Folder to write to, as the cluster sees it.
+            options: columns, a list of columns to keep (default: data.reserve_columns); workers; checkpoint,
+                a step or "best"; overrides: such as data.on_error=skip.
 
         Returns:
             predict.rows, predict.files and more (raytrec.predict).
@@ -236,13 +235,14 @@ class Run:
         return self._command("predict", {"data": data, "out": out}, options)
 
     def index(self, items: str, out: str, **options: Any) -> dict[str, Any]:
-        """Writes an index of items on the cluster, with the newest checkpoint; `raytrec.load_index` reads it,
-        where its folder can be reached. Interrupted, it continues when it is called again.
+        """Write an index of items on the cluster with the newest checkpoint.
+
+        `raytrec.load_index` reads an index that it can reach. The same call continues an interrupted index.
 
         Args:
-            items: folder or file of Parquet with one row for each item, as the cluster sees it.
-            out: the folder to write to, likewise.
-            options: item, columns, faiss, queries, workers, checkpoint, overrides: as `raytrec index`.
+            items: Folder or file of Parquet with one row for each item, as the cluster sees it.
+            out: Folder to write to, as the cluster sees it.
+            options: item, columns, faiss, queries, workers, checkpoint, overrides: as in `raytrec index`.
 
         Returns:
             index.items, index.recall@10 and more (raytrec.index).
@@ -250,30 +250,30 @@ class Run:
         return self._command("index", {"items": items, "out": out}, options)
 
     def report(self) -> Page:
-        """The run's report.html, for a notebook; its `text` is the page. ray:// only, as all below."""
+        """Return report.html of the run for a notebook (ray:// only); `text` of the page is its HTML."""
         return Page(self._ask(queries.file, "report.html").decode())
 
     def pictures(self) -> Pictures:
-        """The pictures of the report: name → PNG. A notebook shows them all."""
+        """Return the pictures of the report, name → PNG (ray:// only). A notebook shows them all."""
         return Pictures(self._ask(queries.pictures))
 
     def file(self, name: str) -> str:
-        """A file of the run: config.yaml, schema.yaml, plan.json, result.json, error.txt."""
+        """Return config.yaml, schema.yaml, plan.json, result.json or error.txt of the run (ray:// only)."""
         return self._ask(queries.file, name).decode()
 
     def tables(self) -> dict[str, list[int]]:
-        """Embedding tables of the newest checkpoint: name → [rows, dim]."""
+        """Return the embedding tables of the newest checkpoint (ray:// only): name → [rows, dim]."""
         return self._ask(queries.tables)
 
     def rows(self, table: str, numbers: Sequence[int]) -> np.ndarray:
-        """Rows of a table: float32 [len(numbers), dim]."""
+        """Return rows of a table (ray:// only): float32 [len(numbers), dim]."""
         return self._ask(queries.rows, table, [int(number) for number in numbers])
 
     def __repr__(self) -> str:
         return f"<Run {self.job or self.name}: {self.state}>"
 
     def _poll(self) -> str:
-        """Reads what is new, until the run has ended; its state."""
+        """Read new data unless the run has ended, and return the state of the run."""
         if self.state not in ENDED:
             self._read()
             if self._first is None and self.history.step:
@@ -281,7 +281,7 @@ class Run:
         return self.state
 
     def _remaining_s(self) -> float | None:
-        """Seconds until the last step, at the speed since figures were first read."""
+        """Return the seconds until the last step, at the speed since the first figures; None if unknown."""
         step, total = self.history.step, self.history.total_steps
         if self.state != "running" or self._first is None or not total or step <= self._first[1]:
             return None

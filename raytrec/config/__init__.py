@@ -1,1 +1,1 @@
-"""The configuration and the schema. No torch."""
+"""Configuration and schema of a run. Torch is not imported."""

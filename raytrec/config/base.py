@@ -1,4 +1,4 @@
-"""What every part of a configuration has in common."""
+"""Base class, number types and marks that all sections of a configuration use."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from raytrec.common.redaction import hide_all
 from raytrec.common.registry import PYTHON_PATH
 from raytrec.common.storage import read_yaml
 
-MOST_COUNT = 2**53  # beyond, numbers in JSON are no longer what they were
-MOST_AMOUNT = 1e9  # seconds that a thread can wait; GiB, rates and norms are below it as well
+MOST_COUNT = 2**53  # larger integers lose precision in JSON
+MOST_AMOUNT = 1e9  # threads can wait this many seconds; GiB, rates and norms stay below it
 
 
 def _no_switch(value: Any) -> Any:
-    """YAML's true and false, which Python takes for 1 and 0."""
+    """Reject YAML's true and false, which pydantic would accept as 1 and 0."""
     if isinstance(value, bool):
         raise ValueError(f"expected a number (got {str(value).lower()})")
     return value
 
 
-# Whole numbers are whole: neither true nor "3" nor 3.0. (1e-3 is text to YAML 1.1, and a number to us.)
+# Strict integers reject true, "3" and 3.0. Floats accept 1e-3, which YAML 1.1 reads as text.
 PositiveInt = Annotated[int, Field(strict=True, gt=0, le=MOST_COUNT)]
 NonNegativeInt = Annotated[int, Field(strict=True, ge=0, le=MOST_COUNT)]
-Few = Annotated[int, Field(strict=True, gt=0, le=2**16)]  # of what each takes memory, or a process
+Few = Annotated[int, Field(strict=True, gt=0, le=2**16)]  # counts of objects that take memory or a process
 Number = Annotated[float, BeforeValidator(_no_switch)]
 PositiveFloat = Annotated[Number, Field(gt=0, le=MOST_AMOUNT)]
 NonNegativeFloat = Annotated[Number, Field(ge=0, le=MOST_AMOUNT)]
 
 
 class Mark(Enum):
-    """A mark in the Annotated type of a key or of a section, whose keys then have it, too.
+    """A mark in the Annotated type of a key, or of a section, whose keys inherit the mark.
 
     Attributes:
-        FREE: A resumed run may change it, because it does not change what is trained.
-        FIXED: A resumed run must not change it; of keys in a section that is FREE.
-        COMMON: All trials of a search have the same value, so that their figures can be compared and their
-            files are apart.
+        FREE: A resumed run may change the key, because the key does not affect the trained model.
+        FIXED: A resumed run must not change the key, although its section is FREE.
+        COMMON: All trials of a search share the value, so that their metrics are comparable and their files
+            are separate.
     """
 
     FREE = "free"
@@ -50,7 +50,7 @@ class Mark(Enum):
 
 
 class Section(BaseModel):
-    """A part of the configuration; unknown keys are errors, and numbers that are not finite.
+    """A section of the configuration. Unknown keys and numbers that are not finite are errors.
 
     The docstring under a key is its description in `raytrec config --schema`.
     """
@@ -60,21 +60,21 @@ class Section(BaseModel):
     )
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """What reaches logs, tracebacks and Ray's dashboard: without secrets."""
+        """Yield the fields without secrets, because they reach logs, tracebacks and Ray's dashboard."""
         for name, value in super().__repr_args__():
             yield name, hide_all({name: value})[name]
 
 
 def one_of(sections: Mapping[str, type[Section]], key: str, own: str, what: str, default: str = "") -> Any:
-    """Return the type of a section that is one of several, by the value of one of its keys.
+    """Return the union type of several sections, discriminated by the value of one key.
 
     Args:
         sections: Value of the key → section.
-        key: The key, such as name.
-        own: Entry of `sections` for code of the user's, whose value of the key is a path such as
+        key: Name of the key, such as name.
+        own: Entry of `sections` for the user's own code. Its value of the key is a path such as
             module:Class.
         what: Type of pydantic's error.
-        default: Value of the key in a mapping without it.
+        default: Value of the key for a mapping without this key.
     """
     built_in = [name for name in sections if name != own]
 
@@ -96,10 +96,10 @@ def read_settings(uri: str, what: str, missing: RaytrecError) -> Any:
     Args:
         uri: Path or URI of the file.
         what: Kind of file, for errors: config.
-        missing: Error if there is no such file; other errors have its type.
+        missing: Error to raise if the file does not exist; other errors have the same type.
 
     Raises:
-        RaytrecError: The file cannot be read, or is not YAML.
+        RaytrecError: The file does not exist, cannot be read, or is not YAML.
     """
     try:
         return read_yaml(uri)

@@ -12,18 +12,18 @@ from raytrec.common.storage import sibling
 from raytrec.config.base import Few, Mark, Number, PositiveFloat, PositiveInt, Section
 from raytrec.config.transforms import BUILT_IN, Transform
 
-FREE = Mark.FREE  # of places: the contents of the data are compared instead
+FREE = Mark.FREE  # paths are free, because resuming compares the contents of the data instead
 NAME = re.compile(r"\w[\w .,:+=@()-]{0,149}")
 
 
 def name_like(text: str) -> str:
-    """The name nearest to a text that a run can have."""
+    """Return the valid run name that is nearest to a text."""
     name = re.sub(r"[^\w .,:+=@()-]", "_", text)[:100]
     return name if NAME.fullmatch(name) else f"_{name}"
 
 
 def _a_name(name: str) -> str:
-    """It becomes the name of a folder, and stands in logs and on terminals."""
+    """Check a run name, which becomes the name of a folder and appears in logs and on terminals."""
     if not NAME.fullmatch(name) or name != name.strip() or len(name.encode()) > 200:
         raise ValueError(
             "run.name: a name is at most 150 letters, digits, spaces and . , : + = @ ( ) - _, beginning with "
@@ -33,37 +33,41 @@ def _a_name(name: str) -> str:
 
 
 class RunSection(Section):
+    """Name, folder and seed of a run."""
+
     name: Annotated[Annotated[str, AfterValidator(_a_name)] | None, FREE, Mark.COMMON] = None
-    """Name of the run: letters, digits, spaces and . , : + = @ ( ) - _; default: the config's name and the
-    time."""
+    """Name of the run: letters, digits, spaces and . , : + = @ ( ) - _; default: the name of the config and
+    the time."""
     dir: Annotated[str | None, FREE, Mark.COMMON] = None
-    """The run folder: result, checkpoints, config; default: runs/NAME."""
+    """Run folder for result, checkpoints and config; default: runs/NAME."""
     root: Annotated[str | None, FREE, Mark.COMMON] = None
-    """Folder that relative paths of data and runs start at; default: RAYTREC_ROOT of the environment, which
+    """Folder to which paths of data and runs are relative; default: RAYTREC_ROOT of the environment, which
     cluster nodes set, else the working directory."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
-    """Seeds initial weights, epoch order and dropout."""
+    """Seed of initial weights, epoch order and dropout."""
 
 
 class WarmStartSection(Section):
-    """A new run that starts from an earlier run's weights."""
+    """Start of a new run from the weights of an earlier run."""
 
     from_: str | None = Field(None, alias="from")
-    """A run or checkpoint folder whose weights training starts from."""
+    """Run folder or checkpoint folder whose weights training starts from."""
     optimizer: bool = False
-    """Also take over the optimizers' state."""
+    """Also load the state of the optimizers."""
     tables: dict[str, Literal["exact", "resize", "new", "drop"]] = Field(default_factory=dict)
-    """What happens to changed tables (or patterns such as 'item*'). exact: an error. resize: keep the rows
-    that both have, initialize further ones. new: initialize all. drop: ignore the checkpoint's table."""
+    """Table, or pattern such as 'item*', to the treatment of a changed table. exact: raise an error. resize:
+    keep the rows that both tables have and initialize additional rows. new: initialize all rows. drop: ignore
+    the checkpoint's table."""
     dense: Literal["exact", "matching"] = "exact"
-    """matching: initialize dense parameters whose shape changed, instead of an error."""
+    """exact: raise an error if the shape of a dense parameter changed. matching: initialize such
+    parameters."""
 
 
 Folders = str | Annotated[list[str], Field(min_length=1)]
 
 
 def folders(value: Folders) -> list[str]:
-    """One folder or several, as a list."""
+    """Return one folder or several folders as a list."""
     return [value] if isinstance(value, str) else value
 
 
@@ -77,58 +81,63 @@ ReservedColumns = Annotated[list[Annotated[str, Field(min_length=1)]], AfterVali
 
 
 class PartitionRange(Section):
+    """Range of partitions of data.train, both ends included."""
+
     from_: str | None = Field(None, alias="from")
-    """First partition, such as date=2026-11-01; null: no bound."""
+    """First partition, such as date=2026-11-01; null: no lower bound."""
     to: str | None = None
-    """Last partition, included, such as date=2026-11-07/hour=11; null: no bound."""
+    """Last partition, included, such as date=2026-11-07/hour=11; null: no upper bound."""
 
 
 class DataSection(Section):
+    """Data of a run: its files, transforms, order of rows and readers."""
+
     train: Annotated[Folders, FREE]
     """Folder of Parquet files to train on (local, s3:// or gs://), or a list of folders."""
     partitions: PartitionRange = Field(default_factory=PartitionRange)
-    """Partitions of data.train to train on, of folders such as date=2026-11-01/hour=07."""
+    """Partitions of data.train to train on, for folders such as date=2026-11-01/hour=07."""
     valid: Annotated[Folders | None, FREE, Mark.COMMON] = None
-    """Evaluated every train.eval_every_steps."""
+    """Data that is evaluated every train.eval_every_steps."""
     test: Annotated[Folders | None, FREE, Mark.COMMON] = None
-    """Evaluated at the end; default: data.valid."""
+    """Data that is evaluated at the end; default: data.valid."""
     schema_path: Annotated[str | None, FREE] = Field(None, alias="schema")
-    """The schema.yaml; default: the one in the folder above data.train."""
+    """Path of the schema.yaml; default: schema.yaml in the parent folder of data.train."""
     transforms: list[Transform] = Field(
         default_factory=list,
         description="What is applied to columns before the schema sees them: "
         f"{', '.join(BUILT_IN)}, or module:function.",
     )
     holdout: Annotated[Number, Field(gt=0, le=0.5)] | Literal["auto"] | None = None
-    """Share of the rows of data.train that is held out of training and used as data.valid; ignored where
-    data.valid is set. auto: a tenth, at most about 100,000 rows. null: none."""
+    """Share of the rows of data.train that is held out of training and used as data.valid; ignored if
+    data.valid is set. auto: a tenth, at most about 100,000 rows. null: no rows are held out."""
     reserve_columns: ReservedColumns = Field(default_factory=list)
-    """Columns that go along with rows untouched: groups and items of tasks, slices of evaluations, keys of
-    predictions. Any type with one value a row; also those of folders key=value."""
+    """Columns that are passed through unchanged: groups and items of tasks, slices of evaluations, keys of
+    predictions. Any type with one value per row is allowed, also columns from key=value folders."""
     global_batch_size: Annotated[PositiveInt, Field(lt=2**31)] = 2048
-    """Rows per step over all workers together."""
+    """Rows per step, summed over all workers."""
     shuffle: Literal["none", "groups", "window"] = "window"
-    """none: file order. groups: row groups in a new seeded order each epoch. window: also rows within a
-    window of row groups."""
+    """none: file order. groups: row groups in a new seeded order each epoch. window: also shuffle rows within
+    a window of row groups."""
     window: Few = 2
-    """Row groups of each lane whose rows are mixed by shuffle=window; large ones are split into pieces of
+    """Row groups of each lane whose rows shuffle=window mixes. Large row groups are split into pieces of
     20,000 rows."""
     lanes: Few = 24
-    """Places of the data that each global batch is read from; also the maximum number of workers."""
+    """Positions of the data from which each global batch is read; also the maximum number of workers."""
     on_error: Literal["fail", "skip"] = "fail"
-    """Rows that cannot be read or violate the schema: fail, or skip them. Skipped rows have no loss; they are
-    counted (train.skipped_rows) and listed in skipped.jsonl."""
+    """Treatment of rows that cannot be read or violate the schema: fail, or skip the rows. Skipped rows have
+    no loss; they are counted (train.skipped_rows) and listed in skipped.jsonl."""
     drop_last: bool = False
-    """Skip an epoch's last, smaller batch."""
+    """Skip the last, smaller batch of each epoch."""
     readers: Annotated[Few, FREE] = 1
-    """Concurrent Ray Data read tasks for each worker."""
+    """Concurrent Ray Data read tasks per worker."""
     read_on: Annotated[Literal["auto", "gpu_nodes", "cpu_nodes"], FREE] = "auto"
-    """Where workers on GPUs have their rows read: auto: as many of the readers as they have CPUs for on nodes
-    without GPUs, the others on the workers' nodes; or all on nodes of one kind."""
+    """Nodes that read rows for GPU workers. auto: as many of the readers as there are CPUs for on nodes
+    without GPUs, the others on the workers' nodes. gpu_nodes or cpu_nodes: all readers on nodes of this
+    kind."""
     buffer_gib: Annotated[PositiveFloat, FREE] = 0.5
-    """GiB of rows read ahead for each worker, in Ray's object store."""
+    """GiB of rows that are read ahead per worker, in Ray's object store."""
 
     @property
     def schema_uri(self) -> str:
-        """Where the schema is: data.schema, or schema.yaml in the folder above (the first of) data.train."""
+        """Return the path of the schema: data.schema, or schema.yaml next to data.train's first folder."""
         return self.schema_path or sibling(folders(self.train)[0], "schema.yaml")

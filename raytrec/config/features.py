@@ -1,12 +1,12 @@
-"""The features of a run, resolved from schema and model, and the columns that transforms read and write.
+"""Features of a run, resolved from schema and model, and the columns that transforms read and write.
 
-Reader, model, planner and checks share this one description. No torch here.
+Reader, model, planner and checks share this description. Torch is not imported.
 
-What a model reads id by id is decided here. A sequence of which it reads at most L ids is one key of a batch,
-the most recent L ids of each row, the most recent first. A table that such a sequence looks up gives the
-vector of each id (TorchRec's EmbeddingCollection), for all features that read it: those of them that are bags
-are summed behind the lookup. So does a table that candidates look up, with one id each. All other tables give
-sums of bags (EmbeddingBagCollection).
+This module decides which sequences a model reads id by id. A sequence of which the model reads at most L ids
+is one key of a batch. The key holds the most recent L ids of each row, the most recent first. A table of such
+a sequence returns the vector of each id (TorchRec's EmbeddingCollection) to all features that read the table.
+Bags among these features are summed after the lookup. Tables that candidates look up, with one id each, also
+return vectors. All other tables return sums of bags (EmbeddingBagCollection).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from raytrec.config.transforms import OnColumns, Sample, Transform
 
 @dataclass(frozen=True)
 class Features:
-    """What a row has, and how it is looked up.
+    """Features of a row and their lookups.
 
     Attributes:
-        schema: the user's, which the data and the run folder have.
-        sequences: sequence features that the model reads id by id → how many ids, at most.
+        schema: Schema of the user, as stored with the data and in the run folder.
+        sequences: Sequence feature that the model reads id by id → maximum number of ids.
     """
 
     schema: Schema
@@ -35,23 +35,23 @@ class Features:
 
     @property
     def keys(self) -> list[str]:
-        """The keys of a batch's KeyedJaggedTensor, in their order: one for each feature."""
+        """Return the keys of a batch's KeyedJaggedTensor in order, one per feature."""
         return list(self.schema.sparse)
 
     @cached_property
     def side_features(self) -> dict[str, int]:
-        """Sequences that are read id by id and have side features → how many."""
+        """Return sequence → number of its side features, if any, for sequences read id by id."""
         found = {feature: len(self.schema.sparse[feature].side_features) for feature in self.sequences}
         return {feature: count for feature, count in found.items() if count}
 
     def is_mean(self, feature: str) -> bool:
-        """Whether a feature's bags are averaged."""
+        """Return True if the bags of a feature are averaged."""
         one = feature in self.sequences or feature in self.schema.candidates
         return self.schema.sparse[feature].pooling != "sum" and not one
 
     @cached_property
     def tables_by_id(self) -> dict[str, list[str]]:
-        """Tables that give the vector of each id → all features that read them, in the schema's order."""
+        """Return table → all features that read it, for tables that return a vector per id."""
         by_id = [*self.sequences, *self.schema.of_candidates(self.schema.sparse)]
         tables = {self.schema.sparse[feature].table for feature in by_id}
         found: dict[str, list[str]] = {table: [] for table in self.schema.tables if table in tables}
@@ -62,10 +62,12 @@ class Features:
 
 
 def resolve_features(schema: Schema, model: ModelSection | None = None) -> Features:
-    """The features of a run.
+    """Return the features of a run.
 
     Args:
-        model: the `model` section, which knows what it reads id by id; default: means of sequences.
+        schema: Schema of the run.
+        model: The `model` section, which determines the sequences read id by id; default: all sequences are
+            averaged.
     """
     lengths = model.sequence_lengths(schema) if model else {}
     sequences = {
@@ -75,7 +77,7 @@ def resolve_features(schema: Schema, model: ModelSection | None = None) -> Featu
 
 
 def columns_before(transforms: list[Transform] | tuple[Transform, ...], columns: list[str]) -> list[str]:
-    """The columns that files must have, so that `columns` are there after the transforms."""
+    """Return the columns that files must have so that `columns` exist after the transforms."""
     needed = dict.fromkeys(columns)
     for transform in reversed(transforms):
         for name in transform.writes:
@@ -85,10 +87,13 @@ def columns_before(transforms: list[Transform] | tuple[Transform, ...], columns:
 
 
 def with_rows(transforms: Iterable[Transform], schema: Schema) -> tuple[Transform, ...]:
-    """Transforms that draw from as many ids as the tables have that look them up, where they set no `rows`.
+    """Return the transforms, with `rows` of draws set to the size of the table that looks up the ids.
+
+    Draws with `rows` or a vocabulary are not changed. With several tables, the smallest one counts.
 
     Raises:
-        ConfigError: no feature looks the ids up; or the table's are managed, which no number gives.
+        ConfigError: No feature looks up the ids, or the ids of the table are managed, so that they are not
+            row numbers.
     """
     return tuple(
         transform.model_copy(update={"rows": _rows_of(transform, schema)})
@@ -121,10 +126,10 @@ def _rows_of(transform: Sample, schema: Schema) -> int:
 
 
 def needed_transforms(transforms: tuple[Transform, ...], columns: list[str]) -> tuple[Transform, ...]:
-    """Those transforms, and those of their columns, that `columns` are made by; all else can be left undone.
+    """Return the transforms, reduced to their needed columns, that `columns` depend on.
 
-    Which column your function reads for what is not known: it stays if it makes any of them, or
-    does not name what it makes.
+    The columns that a user-defined function reads for each of its outputs are unknown. The function is kept
+    if it writes a needed column, or if it does not name its outputs.
     """
     needed, kept = set(columns), []
     for transform in reversed(transforms):

@@ -1,7 +1,7 @@
 """Overrides of a configuration: `section.key=value`, or a whole section.
 
-`tasks.NAME.key=value` sets a key of the task of that name. Values are YAML. From Python, a mapping does as
-well: {"train.epochs": 3, "model": {"name": "deepfm"}}.
+`tasks.NAME.key=value` sets a key of the task with this name. Values are YAML. From Python, overrides may also
+be a mapping: {"train.epochs": 3, "model": {"name": "deepfm"}}.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Overrides = Iterable[str] | Mapping[str, Any]
 
 
 def as_texts(overrides: Overrides | None) -> list[str]:
-    """Overrides as the command line has them.
+    """Return overrides in the form of the command line, section.key=value.
 
     Raises:
-        ConfigError: a value of a mapping is not plain.
+        ConfigError: A value of a mapping cannot be written as YAML.
     """
     if not isinstance(overrides, Mapping):
         return [*(overrides or [])]
@@ -34,7 +34,7 @@ def as_texts(overrides: Overrides | None) -> list[str]:
 
 @contextmanager
 def plain_values(where: str) -> Iterator[None]:
-    """A block that writes values as YAML, which a ConfigError ends where one cannot be written."""
+    """Convert errors of writing or reading YAML in this block into a ConfigError."""
     try:
         yield
     except (yaml.YAMLError, NotReadable, RecursionError) as error:
@@ -46,16 +46,21 @@ def plain_values(where: str) -> Iterator[None]:
 
 
 def apply_override(values: dict, override: str, sections: Collection[str]) -> None:
-    """Sets one key of a configuration's plain values, or replaces a whole section.
+    """Set one key of a configuration's plain values, or replace a whole section.
+
+    Args:
+        values: Plain values of the configuration; changed in place.
+        override: Text of the override.
+        sections: Names of all sections.
 
     Raises:
-        ConfigError: the text is not an override, its value is not YAML, or its key leads into a value or to a
+        ConfigError: The text is not an override, its value is not YAML, or its key leads into a value or to a
             task that does not exist.
     """
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        shown = some(key.strip()) if equals else some(hide(override))  # what is after = may be a secret
+        shown = some(key.strip()) if equals else some(hide(override))  # the text after = may be a secret
         raise ConfigError(f"{shown} is not an override", where="command line", expected="section.key=value")
     if len(parts) == 1 and parts[0] not in sections:
         expected = "section.key=value, or section={key: value, …} for a whole section"
@@ -86,7 +91,7 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
 
 
 def _entry(values: list, name: str, key: str) -> dict[str, Any]:
-    """The entry of a list, such as tasks, with this name; a task without a name has that of its label."""
+    """Return the entry of a list, such as tasks, with this name. Unnamed tasks are named by their label."""
     entries = [each for each in values if isinstance(each, dict)]
     names = [str(each.get("name") or each.get("label")) for each in entries]
     if name not in names:
@@ -96,11 +101,11 @@ def _entry(values: list, name: str, key: str) -> dict[str, Any]:
 
 
 def section_of(override: str) -> str:
-    """The section that an override changes."""
+    """Return the section that an override changes."""
     return override.partition("=")[0].strip().partition(".")[0]
 
 
 def without_secrets(override: str) -> str:
-    """An override as an error may show it."""
+    """Return an override with secrets hidden, for errors."""
     key, equals, text = override.partition("=")
     return f"{key}{equals}{hide_yaml(text).strip().removesuffix(chr(10) + '...')}"

@@ -1,6 +1,7 @@
-"""One RunConfig of all sections (the other files here). YAML plus `section.key=value` overrides.
+"""RunConfig, which holds all sections of a configuration, and its loading from YAML and overrides.
 
-No torch or Ray here: `raytrec config` answers in well under a second.
+The sections are defined in the other files of this folder. Neither torch nor Ray is imported, so that
+`raytrec config` answers in well under a second.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from raytrec.config.training import (
 )
 from raytrec.config.trust import code_in, origin, refuse_code
 
-MOST_MISTAKES = 20  # that one message has
-EXPECTED = "Input should be "  # as pydantic's messages begin
+MOST_MISTAKES = 20  # listed in one error message
+EXPECTED = "Input should be "  # prefix of pydantic's messages
 MAPPING = re.compile(r"a valid dictionary( or instance of \w+)?")
 
 
 class RunConfig(Section):
-    """A whole run. `raytrec config --schema` prints this as JSON Schema."""
+    """Configuration of a run. `raytrec config --schema` prints its JSON Schema."""
 
     run: RunSection = Field(default_factory=RunSection)
     warm_start: WarmStartSection = Field(default_factory=WarmStartSection)
@@ -107,26 +108,22 @@ class RunConfig(Section):
 
     @property
     def checkpoint_root(self) -> str:
-        """The folder of all checkpoints of a run whose folder is resolved."""
+        """Return the folder of all checkpoints of the run, whose run folder must be resolved."""
         return self.checkpoint.dir or join_uri(self.run.dir, "checkpoints")
 
     def to_yaml(self) -> str:
-        """The resolved whole, every default included, in the file's own spelling."""
+        """Return the configuration as YAML with every default, spelled as in the file."""
         return yaml.safe_dump(self.model_dump(by_alias=True, mode="json"), sort_keys=False)
 
     def own_values(self) -> dict[str, Any]:
-        """Return the plain values that are not defaults.
+        """Return the plain values that differ from the defaults.
 
-        A configuration and its resolved form, which spells out all defaults, have the same values here.
+        A configuration and its resolved form, which lists all defaults, return equal values.
         """
         return self.model_dump(by_alias=True, mode="json", exclude_defaults=True)
 
     def with_(self, overrides: Overrides) -> RunConfig:
-        """Return a copy with overrides; another kind of model does not inherit the defaults of this one.
-
-        Raises:
-            ConfigError: as in `load_config`.
-        """
+        """Return a copy with overrides. Another kind of model does not inherit this one's defaults."""
         return load_config(self.own_values(), overrides)
 
 
@@ -137,25 +134,26 @@ def load_config(
     elsewhere: str | None = None,
     allow_code: bool = False,
 ) -> RunConfig:
-    """A RunConfig from a YAML file, a mapping or a RunConfig, with overrides on top.
+    """Load a RunConfig from a YAML file, a mapping or a RunConfig, and apply overrides.
 
     Args:
-        source: path of a YAML file (local, s3:// or gs://), or its values.
+        source: Path of a YAML file (local, s3:// or gs://), or the values of a configuration.
         overrides: `section.key=value` strings, whose values are YAML (`train.epochs=3`, `model={name: mf}`),
             or a mapping of such keys (overrides.py).
-        elsewhere: where values come from that may not be the user's own (trust.py); a URI is such a place.
-        allow_code: such values may name code and servers all the same.
+        elsewhere: Origin of values that may not be the user's own (trust.py). A URI is always such an origin.
+        allow_code: Allow values from elsewhere to name code and servers.
 
     Raises:
-        ConfigError: code is named that is not allowed. No file, not YAML, unknown keys (with the nearest
-            valid one), wrong types or impossible combinations; all of them in one message.
+        ConfigError: The file does not exist or is not YAML, or the values name code that is not allowed. Keys
+            are unknown (with the nearest valid key), types are wrong or combinations impossible. One message
+            lists all invalid keys.
     """
     if isinstance(source, RunConfig):
         values, where = source.model_dump(by_alias=True), "RunConfig"
     elif isinstance(source, dict):
         where = "config"
         with plain_values(where):
-            values = yaml_values(yaml.safe_dump(source))  # a copy of nothing but YAML's types
+            values = yaml_values(yaml.safe_dump(source))  # a copy that contains only YAML types
     else:
         values, where = _read(str(source)), str(source)
         elsewhere = elsewhere or origin(where)
@@ -184,7 +182,7 @@ def _read(uri: str) -> dict:
 
 
 def _mistakes(error: ValidationError, values: dict) -> str:
-    """What is wrong, one line for each place; a place inside another is more specific."""
+    """Return one line per invalid key; a section is left out if one of its keys is invalid."""
     first = [dict(mistake) for mistake in error.errors()[:MOST_MISTAKES]]
     places: dict[tuple[str, ...], list[dict]] = {}
     for mistake in first:
@@ -195,7 +193,7 @@ def _mistakes(error: ValidationError, values: dict) -> str:
 
 
 def _place(mistake: dict, values: Any) -> tuple[str, ...]:
-    """The keys of the file that lead to a mistake: pydantic's, without the members of unions."""
+    """Return the keys of the file that lead to an error: pydantic's location without members of unions."""
     place = []
     for part in mistake["loc"]:
         if part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int):
@@ -205,11 +203,7 @@ def _place(mistake: dict, values: Any) -> tuple[str, ...]:
 
 
 def _explain(place: str, mistakes: list[dict]) -> str:
-    """One line.
-
-    Args:
-        mistakes: one, or those of each member of a union.
-    """
+    """Return one line about the errors of a key. A key of union type has one error for each member."""
     error, kind = mistakes[0], mistakes[0]["type"]
     loc: tuple = error["loc"]
     section, model, *rest = (*loc, None, None)
@@ -229,7 +223,7 @@ def _explain(place: str, mistakes: list[dict]) -> str:
 
 
 def _nearest(place: str) -> str | None:
-    """The valid key that a wrong one may mean: one spelt alike, else one whose last part is."""
+    """Return the known key with a similar spelling, else one with a similar last part, else None."""
     from difflib import get_close_matches
 
     if len(place) > LONGEST_WORD:
@@ -248,7 +242,7 @@ def keys_with(mark: Mark) -> tuple[str, ...]:
 
 
 def _fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every section, and every key as section.key, with its field."""
+    """Yield every section and every key, as section.key, with its pydantic field."""
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
         yield key, field
@@ -259,9 +253,9 @@ def _fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tu
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of RunConfig, for editors; a key's description is the docstring under it.
+    """Return the JSON Schema of RunConfig for editors. A key's description is the docstring below the key.
 
-    Pydantic would read them (use_attribute_docstrings) whenever a process imports the sections: 0.1 s.
+    Pydantic's use_attribute_docstrings would parse the docstrings in every process that imports them (0.1 s).
     """
     schema = RunConfig.model_json_schema(by_alias=True)
     parts = {**schema["$defs"], RunConfig.__name__: schema}
@@ -284,7 +278,7 @@ def _below(section: type[Section]) -> Iterator[type[Section]]:
 
 @cache
 def _docstrings(module: str) -> dict[str, dict[str, str]]:
-    """Class → key → the docstring under it, on one line; of modules here."""
+    """Return class → key → docstring below the key, on one line, of a module in this package."""
     found: dict[str, dict[str, str]] = {}
     if not module.startswith(__package__):
         return found

@@ -19,15 +19,15 @@ A `schema.yaml` next to the data:
       tag:   {rows: 5000, dim: 16, out_of_range: hash}
       film:  {rows: 100000, dim: 16, ids: managed}
 
-A row may be a request with several candidates, each of them an example: `candidates` names the labels, dense
-columns and features that are lists of one value for each; the others belong to the request.
+A row may be a request with several candidates, each of which is an example. `candidates` names the labels,
+dense columns and features that are lists with one value per candidate; all others belong to the request.
 
     candidates: [label, price, film_id]
 
-`raytrec inspect` adds `scale`, by which dense columns are brought to one size, and `statistics` of the sparse
-features, by which plans count lookups; nothing that is trained depends on these.
+`raytrec inspect` adds `scale`, which normalizes dense columns, and `statistics` of the sparse features. Plans
+estimate lookups from the statistics; the trained model does not depend on them.
 
-No torch here: the driver reads schemas on machines without it.
+Torch is not imported: the driver reads schemas on machines without torch.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ from raytrec.config.schema_parts import ManagedIds, Scale, SchemaPart, Sparse, S
 
 
 class Schema(SchemaPart):
-    """The columns of a dataset and the embedding tables behind them."""
+    """Columns of a dataset and the embedding tables that its sparse features look up."""
 
     labels: list[str] = Field(min_length=1)
-    """Columns to predict; numbers that their task's loss takes (bce: 0 to 1)."""
+    """Columns to predict: numbers in the range of their task's loss (bce: 0 to 1)."""
     dense: list[str] = Field(default_factory=list)
     """Columns of numbers."""
     scale: dict[str, Scale] = Field(default_factory=dict)
-    """Dense column → what its numbers are read as; default: they are read as they are."""
+    """Dense column → its scaling; default: numbers are not scaled."""
     sparse: dict[str, Sparse] = Field(min_length=1)
-    """Feature name → how it is looked up."""
+    """Feature name → its table, pooling and columns."""
     tables: dict[str, Table] = Field(min_length=1)
     """Table name → its size."""
     statistics: dict[str, Statistics] = Field(default_factory=dict)
-    """Sparse feature → what its ids are like."""
+    """Sparse feature → statistics of its ids."""
     candidates: list[str] = Field(default_factory=list)
-    """Labels, dense columns and sparse features that are lists: one value for each candidate of the row's
-    request, and as many in all of them. Default: a row is one example."""
+    """Labels, dense columns and sparse features that are lists with one value per candidate of the row's
+    request, all of the same length. Default: a row is one example."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Schema:
@@ -118,15 +118,23 @@ class Schema(SchemaPart):
             )
 
     def of_candidates(self, names: Collection[str]) -> list[str]:
-        """Those of some labels, dense columns or features that are of candidates, in their order."""
+        """Return the names that belong to candidates, in the given order.
+
+        Args:
+            names: Names of labels, dense columns or features.
+        """
         return [name for name in names if name in self.candidates]
 
     def of_requests(self, names: Collection[str]) -> list[str]:
-        """The others: those of a row."""
+        """Return the names that belong to requests instead of candidates, in the given order.
+
+        Args:
+            names: Names of labels, dense columns or features.
+        """
         return [name for name in names if name not in self.candidates]
 
     def column_of(self, feature: str) -> str:
-        """The Parquet column that holds a sparse feature's ids."""
+        """Return the Parquet column that holds a sparse feature's ids."""
         return self.sparse[feature].column or feature
 
     def dim_of(self, feature: str) -> int:
@@ -135,7 +143,7 @@ class Schema(SchemaPart):
 
     @property
     def columns(self) -> list[str]:
-        """Every Parquet column to read, each once, labels first."""
+        """Return every Parquet column to read, each once, labels first."""
         names = [*self.labels, *self.dense]
         for feature, spec in self.sparse.items():
             names.append(self.column_of(feature))
@@ -146,11 +154,11 @@ class Schema(SchemaPart):
 
     @property
     def inputs(self) -> list[str]:
-        """Every Parquet column of features, each once."""
+        """Return every Parquet column except labels, each once."""
         return [name for name in self.columns if name not in self.labels]
 
     def part(self, names: Collection[str]) -> Schema:
-        """The same with no other dense columns and sparse features than these; all labels and tables stay."""
+        """Return a copy with only these dense columns and sparse features. All labels and tables are kept."""
         dense = [name for name in self.dense if name in names]
         parts: dict[str, Mapping] = {
             "sparse": self.sparse,
@@ -163,20 +171,21 @@ class Schema(SchemaPart):
 
     @property
     def managed(self) -> list[str]:
-        """Tables whose ids are managed."""
+        """Return the tables whose ids are managed."""
         return [name for name, table in self.tables.items() if table.ids]
 
     @property
     def has_weights(self) -> bool:
-        """True when any sparse feature carries per-id weights."""
+        """Return True if any sparse feature has per-id weights."""
         return any(f.weights for f in self.sparse.values())
 
     @classmethod
     def parse(cls, values: object, where: str) -> Schema:
-        """A schema from plain values; `where` names their source in errors.
+        """Build a schema from plain values; `where` names their source in errors.
 
         Raises:
-            SchemaError: with every problem found, and the nearest key for a misspelt one.
+            SchemaError: The values are not a valid schema. One message lists all problems, with the nearest
+                valid key for an unknown key.
         """
         if not isinstance(values, dict):
             raise SchemaError(
@@ -197,10 +206,10 @@ class Schema(SchemaPart):
 
     @classmethod
     def stored(cls, text: str, where: str) -> Schema:
-        """The schema that a run or a checkpoint has stored as text; `where` names it in errors.
+        """Parse a schema that a run or a checkpoint has stored as text; `where` names the source in errors.
 
         Raises:
-            SchemaError: as in `parse`.
+            SchemaError: The text is not YAML, or not a valid schema (see `parse`).
         """
         try:
             values = yaml_values(text)
@@ -216,7 +225,7 @@ class Schema(SchemaPart):
             path: Local path, or any URI that pyarrow's filesystems read.
 
         Raises:
-            SchemaError: There is no such file, it cannot be read, and as in `parse`.
+            SchemaError: The file does not exist, cannot be read, or is not a valid schema (see `parse`).
         """
         missing = SchemaError(
             "there is no schema file",
@@ -227,10 +236,10 @@ class Schema(SchemaPart):
         return cls.parse(read_settings(str(path), "schema", missing), str(path))
 
     def to_yaml(self, comments: Mapping[tuple[str, str], str] | None = None) -> str:
-        """The text of a schema.yaml: one line for each feature and table, without defaults.
+        """Return the text of a schema.yaml: one line per feature and table, without defaults.
 
         Args:
-            comments: (section, name) → comment on a label, dense column, feature or table; one line.
+            comments: (section, name) → comment of one line on a label, dense column, feature or table.
         """
         comments, lines = comments or {}, []
         for section in ("labels", "dense"):
@@ -255,8 +264,8 @@ class Schema(SchemaPart):
 
 
 def scalar(value: object) -> str:
-    """A scalar as YAML flow text, quoted where YAML needs it."""
-    odd = isinstance(value, str) and not value.isprintable()  # escaped, on one line
+    """Return a scalar as YAML flow text, quoted if necessary."""
+    odd = isinstance(value, str) and not value.isprintable()  # needs escapes to stay on one line
     style = {"default_style": '"'} if odd else {"allow_unicode": True}
     flow = yaml.safe_dump([value], default_flow_style=True, width=10**6, sort_keys=False, **style)
     return flow.strip()[1:-1]

@@ -1,4 +1,4 @@
-"""Parts of a schema: tables, managed ids, sparse features, scales and statistics. No torch here."""
+"""Parts of a schema: tables, managed ids, sparse features, scales and statistics. Torch is not imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from raytrec.config.base import Number, PositiveFloat, PositiveInt
 
 Eviction = Literal["lru", "lfu", "none"]
-# Tables are entries of a torch.nn.ModuleDict, which cannot have its own attributes' names as keys.
+# Tables are entries of a torch.nn.ModuleDict, which rejects the names of its attributes as keys.
 RESERVED = frozenset(
     """T_destination add_module apply bfloat16 buffers call_super_init children clear compile cpu cuda double
     dump_patches eval extra_repr float forward get_buffer get_extra_state get_parameter get_submodule half ipu
@@ -23,31 +23,33 @@ RESERVED = frozenset(
 
 
 def table_name(text: str) -> str:
-    """The name nearest to a text that a table can have."""
+    """Return the valid table name that is nearest to a text."""
     name = text.replace(".", "_")
     return f"{name}_table" if name in RESERVED else name
 
 
 class SchemaPart(BaseModel):
-    """A part of a schema; unknown keys are errors."""
+    """A part of a schema. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class ManagedIds(SchemaPart):
-    """Which ids get a row of a table, and which lose theirs when all are taken."""
+    """Rules by which ids get a row of a table and lose their row when all rows are taken."""
 
     admit_after: PositiveInt = 1
-    """An id gets a row at the step in which it has been seen so often, that step included."""
+    """Number of occurrences after which an id gets a row; the row is assigned in the step that reaches this
+    number."""
     eviction: Eviction = "lru"
-    """Which ids lose their rows when all are taken: those not seen for longest (lru), those seen least often
-    (lfu), or none: then later ids get no row. With lfu, at most a 64th of the rows changes hands at a
-    step."""
+    """Ids that lose their rows when all rows are taken: the least recently seen (lru), the least frequently
+    seen (lfu), or none. With none, later ids get no row. With lfu, at most a 64th of the rows changes owners
+    in one step."""
     ttl_steps: PositiveInt | None = None
-    """An id that was not seen for more steps than this loses its row, at the latest after an eighth more."""
+    """Steps without an occurrence after which an id loses its row, at the latest after an eighth more;
+    default: ids do not expire."""
     fallback_rows: PositiveInt = 1
-    """How many of the table's rows, its last ones, are for ids without their own row; a hash of the id
-    chooses among them."""
+    """Number of rows at the end of the table that are shared by ids without their own row. A hash of the id
+    chooses the row."""
 
 
 def _from_word(value: Any) -> Any:
@@ -57,7 +59,7 @@ def _from_word(value: Any) -> Any:
     return words[value] if isinstance(value, str) else value
 
 
-# `static`, `managed`, or the keys of ManagedIds that are not as by default.
+# `static`, `managed`, or the keys of ManagedIds that differ from their defaults.
 Ids = Annotated[ManagedIds | None, BeforeValidator(_from_word)]
 
 
@@ -65,15 +67,15 @@ class Table(SchemaPart):
     """An embedding table of `rows` × `dim` float32 values."""
 
     rows: PositiveInt
-    """Number of ids; valid ids are 0 to rows - 1."""
+    """Number of rows. Valid ids are 0 to rows - 1 unless ids are managed."""
     dim: PositiveInt = Field(multiple_of=4, le=2**16)
     """Width of one embedding; a multiple of 4 (FBGEMM)."""
     out_of_range: Literal["error", "clamp", "hash"] = "error"
-    """What an id < 0 or ≥ rows becomes: an error, the nearest valid id, or a hash of it into [0, rows). Text
-    ids need 'hash'. Valid ids are never changed."""
+    """Treatment of ids < 0 or ≥ rows: raise an error, clamp to the nearest valid id, or hash into [0, rows).
+    Text ids need 'hash'. Valid ids are never changed."""
     ids: Ids = None
-    """static: an id is the number of its row. managed, or how: ids are any integers or text and get rows as
-    they come."""
+    """static: an id is its row number. managed, or the keys of managed ids: ids are any integers or text, and
+    rows are assigned as ids occur."""
 
     @model_validator(mode="after")
     def _fits_ids(self) -> Table:
@@ -85,55 +87,55 @@ class Table(SchemaPart):
 
     @property
     def takes_text(self) -> bool:
-        """Whether ids may be text."""
+        """Return True if ids may be text."""
         return self.ids is not None or self.out_of_range == "hash"
 
     @property
     def own_rows(self) -> int:
-        """How many ids can have their own row."""
+        """Return the number of ids that can have their own row."""
         return self.rows - self.ids.fallback_rows if self.ids else self.rows
 
 
 class Sparse(SchemaPart):
-    """A sparse feature: a bag (or sequence) of ids per row, looked up in one table."""
+    """A sparse feature: a bag or sequence of ids per row, looked up in one table."""
 
     table: str
-    """The table that the ids look up; features may share one."""
+    """Table in which the ids are looked up. Features may share a table."""
     pooling: Literal["sum", "mean", "sequence"] = "sum"
-    """How a bag becomes one vector: sum, mean (an empty bag is 0), or left as a sequence for models that read
-    sequences, the most recent id last (others take its mean)."""
+    """Reduction of a bag to one vector: sum or mean (an empty bag is 0). sequence: models that read sequences
+    receive all ids, the most recent id last; other models read the mean."""
     weights: str | None = None
-    """List column with one float per id; default: all 1."""
+    """List column with one float per id; default: all weights are 1."""
     column: str | None = None
-    """The Parquet column; default: the feature's name."""
+    """Parquet column; default: the name of the feature."""
     side_features: list[str] = Field(default_factory=list)
-    """List columns with one number or time per id of a sequence, for models that read it id by id. Times
-    become seconds since 1970."""
+    """List columns with one number or time per id of a sequence, for models that read the sequence id by id.
+    Times become seconds since 1970."""
 
 
 class Scale(SchemaPart):
-    """What a number x of a dense column is read as: (x − mean) ÷ std."""
+    """Scaling of a dense column: a number x is read as (x − mean) ÷ std."""
 
     mean: Number = 0.0
-    """Is subtracted."""
+    """Number that is subtracted."""
     std: PositiveFloat = 1.0
-    """The difference is divided by it."""
+    """Number by which the difference is divided."""
     log: bool = False
-    """sign(x) · ln(1 + |x|) takes the place of x; mean and std are of it."""
+    """Replace x by sign(x) · ln(1 + |x|) first; mean and std then describe the replaced values."""
     nulls: Literal["error", "mean"] = "error"
-    """mean: nulls and NaN are read as the mean."""
+    """error: nulls are rejected. mean: nulls and NaN are read as the mean."""
 
 
 class Statistics(SchemaPart):
-    """What the ids of a sparse feature are like; a bag without ids counts."""
+    """Statistics of a sparse feature's ids. Bags without ids are included."""
 
     mean_length: float = Field(ge=0)
-    """Ids of a row, on average."""
+    """Mean number of ids per row."""
     p99_length: int = Field(ge=0)
-    """Ids that 99 of 100 rows have at most."""
+    """99th percentile of the number of ids per row."""
     max_length: int = Field(ge=0)
-    """Ids of the longest bag."""
+    """Number of ids in the longest bag."""
     distinct: int = Field(ge=0)
-    """Distinct ids."""
+    """Number of distinct ids."""
     hottest: list[float] = Field(default_factory=list)
-    """Shares of all lookups of the 1, 10, 100, … ids that are looked up most."""
+    """Shares of all lookups that go to the 1, 10, 100, … most frequent ids."""

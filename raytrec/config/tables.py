@@ -12,29 +12,31 @@ from raytrec.config.base import Mark, NonNegativeFloat, NonNegativeInt, Positive
 
 if TYPE_CHECKING:
     Optimizer = str
-else:  # one file each
+else:  # each optimizer has its own file
     Optimizer = Literal[tuple(modules_of("raytrec.embeddings.optimizers"))]
 
 
 class EmbeddingOptim(Section):
+    """Optimizer of the embedding tables."""
+
     name: Optimizer = "rowwise_adagrad"
-    """Updates tables in backward (fused); adam on CPU: a dense update."""
+    """Optimizer that updates tables in backward (fused); adam on CPU is a dense update."""
     lr: PositiveFloat = 0.02
     """Learning rate."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment (not sgd)."""
+    """Number added to the root of the second moment (ignored by sgd)."""
     weight_decay: NonNegativeFloat = 0.0
-    """L2 penalty of whole tables: only where the update is dense (compute_kernel: dense, data_parallel, adam
-    on CPU). FBGEMM's fused kernels do not keep it."""
+    """L2 penalty of whole tables. Only dense updates support it (compute_kernel: dense, data_parallel, adam
+    on CPU); FBGEMM's fused kernels do not."""
 
 
 class TableOptim(Section):
-    """What is different for a table from optim.embeddings."""
+    """Settings of a table's optimizer that differ from optim.embeddings."""
 
     name: Optimizer | None = None
-    """Optimizer."""
+    """Optimizer; default: optim.embeddings.name."""
     lr: PositiveFloat | None = None
-    """Learning rate."""
+    """Learning rate; default: optim.embeddings.lr."""
     eps: PositiveFloat | None = None
     """See optim.embeddings.eps."""
     weight_decay: NonNegativeFloat | None = None
@@ -42,23 +44,25 @@ class TableOptim(Section):
 
 
 class DenseOptim(Section):
+    """Optimizer of the dense layers."""
+
     name: Literal["adam", "adagrad", "sgd"] = "adam"
     """Optimizer of the dense layers."""
     lr: PositiveFloat = 1e-3
     """Learning rate."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment (not sgd)."""
+    """Number added to the root of the second moment (ignored by sgd)."""
     weight_decay: NonNegativeFloat = 0.0
     """L2 penalty."""
 
 
 class Schedule(Section):
-    """Factor on all learning rates as a function of the step alone, so that nothing of it needs saving."""
+    """Factor on all learning rates. The factor depends on the step only and is not saved."""
 
     warmup_steps: NonNegativeInt = 0
-    """Steps in which the factor grows to 1, in a line."""
+    """Steps in which the factor grows linearly to 1."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows."""
+    """Shape of the factor after the warm-up."""
     decay_steps: PositiveInt | None = None
     """Steps after the warm-up in which the factor falls to 0; default: until the end of the run."""
 
@@ -69,13 +73,13 @@ class Schedule(Section):
         return self
 
     def over(self, steps: int) -> Schedule:
-        """The schedule of a run of so many steps."""
+        """Return the schedule with `decay_steps` resolved for a run of this many steps."""
         if self.decay == "constant" or self.decay_steps:
             return self
         return self.model_copy(update={"decay_steps": max(1, steps - self.warmup_steps)})
 
     def factor(self, step: int) -> float:
-        """The factor at a step, counted from 0."""
+        """Return the factor at a step; steps are counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         if self.decay_steps is None:
@@ -85,10 +89,12 @@ class Schedule(Section):
 
 
 class OptimSection(Section):
+    """Optimizers of tables and dense layers, and their schedule."""
+
     embeddings: EmbeddingOptim = Field(default_factory=EmbeddingOptim)
     tables: dict[str, TableOptim] = Field(default_factory=dict)
-    """Optimizers of single tables: table, or pattern such as 'item*', to name, lr, eps, weight_decay, where
-    they are not those of optim.embeddings. Where several match, later lines override earlier ones."""
+    """Table, or pattern such as 'item*', to name, lr, eps and weight_decay that differ from optim.embeddings.
+    If several entries match, later entries override earlier ones."""
     dense: DenseOptim = Field(default_factory=DenseOptim)
     schedule: Schedule = Field(default_factory=Schedule)
 
@@ -118,63 +124,65 @@ def _local(value: str) -> str:
 
 
 class TablePlan(Section):
-    """Constraints of a table; the planner chooses what is not set."""
+    """Constraints on the plan of a table. The planner chooses all settings that are null."""
 
     sharding_type: Sharding | None = None
     """Sharding type."""
     ranks: list[NonNegativeInt] | None = Field(None, min_length=1)
-    """The ranks that hold it. One rank alone means table_wise."""
+    """Ranks that hold the table. A single rank implies table_wise."""
     compute_kernel: Kernel | Literal["dense"] | None = None
-    """fused: in device memory, updated in backward. dense: ordinary gradients and a dense update.
-    fused_uvm(_caching): in host memory (with a cache of a fifth of the rows on the device). fused_mmap: in a
-    file, for workers on CPU."""
+    """fused: in device memory, updated in backward. dense: ordinary gradients and a dense update. fused_uvm:
+    in host memory. fused_uvm_caching: in host memory, with a fifth of the rows cached on the device.
+    fused_mmap: in a file, for workers on CPU."""
     dtype: Annotated[Literal["fp32", "fp16"], BeforeValidator(_trainable)] | None = None
-    """Of the weights; default fp32. Sums, gradients and optimizer state stay fp32. On GPUs updates round to
-    one of the two nearest values at random, on CPU to the nearest. (FBGEMM trains no bf16 and no int8
-    tables.)"""
+    """Dtype of the weights; default: fp32. Sums, gradients and optimizer state stay fp32. On GPUs, updates
+    are rounded stochastically to one of the two nearest values; on CPU, to the nearest value. FBGEMM trains
+    neither bf16 nor int8 tables."""
 
 
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 
 
 class QCommsSection(Section):
-    """Quantized collectives: in what precision embeddings and their gradients travel between workers."""
+    """Quantized collectives: precision of embeddings and gradients that workers exchange."""
 
     forward_precision: Precision = "fp32"
-    """Of embeddings on their way to the dense layers: fp32, fp16, bf16 or int8 (not for row_wise,
-    table_row_wise and grid_shard, whose sums are added up on the way)."""
+    """Precision of embeddings sent to the dense layers: fp32, fp16, bf16 or int8. int8 does not support
+    row_wise, table_row_wise and grid_shard, which reduce partial sums during the exchange."""
     backward_precision: Precision = "fp32"
-    """Of their gradients on their way back to the tables; likewise."""
+    """Precision of gradients sent back to the tables; same values and restriction as forward_precision."""
 
     @property
     def has_int8(self) -> bool:
-        """Whether a direction is int8."""
+        """Return True if the precision of a direction is int8."""
         return "int8" in (self.forward_precision, self.backward_precision)
 
 
 class PlanSection(Section):
+    """Sharding of the embedding tables and constraints of the planner."""
+
     sharding_types: list[Sharding] = Field(["table_wise", "row_wise"], min_length=1)
     """Sharding types that the planner may choose from."""
     tables: dict[str, TablePlan] = Field(default_factory=dict)
-    """Constraints: table, or pattern such as 'item*', to sharding_type, ranks, compute_kernel, dtype. Where
-    several match, later lines override earlier ones."""
+    """Constraints: table, or pattern such as 'item*', to sharding_type, ranks, compute_kernel and dtype. If
+    several entries match, later entries override earlier ones."""
     compute_kernels: list[Kernel] = Field(["fused"], min_length=1)
-    """Compute kernels that the planner may choose from, where a table's is not set: besides fused those of
-    host memory (on GPUs) or of files (on CPU), for tables that memory does not hold."""
+    """Compute kernels that the planner may choose from for tables without a compute_kernel. In addition to
+    fused, kernels of host memory (on GPUs) or of files (on CPU) hold tables that do not fit in memory."""
     colocate: list[list[str]] = Field(default_factory=list)
-    """Groups of tables (or patterns); the tables of a group are placed on one rank, table-wise."""
-    # What it rounds away changes what is trained; the number of workers does not.
+    """Groups of tables (or patterns). The tables of a group are placed on one rank, table-wise."""
+    # FIXED: rounding changes the trained model, unlike the number of workers.
     qcomms: Annotated[QCommsSection, Mark.FIXED] = Field(default_factory=QCommsSection)
     memory_gib: PositiveFloat | None = None
-    """Memory for tables on each worker's device, in GiB; default: what it has. Where it is set, what tables
-    in memory leave of it has the rows of tables in files that are looked up most."""
+    """Memory for tables on each worker's device, in GiB; default: the device's memory. If set, memory that
+    in-memory tables leave free caches the most frequent rows of tables in files."""
     mmap_dir: Annotated[str, AfterValidator(_local)] | None = None
     """Folder on a disk of each node for tables with compute_kernel fused_mmap; default: the run folder."""
 
     @model_validator(mode="before")
     @classmethod
     def _without_balance(cls, values: Any) -> Any:
-        """Leave out plan.balance, which configurations of earlier runs have."""
+        """Drop plan.balance, which configurations of earlier runs contain."""
         if isinstance(values, dict):
             return {key: value for key, value in values.items() if key != "balance"}
         return values

@@ -1,4 +1,4 @@
-"""data.transforms: what is done to columns before the schema. (data/transform.py does it.)
+"""The entries of data.transforms, which change columns before the schema reads them (data/transform.py).
 
     transforms:
       - {do: fill_null, columns: [price], value: 0}
@@ -16,8 +16,8 @@
       - {do: sample, column: negatives, count: 100, exclude: [item, history]}
       - {do: "mine.features:ratio", reads: [clicks, views], writes: [ratio], options: {smooth: 10}}
 
-They run one after the other, on whole Arrow columns, in the tasks that read. Numbers inside of lists are
-treated like numbers in plain columns. Columns are named as in a schema: `user.joined` is a field of a struct.
+Read tasks run the transforms in order, on whole Arrow columns. Numbers inside lists are treated like numbers
+in plain columns. Columns are named as in a schema: `user.joined` is a field of a struct.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ OWN = "module:function"
 
 
 class OnColumns(Section):
-    """A transform that makes each of its columns from one column."""
+    """A transform that computes each of its output columns from one input column."""
 
     columns: list[str] = Field(min_length=1)
     """Columns to read."""
     into: list[str] | None = None
-    """Columns to write, one for each read; default: the same ones."""
+    """Columns to write, one per column read; default: the columns are replaced."""
 
     @model_validator(mode="after")
     def _pairs(self) -> OnColumns:
@@ -49,31 +49,31 @@ class OnColumns(Section):
 
     @property
     def reads(self) -> list[str]:
-        """The columns that it needs."""
+        """Return the columns that the transform reads."""
         return self.columns
 
     @property
     def writes(self) -> list[str]:
-        """The columns that are its own from then on."""
+        """Return the columns that the transform writes."""
         return self.into or self.columns
 
 
 class FillNull(OnColumns):
-    """Nulls, and NaN among floats, become a value. A list that is null stays so: it is an empty bag."""
+    """Replacement of nulls, and of NaN in floats, by a value. A null list stays null: an empty bag."""
 
     do: Literal["fill_null"]
     value: float | int | str
-    """What they become, in the column's own type."""
+    """Replacement, in the type of the column."""
 
 
 class Clip(OnColumns):
-    """Numbers below `low` become `low`, those above `high` become `high`."""
+    """Clipping of numbers to the range from `low` to `high`."""
 
     do: Literal["clip"]
     low: float | int | None = None
-    """The least; default: no bound."""
+    """Lower bound; default: no bound."""
     high: float | int | None = None
-    """The greatest; default: no bound."""
+    """Upper bound; default: no bound."""
 
     @model_validator(mode="after")
     def _some_bound(self) -> Clip:
@@ -85,17 +85,17 @@ class Clip(OnColumns):
 
 
 class Log(OnColumns):
-    """x becomes sign(x) · ln(1 + |x|), as float32."""
+    """Signed logarithm sign(x) · ln(1 + |x|) of a number x, as float32."""
 
     do: Literal["log"]
 
 
 class Bucketize(OnColumns):
-    """A number becomes the id of its bucket: how many boundaries are ≤ it. Nulls and NaN have no bucket."""
+    """Bucket id of a number: how many boundaries are ≤ the number. Nulls and NaN have no bucket."""
 
     do: Literal["bucketize"]
     boundaries: list[float] = Field(min_length=1)
-    """Rising; n of them make n + 1 buckets, 0 to n: a table of n + 1 rows."""
+    """Increasing boundaries; n boundaries make n + 1 buckets, 0 to n, for a table of n + 1 rows."""
 
     @field_validator("boundaries")
     @classmethod
@@ -106,32 +106,32 @@ class Bucketize(OnColumns):
 
 
 class Hash(OnColumns):
-    """Integers or text become ids in [0, rows), all of them (schema: out_of_range: hash keeps valid ids)."""
+    """Hashes in [0, rows) of all integers or text (the schema's out_of_range: hash keeps valid ids)."""
 
     do: Literal["hash"]
     rows: PositiveInt
-    """Of the table that the ids look up."""
+    """Number of rows of the table in which the ids are looked up."""
 
 
 class LookupVocabulary(OnColumns):
-    """A value becomes its place in a vocabulary, counted from 0."""
+    """Position of a value in a vocabulary, counted from 0."""
 
     do: Literal["lookup_vocabulary"]
     vocabulary: str
-    """A text file with a value in each line, or Parquet, whose first column it is (local, s3:// or gs://;
-    every node must reach it)."""
+    """Text file with one value per line, or Parquet file whose first column holds the values (local, s3:// or
+    gs://). Every node must be able to read the file."""
     unknown: int | None = Field(None, ge=0)
-    """The id of all other values; default: no id."""
+    """Id of all other values; default: other values have no id."""
 
 
 class Binarize(OnColumns):
-    """A value becomes 1 or 0, as int8: 1 where it is large enough, or one of those named. Nulls stay null."""
+    """Binary values, 1 or 0 as int8, by a threshold or a list of values. Nulls stay null."""
 
     do: Literal["binarize"]
     at_least: float | int | None = None
-    """Numbers from here on become 1."""
+    """Numbers ≥ this threshold become 1."""
     positive: list[bool | int | float | str] | None = Field(None, min_length=1)
-    """Values that become 1, such as ['yes', 'buy'] (quoted: see YAML's yes)."""
+    """Values that become 1, such as ['yes', 'buy'] (quoted, because YAML reads yes as true)."""
 
     @model_validator(mode="after")
     def _one_rule(self) -> Binarize:
@@ -141,7 +141,7 @@ class Binarize(OnColumns):
 
 
 class DatePart(OnColumns):
-    """A time becomes a part of it, as int64, which is a number and an id."""
+    """Part of a time, as int64, which can be used as a number or an id."""
 
     do: Literal["date_part"]
     part: Literal[
@@ -150,28 +150,28 @@ class DatePart(OnColumns):
     ]  # fmt: skip
     """hour is 0 to 23, weekday 0 (Monday) to 6, hour_of_week 0 to 167, week the ISO week."""
     timezone: str | None = None
-    """Such as Europe/Zurich; default: the column's own, and UTC where it has none."""
+    """Time zone, such as Europe/Zurich; default: the column's time zone, or UTC if the column has none."""
     since_1970: Literal["s", "ms", "us", "ns"] | None = None
-    """What numbers count; not needed for columns of dates, times and ISO text."""
+    """Unit of numbers, counted since 1970; not needed for columns of dates, times and ISO text."""
 
 
 class Age(OnColumns):
-    """A time becomes the time from it until another one, as float32; below 0 where it is later."""
+    """Duration from a time to another time, as float32; negative if the first time is later."""
 
     do: Literal["age"]
     until: str | None = None
-    """The time to count to: 2026-11-01, or 2026-11-01T12:00 (UTC). Durations need none."""
+    """End of the duration: 2026-11-01, or 2026-11-01T12:00 (UTC). Columns of durations need no end."""
     until_column: str | None = None
-    """A column with that time, instead."""
+    """Column that holds the end, instead of `until`."""
     unit: Literal["seconds", "minutes", "hours", "days"] = "days"
-    """Of the number."""
+    """Unit of the result."""
     since_1970: Literal["s", "ms", "us", "ns"] | None = None
-    """What numbers count; not needed for columns of dates, times and ISO text."""
+    """Unit of numbers, counted since 1970; not needed for columns of dates, times and ISO text."""
 
     @field_validator("until", mode="before")
     @classmethod
     def _iso(cls, value: Any) -> Any:
-        return value.isoformat() if isinstance(value, date) else value  # what YAML makes of 2026-11-01
+        return value.isoformat() if isinstance(value, date) else value  # YAML reads 2026-11-01 as a date
 
     @model_validator(mode="after")
     def _one_end(self) -> Age:
@@ -181,67 +181,71 @@ class Age(OnColumns):
 
     @property
     def reads(self) -> list[str]:
-        """The columns that it needs."""
+        """Return the columns that the transform reads."""
         return list(dict.fromkeys([*self.columns, *([self.until_column] if self.until_column else [])]))
 
 
 class Decay(OnColumns):
-    """x becomes floor + (1 - floor) · 2^(-x / half_life), as float32: of an age a weight for tasks'
-    sample_weight, by which old rows count less. Below 0, x is taken for 0."""
+    """Decay floor + (1 - floor) · 2^(-x / half_life) of a number x, as float32; negative x count as 0.
+
+    Applied to an age, the result is a sample_weight of tasks that reduces the weight of old rows.
+    """
 
     do: Literal["decay"]
     half_life: PositiveFloat
-    """In what the column counts, such as days."""
+    """Half-life, in the unit of the column, such as days."""
     floor: Annotated[NonNegativeFloat, Field(le=1)] = 0.0
-    """What the oldest still have."""
+    """Limit of the weight for large x."""
 
 
 class Cast(OnColumns):
-    """A value in another type: text as the number that it spells, whole floats (and decimals) as integers.
-    NaN among them becomes null; a number with a fraction cannot become an integer."""
+    """Conversion of values to another type: text to numbers, whole floats and decimals to integers.
+
+    NaN becomes null in integer columns. A number with a fraction cannot become an integer.
+    """
 
     do: Literal["cast"]
     to: Literal["int64", "float32", "string"]
-    """int64, float32 or string."""
+    """Target type: int64, float32 or string."""
 
 
 class DropNull(OnColumns):
-    """Nulls inside lists are removed; the lists get shorter. (Their weights do not: see fill_null.)"""
+    """Removal of nulls inside lists, which become shorter. Lists of weights do not: see fill_null."""
 
     do: Literal["drop_null"]
 
 
 class Sample(Section):
-    """Ids are drawn for each row, without those that its other columns hold: uniformly, or by frequency.
+    """Random ids for each row, drawn uniformly or by frequency, without ids in other columns of the row.
 
-    Each row draws by itself, other ids in each epoch; in evaluations and predictions always the same.
-    With count: all nothing is drawn: all ids are shared out among the rows of each global batch that is
-    trained.
+    Each row is drawn independently, with new ids in each epoch; evaluations and predictions always use the
+    same ids. With count: all, ids are not drawn. Instead, all ids are distributed over the rows of each
+    global batch in training.
     """
 
     do: Literal["sample"]
     column: str = Field(min_length=1)
-    """The column to write: a list of ids in each row."""
+    """Column to write: a list of ids in each row."""
     count: Few | Literal["all"]
-    """How many ids; one may come twice. all: every id, once in a global batch (model.share_negatives)."""
+    """Number of ids per row; ids may repeat. all: each id once per global batch (model.share_negatives)."""
     rows: PositiveInt | None = None
-    """Ids are drawn from [0, rows); default: the rows of the table that they look up."""
+    """End of the range [0, rows) of ids; default: the number of rows of the table that looks up the ids."""
     vocabulary: str | None = None
-    """A file of the ids to draw from, as of lookup_vocabulary, where they are not numbers from 0 on: text, or
-    ids of a managed table."""
+    """File of the ids to draw from, as in lookup_vocabulary, if ids are not the numbers from 0: text, or ids
+    of a managed table."""
     frequency: str | None = None
-    """A column of the vocabulary's Parquet file: how often each id occurs. Ids are drawn in proportion to
-    frequency ** power; default: uniformly."""
+    """Column of the vocabulary's Parquet file: number of occurrences of each id. Ids are drawn in proportion
+    to frequency ** power; default: uniformly."""
     power: NonNegativeFloat = 1.0
-    """See frequency."""
+    """Exponent of the frequency."""
     log_share: str | None = None
-    """A column to write, for model.log_share: of each id that is drawn by frequency, ln of its chance ÷ that
-    of a uniform draw."""
+    """Column to write, for model.log_share: for each id drawn by frequency, ln of its probability ÷ the
+    probability of a uniform draw."""
     exclude: list[str] = Field(default_factory=list)
-    """Columns of ids, or of lists of them; a row draws none of those that it has there."""
+    """Columns of ids, or of lists of ids, that are excluded from the draws of the same row."""
     in_evaluations: bool = True
-    """Draw in evaluations and predictions, too; false: lists are empty there, for models that only learn from
-    them."""
+    """Also draw in evaluations and predictions. false: lists are empty there, for models that use the ids
+    only in training."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Sample:
@@ -257,34 +261,34 @@ class Sample(Section):
 
     @property
     def reads(self) -> list[str]:
-        """The columns that it needs."""
+        """Return the columns that the transform reads."""
         return list(dict.fromkeys(self.exclude))
 
     @property
     def writes(self) -> list[str]:
-        """The columns that it makes."""
+        """Return the columns that the transform writes."""
         return [self.column, self.log_share] if self.log_share else [self.column]
 
 
 class Python(Section):
-    """A function of yours, `function(table: pyarrow.Table, **options) -> pyarrow.Table`, row for row.
+    """A user-defined function `function(table: pyarrow.Table, **options) -> pyarrow.Table`.
 
-    It sees a whole row group at a time, as columns, and returns as many rows in the same order. What a row
-    becomes must depend on this row alone: which rows come together differs from run to run. Before anything
-    starts, it is called with no rows, to learn its columns' types.
+    The function receives a whole row group as columns, and returns as many rows in the same order. The result
+    of a row must depend on this row only, because the rows of a call differ between runs. Before a run
+    starts, the function is called with an empty table to determine the types of its columns.
     """
 
     do: str
-    """module:function"""
+    """Path of the function, module:function."""
     reads: list[str] = Field(default_factory=list)
-    """Columns that it needs."""
+    """Columns that the function reads."""
     writes: list[str] = Field(default_factory=list)
-    """Columns that it makes or replaces."""
+    """Columns that the function adds or replaces."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
-    """Keyword arguments."""
+    """Keyword arguments of the function."""
 
 
-# A new one is a class above, and its function in data/transform.py.
+# A new transform is a class above and a function in data/transform_functions.py.
 _SECTIONS: list[type[Section]] = [*OnColumns.__subclasses__(), Sample]
 WITH_VOCABULARY = (LookupVocabulary, Sample)
 BUILT_IN = {get_args(cls.model_fields["do"].annotation)[0]: cls for cls in _SECTIONS}

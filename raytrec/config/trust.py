@@ -1,12 +1,13 @@
-"""Configurations from elsewhere are data, never code.
+"""Detection of code and servers in configurations that other users may have written.
 
-A configuration can name code that its run imports (`module:name`), a cluster with which it exchanges pickles
-and the token, and servers that receive this user's credentials. All are honoured in a configuration that you
-wrote. In one from a URI, a checkpoint, or the folder of a run or search, all of which may be another user's,
-they are refused without --allow-code.
+A configuration can name code that its run imports (`module:name`), a cluster with which the run exchanges
+pickles and the token, and servers that receive the user's credentials. All are accepted in a configuration
+that the user wrote. Configurations from a URI, a checkpoint, or the folder of a run or search may be another
+user's. In these, code and servers are refused without --allow-code.
 
-The configurations in your own run and search folders carry a mark: a MAC of the file under a key in your home
-that only you can read. It travels with the folder, and is void when another user changes the file.
+Configurations in the user's own run and search folders carry a mark: a MAC of the file under a key in the
+home folder that only this user can read. The mark moves with the folder, and is void if another user changes
+the file.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ if TYPE_CHECKING:
     from psutil import Process
 
 CONFIG, MARK = "config.yaml", ".mark"
-# What raytrec writes next to the configurations of a run and of a search.
+# Files that raytrec writes next to the configurations of a run and of a search.
 OF_RUNS = ("driver.json", "events.jsonl", "plan.json", "checkpoints", CONFIG + MARK)
 OF_SEARCHES = ("search.json", "trials.json", "outcome.json")
 FILES_OF_SEARCHES = ("best.yaml", "space.yaml")
 MLFLOW_SECRETS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_AUTH")
-WITHOUT_PLACES = ("tracking", "scaling", "tasks")  # servers with their own rules, links, expressions
+WITHOUT_PLACES = ("tracking", "scaling", "tasks")  # their values have other rules, or are links or code
 
 
 def code_in(values: dict[str, Any]) -> dict[str, str]:
-    """What of a configuration's plain values is code or a server to trust: key → value; not checked yet."""
+    """Return key → code or server that a configuration names. The values need not be validated."""
     places = {section: each for section, each in values.items() if section not in WITHOUT_PLACES}
     found = _modules(values) | dict(_places(places))
     address = as_dict(values.get("scaling")).get("address")
@@ -57,19 +58,20 @@ def code_in(values: dict[str, Any]) -> dict[str, str]:
 
 
 def own_code(values: dict[str, Any]) -> list[str]:
-    """The user's code that a configuration names, as module:name."""
+    """Return the user's code that a configuration names, as module:name."""
     return list(dict.fromkeys(_modules(values).values()))
 
 
 def refuse_code(before: dict[str, str], values: dict[str, Any], where: str) -> None:
-    """Refuses what a configuration from elsewhere names; what overrides put in its place is the user's.
+    """Raise if a configuration from elsewhere names code or servers that overrides have not replaced.
 
     Args:
-        before: code_in the values as they came.
-        values: with overrides.
+        before: Result of `code_in` for the values before overrides.
+        values: Values with overrides applied.
+        where: Origin of the configuration, for errors.
 
     Raises:
-        ConfigError: lists all of it.
+        ConfigError: The configuration names code or servers; the message lists all of them.
     """
     now = code_in(values) if before else {}
     named = [f"{key}: {value}" for key, value in before.items() if now.get(key) == value]
@@ -85,16 +87,16 @@ def refuse_code(before: dict[str, str], values: dict[str, Any], where: str) -> N
 
 
 def mark(file: Path) -> None:
-    """Marks a file of settings, which this user has just written or approved, as this user's.
+    """Mark a file of settings, which this user has just written or approved, as this user's own.
 
-    Where no key can be kept (a home that cannot be written to) or the folder is full, there is no mark.
+    The file is not marked if a key cannot be stored (e.g. the home is not writable) or the folder is full.
     """
     with suppress(OSError, RuntimeError):
         file.with_name(file.name + MARK).write_text(_mac(file, _key(create=True)))
 
 
 def is_ours(file: Path) -> bool:
-    """Whether this user wrote a file of settings, as it is now, with this home."""
+    """Return True if this user wrote the current content of a file of settings with this home."""
     try:
         found = read_text(file.with_name(file.name + MARK))
         return hmac.compare_digest(found.encode(), _mac(file, _key(create=False)).encode())
@@ -103,7 +105,7 @@ def is_ours(file: Path) -> bool:
 
 
 def origin(place: str) -> str | None:
-    """Where settings come from, if that is a URI or the folder of another user's run or search; else None."""
+    """Return the origin of settings from a URI or from another user's run or search, else None."""
     if "://" in place:
         return place
     file = Path(place).absolute()
@@ -113,11 +115,13 @@ def origin(place: str) -> str | None:
 
 
 def checkpoint_origin(folder: str, values: dict[str, Any]) -> str | None:
-    """Where a checkpoint's configuration comes from; None: the run's config.yaml is ours and names the same.
+    """Return the origin of a checkpoint's configuration, or None if the configuration is trusted.
+
+    A configuration is trusted if the run's config.yaml is this user's and names the same code and servers.
 
     Args:
-        folder: of the checkpoint.
-        values: its configuration, from which secrets have been taken out.
+        folder: Folder or URI of the checkpoint.
+        values: Configuration of the checkpoint, without secrets.
     """
     run = Path(folder).parent.parent / CONFIG
     if "://" in folder or not is_ours(run):
@@ -127,7 +131,7 @@ def checkpoint_origin(folder: str, values: dict[str, Any]) -> str | None:
 
 
 def not_ours(file: Path) -> str:
-    """The place of a file of settings that is not this user's, for errors."""
+    """Return a description, for errors, of a file of settings that is not this user's."""
     return f"{file}, which you have not written with this home, or which was changed since"
 
 
@@ -140,10 +144,10 @@ def _mac(file: Path, key: bytes) -> str:
 
 
 def _key(*, create: bool) -> bytes:
-    """The key of this user's marks.
+    """Return the key of this user's marks.
 
     Raises:
-        OSError, RuntimeError: there is none; or others could have read or written it.
+        OSError, RuntimeError: The key does not exist, or other users could have read or written it.
     """
     home = os.environ.get("XDG_CONFIG_HOME")
     file = (Path(home) if home else Path.home() / ".config") / "raytrec" / "key"
@@ -160,7 +164,7 @@ def _key(*, create: bool) -> bytes:
 
 
 def _make_key(file: Path) -> None:
-    """Appears whole, for this user alone, and never in place of one that another process has just made."""
+    """Create the key atomically, for this user only, without replacing a key of another process."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = file.with_name(f"key.{secrets.token_hex(8)}")
     create_file(partial, secrets.token_hex(32))
@@ -173,7 +177,7 @@ def _make_key(file: Path) -> None:
 
 
 def _modules(values: dict[str, Any]) -> dict[str, str]:
-    """Key → module:name."""
+    """Return key → module:name for all code that a configuration names."""
     found = {}
     model, data = as_dict(values.get("model")), as_dict(values.get("data"))
     if ":" in str(model.get("name", "")):
@@ -191,7 +195,7 @@ def _modules(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _places(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(key, URI) of each place that chooses its server."""
+    """Yield (key, URI) of each path that chooses its server."""
     if isinstance(value, dict):
         for name, each in value.items():
             yield from _places(each, f"{key}.{name}" if key else str(name))
@@ -203,7 +207,7 @@ def _places(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _would_receive_a_secret(store: str) -> bool:
-    """Whether an MLflow server elsewhere would be sent the password or token that is meant for another."""
+    """Return True if an MLflow server would receive a password or token meant for another server."""
     file = os.path.expanduser("~/.mlflow/credentials")
     if not any(os.environ.get(name) for name in MLFLOW_SECRETS) and not os.path.exists(file):
         return False
@@ -217,30 +221,30 @@ def _would_receive_a_secret(store: str) -> bool:
 
 
 def _is_own_head(address: str) -> bool:
-    """Whether an address is that of a Ray cluster which this user has started on this machine."""
+    """Return True if an address belongs to a Ray cluster that this user started on this machine."""
     server = _server(address if "://" in address else f"//{address}")
     listeners = _own_listeners(server) if server else []
     return bool(listeners) and all(is_head(process.cmdline()) for process in listeners)
 
 
 def _own_listeners(server: SplitResult) -> list[Process]:
-    """The processes that listen at a loopback address; none where one of them is another user's."""
+    """Return the processes that listen at a loopback address, or none if one belongs to another user."""
     import psutil
 
     try:
         if server.hostname != "localhost" and not ip_address(server.hostname).is_loopback:
             return []
         sockets = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-        pids = [each.pid for each in sockets if each.laddr.port == server.port]  # None: it may not be seen
+        pids = [each.pid for each in sockets if each.laddr.port == server.port]  # None: not visible
         found = [psutil.Process(pid) for pid in pids if pid is not None]
         ours = None not in pids and all(process.uids().effective == os.geteuid() for process in found)
         return found if ours else []
-    except (ValueError, psutil.Error):  # a name; a process that has ended or cannot be looked at
+    except (ValueError, psutil.Error):  # a host name; a process that has ended or is not accessible
         return []
 
 
 def _server(uri: str) -> SplitResult | None:
-    """The parts of a URI; None: its port or its host cannot be one."""
+    """Return the parts of a URI, or None if its host or port is invalid."""
     with suppress(ValueError):
         split = urlsplit(uri)
         return split if split.port != 0 else None
@@ -248,7 +252,7 @@ def _server(uri: str) -> SplitResult | None:
 
 
 def _of_tasks(tasks: Any) -> Iterator[tuple[str, str]]:
-    """(key, value) of each loss and metric."""
+    """Yield (key, value) of each loss and metric."""
     for number, task in enumerate(as_list(tasks)):
         task = as_dict(task)
         yield f"tasks[{number}].loss", str(task.get("loss", ""))
@@ -257,7 +261,7 @@ def _of_tasks(tasks: Any) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """A text, as pydantic takes it: bytes, too."""
+    """Return a value as text, or "" if it is not text. Bytes are decoded, as pydantic does."""
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     return value if isinstance(value, str) else ""

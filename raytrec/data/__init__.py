@@ -1,1 +1,1 @@
-"""From Parquet to batches. Torch from assemble.py on."""
+"""Reading of Parquet files into batches. Only assemble.py, batch.py and stream.py import torch."""

@@ -1,8 +1,8 @@
-"""Arrow columns by name, as plain types, as flat arrays.
+"""Access to Arrow columns by name, plain types and flat arrays.
 
-A name is first that of a whole column (which may have dots in it), then a path of fields. Lists of structs
-and maps give lists: `items.id` of list<struct<id, price>>, `scores.key` and `scores.value` of a map. No torch
-here.
+A name is looked up as a whole column first (column names may contain dots), then as a path of fields. Fields
+of lists of structs and of maps are lists: `items.id` of list<struct<id, price>>, `scores.key` and
+`scores.value` of a map. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-Path = tuple[int, ...]  # a column's place, then those of fields; lists and maps are passed without a step
+Path = tuple[int, ...]  # index of a column, then of fields; lists and maps take no step
 
 
 class Ambiguous(KeyError):
-    """A name that stands for more than one column or field."""
+    """Error for a name that more than one column or field has."""
 
     def __init__(self, name: str):
         super().__init__(f"column {name} is there more than once")
 
 
 def find_column(schema: pa.Schema, name: str) -> Path | None:
-    """The path of a name, or None.
+    """Return the path of a name, or None if the schema does not have the name.
 
     Raises:
-        Ambiguous: more than one column or field has it.
+        Ambiguous: More than one column or field has the name.
     """
     exact = schema.get_all_field_indices(name)
     return (exact[0],) if len(exact) == 1 else _find(list(schema), name)
@@ -51,7 +51,7 @@ def _find(fields: list[pa.Field], name: str) -> Path | None:
 
 
 def _fields(kind: pa.DataType) -> list[pa.Field]:
-    """The fields of a struct, a map's entries, or of what a list holds."""
+    """Return the fields of a struct, of a map's entries, or of the structs in a list."""
     if types.is_map(kind):
         return [pa.field("key", kind.key_type), pa.field("value", kind.item_type)]
     if types.is_struct(kind):
@@ -61,16 +61,18 @@ def _fields(kind: pa.DataType) -> list[pa.Field]:
 
 
 def list_element(kind: pa.DataType) -> pa.DataType | None:
-    """What any kind of list holds; None for other types."""
-    if not kind.num_fields:  # quicker than to ask for each kind of list
+    """Return the type of the elements of any kind of list; None for other types."""
+    if not kind.num_fields:  # faster than a check for each kind of list
         return None
     listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     return kind.value_type if listed or types.is_list_view(kind) or types.is_large_list_view(kind) else None
 
 
 def leaf_names(schema: pa.Schema) -> list[str]:
-    """Every column; in place of structs, of lists of them and of maps, their fields. A name that stands twice
-    is there twice."""
+    """Return the names of all columns, with the fields of structs, lists of structs and maps in their place.
+
+    Duplicate names are kept.
+    """
     return [name for field in schema for name in _leaves(field.name, field.type)]
 
 
@@ -80,27 +82,29 @@ def _leaves(name: str, kind: pa.DataType) -> list[str]:
 
 
 def type_at(schema: pa.Schema, path: Path) -> pa.DataType:
-    """The type that `column_at` gives."""
+    """Return the type of the column that `column_at` returns."""
     return _at(pa.nulls(0, schema.field(path[0]).type), path[1:]).type
 
 
 def select_schema(schema: pa.Schema, names: list[str]) -> pa.Schema:
-    """The schema that `pick_columns` gives.
+    """Return the schema of the table that `pick_columns` returns.
 
     Raises:
-        KeyError: a name that is not there, or not once.
+        KeyError: A name does not exist or is ambiguous.
     """
     return pa.schema([(name, type_at(schema, _path(schema, name))) for name in names])
 
 
 def empty_table(schema: pa.Schema) -> pa.Table:
-    """No rows of a schema (pyarrow's own empty_table does not know extension types inside of others)."""
+    """Return an empty table. Unlike pyarrow's empty_table, nested extension types are supported."""
     return pa.table([pa.nulls(0, field.type) for field in schema], names=schema.names)
 
 
 def to_read(schema: pa.Schema, names: list[str]) -> list[str]:
-    """What to ask Parquet for, so that `pick_columns` finds the names: fields of structs are read alone,
-    without the struct's others; of a list of structs, or a map, the whole column."""
+    """Return the names of the Parquet columns that `pick_columns` needs for these names.
+
+    Fields of structs are read individually; lists of structs and maps are read as whole columns.
+    """
     whole = set(schema.names)
     if whole.issuperset(names):
         return names
@@ -108,7 +112,7 @@ def to_read(schema: pa.Schema, names: list[str]) -> list[str]:
 
 
 def _to_read(schema: pa.Schema, name: str) -> str:
-    """The part of a path that leads through structs only."""
+    """Return the leading part of a path that passes through structs only, as a name."""
     path = _path(schema, name)
     field = schema.field(path[0])
     parts = [field.name]
@@ -121,10 +125,10 @@ def _to_read(schema: pa.Schema, name: str) -> str:
 
 
 def pick_columns(table: pa.Table, names: list[str]) -> pa.Table:
-    """The named columns of a table, in this order.
+    """Return a table of the named columns, in this order.
 
     Raises:
-        KeyError: as `select_schema`.
+        KeyError: A name does not exist or is ambiguous.
     """
     if table.column_names == names:
         return table
@@ -140,7 +144,7 @@ def _path(schema: pa.Schema, name: str) -> Path:
 
 
 def column_at(table: pa.Table, path: Path) -> pa.ChunkedArray:
-    """A column, or what is at a path of fields: null wherever a struct on the way is."""
+    """Return the column or field at a path; null where a struct on the path is null."""
     column = table.column(path[0])
     if len(path) == 1:
         return column
@@ -162,12 +166,12 @@ def _at(array: pa.Array, steps: Path) -> pa.Array:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether an Arrow type is any kind of list."""
+    """Return True if an Arrow type is any kind of list."""
     return list_element(kind) is not None
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether an Arrow type is text or bytes."""
+    """Return True if an Arrow type is text or bytes."""
     return (
         types.is_string(kind)
         or types.is_large_string(kind)
@@ -180,21 +184,21 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def is_number(kind: pa.DataType) -> bool:
-    """Whether an Arrow type is one number, or true and false."""
+    """Return True if an Arrow type is a number or a boolean."""
     return (
         types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
     )
 
 
 def value_type(kind: pa.DataType) -> pa.DataType:
-    """The type of the ids: in a list, of what it holds; plain."""
+    """Return the plain type of a column's values: for lists the element type, otherwise the type itself."""
     inner = list_element(plain(kind))
     return plain(kind) if inner is None else plain(inner)
 
 
 @lru_cache(maxsize=1024)
 def plain(kind: pa.DataType) -> pa.DataType:
-    """The type that `plain_array` gives."""
+    """Return the type of the array that `plain_array` returns."""
     if isinstance(kind, pa.BaseExtensionType):
         return plain(kind.storage_type)
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
@@ -211,8 +215,11 @@ def plain(kind: pa.DataType) -> pa.DataType:
 
 
 def plain_array(array: pa.Array) -> pa.Array:
-    """The same values in a type that Arrow's functions and NumPy know: no dictionaries, runs, views of text,
-    extensions, half floats or short decimals. What lists hold stays as it is."""
+    """Return the same values in a type that Arrow's functions and NumPy support.
+
+    Dictionaries, run-end encoding, views of text, extension types, half floats and short decimals are
+    converted. Values in lists are not changed.
+    """
     while array.type != plain(array.type):
         if isinstance(array.type, pa.BaseExtensionType):
             array = array.storage
@@ -226,12 +233,12 @@ def plain_array(array: pa.Array) -> pa.Array:
 
 
 def one_array(column: pa.ChunkedArray) -> pa.Array:
-    """A column as one array of a plain type (kinds.plain_array)."""
+    """Return a column as one array of a plain type (`plain_array`)."""
     return plain_array(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
 
 
 def unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
-    """(offsets int32 [n + 1] from 0, flat values): scalars as lists of one, nulls as empty lists."""
+    """Return (offsets int32 [n + 1] from 0, flat values); scalars are lists of one, nulls are empty lists."""
     if pa.types.is_list(array.type) and not array.null_count:
         offsets, flat = array.offsets.to_numpy(), array.flatten()
         offsets = offsets - offsets[0] if offsets[0] else offsets

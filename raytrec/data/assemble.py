@@ -1,4 +1,4 @@
-"""Canonical rows as the tensors of a batch."""
+"""Conversion of canonical rows to the tensors of a batch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from raytrec.data.pieces import Joined, Rows
 
 @dataclass(frozen=True)
 class Bags:
-    """The ids of B rows, feature after feature: the layout of a KeyedJaggedTensor.
+    """Ids of B rows in the layout of a KeyedJaggedTensor: all rows of the first feature, then the next.
 
     Attributes:
-        keys: the features. ids: int64 [N]. weights: float32 [N]; None where no feature has any.
-        lengths: int32 [F · B], how many ids each row has. counts: how many ids each feature has.
+        keys: Names of the F features.
+        ids: Ids, int64 [N].
+        weights: Weights of the ids, float32 [N]; None if no feature has weights.
+        lengths: Number of ids of each feature and row, int32 [F · B].
+        counts: Number of ids of each feature.
+        rows: Number of rows, B.
     """
 
     keys: list[str]
@@ -33,7 +37,7 @@ class Bags:
 
 @dataclass(frozen=True)
 class Assembled:
-    """Rows as tensors; each is what Batch has under the same name (batch.py)."""
+    """Tensors of assembled rows; each field is described under the same name in Batch (batch.py)."""
 
     dense: torch.Tensor
     bags: Bags
@@ -49,16 +53,16 @@ class Assembled:
 
 
 class Assembler:
-    """Puts pieces of rows together as tensors.
+    """Builder of a batch's tensors from pieces of rows.
 
     Args:
-        form: of the rows.
-        features: of the run; its schema gives the keys of the bags and their order. What the
-            form's schema has not of it is empty, or 0. Default: those of a model that reads no sequence id by
-            id.
-        pin_memory: put them together in page-locked memory, from which a GPU copies asynchronously.
-        part: (rank, ranks) whose part of global batches they are, which together have every id of some
-            features (Form.every_id); default: they have none.
+        form: Form of the rows.
+        features: Features of the run; their schema defines the keys of the bags and the order of keys.
+            Columns that the form's schema lacks are empty or 0. Default: the features of a model that reads
+            no sequence id by id.
+        pin_memory: True to allocate page-locked memory, from which a GPU copies asynchronously.
+        part: (rank, number of ranks) of the parts of global batches that are built. Together, the parts have
+            every id of the features in Form.every_id. None: these features have no ids.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class Assembler:
         self._counted_by = next(iter(form.schema.of_candidates(form.schema.sparse)), None)
         places = [schema.dense.index(name) for name in form.schema.of_requests(form.schema.dense)]
         self._dense_places = None if len(places) == len(schema.dense) else places
-        # Of each matrix of a Batch, how many columns and which type; None: it has no such matrix.
+        # Matrix of a Batch → number of columns and type; None: the Batch has no such matrix.
         self._matrices = {
             "labels": (len(schema.labels), torch.float32),
             "dense": (len(schema.dense), torch.float32),
@@ -87,7 +91,7 @@ class Assembler:
         }
 
     def assemble(self, pieces: list[Rows], padded_rows: int) -> Assembled:
-        """`padded_rows` rows; those after the pieces' rows, and skipped rows, are padding."""
+        """Return tensors of `padded_rows` rows: the pieces' rows, then padding. Skipped rows are padding."""
         whole = Joined(pieces)
         matrices = {name: self._matrix(name, whole, padded_rows) for name in self._matrices}
         weights, values = self._memory(padded_rows, torch.float32)
@@ -114,7 +118,7 @@ class Assembler:
         )
 
     def _candidates(self, whole: Joined) -> dict[str, torch.Tensor | None]:
-        """What each candidate of the rows has, and its row."""
+        """Return the tensors of candidates: requests, labels, dense_of_candidates and task_weights."""
         rows, widths = whole.rows, self._form.of_candidates
         counts = whole.lengths(f"ids.{self._counted_by}") if rows else np.zeros(0, np.int32)
         count = int(counts.sum())
@@ -131,7 +135,7 @@ class Assembler:
         return found
 
     def _matrix(self, name: str, whole: Joined, padded_rows: int) -> torch.Tensor | None:
-        """The rows of a matrix one after the other, then 0; all 0 where the rows have none."""
+        """Return a matrix of all rows, padded with 0; all 0 if the rows lack the matrix."""
         if self._matrices[name] is None:
             return None
         width, dtype = self._matrices[name]
@@ -147,7 +151,7 @@ class Assembler:
         return tensor
 
     def _reserved(self, pieces: list[Rows], present: np.ndarray | None) -> pa.Table:
-        """The reserved columns of the rows that are there, as one separate piece of memory."""
+        """Return the reserved columns of the rows that are present, copied to contiguous memory."""
         if not pieces:
             types = self._form.types
             return pa.schema(
@@ -157,15 +161,15 @@ class Assembler:
         return table.combine_chunks() if present is None else table.filter(present).combine_chunks()
 
     def _memory(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
-        """A tensor with nothing in it yet, and the same memory for NumPy.
+        """Return an uninitialized tensor and a NumPy array that shares its memory.
 
-        Page-locked memory is torch's, which gives it away again only when copies from it have ended.
+        torch's allocator reuses page-locked memory only after copies from that memory have ended.
         """
         tensor = torch.empty(shape, dtype=dtype, pin_memory=self._pin_memory)
         return tensor, tensor.numpy()
 
     def _changed(self, whole: Joined) -> torch.Tensor | None:
-        """Σ of the counts that rows of the batch carry: int64 [2, sparse features that are read]."""
+        """Return the sum of the counts that rows of the batch carry, int64 [2, sparse features read]."""
         if not self._form.counts_changes:
             return None
         read = len(self._form.schema.sparse)
@@ -175,10 +179,12 @@ class Assembler:
         return torch.from_numpy(flat.reshape(-1, 2, read).sum(0))
 
     def _bags(self, whole: Joined, padded_rows: int, side_features: dict[str, torch.Tensor]) -> Bags:
-        """The ids of rows.
+        """Return the ids of all rows as bags.
 
         Args:
-            side_features: those of sequences are put here.
+            whole: Rows of the batch.
+            padded_rows: Number of rows with padding.
+            side_features: Receives the side features of sequences.
         """
         rows = whole.rows
         flat, lengths = self._memory(len(self._keys) * padded_rows, torch.int32)
@@ -189,8 +195,8 @@ class Assembler:
         no_id = self._form.no_id
         some_missing = singles is not None and singles.min() <= no_id
         if rows and self._all_single:
-            # All features at once: at each call NumPy gives Python's lock away, has to get it back from the
-            # step, and the step from it. Copies hold nothing up (make bench-host).
+            # All features are copied in one call. NumPy releases the GIL in each call and then competes with
+            # the step for the lock. Copies themselves delay nothing (make bench-host).
             found = singles.T
             lengths[:, :rows] = there = found > no_id if some_missing else True
             found = found[there] if some_missing else found
@@ -234,7 +240,7 @@ class Assembler:
         )
 
     def _with_every_id(self, bags: Bags) -> Bags:
-        """Bags of features that have every id once in a global batch, in place of none."""
+        """Return bags in which the features of Form.every_id have this rank's part of all ids."""
         if self._part is None or not self._form.every_id:
             return bags
         (rank, world), rows, counts = self._part, bags.rows, list(bags.counts)
@@ -254,7 +260,7 @@ class Assembler:
         return replace(bags, ids=whole, weights=weights, counts=counts)
 
     def _joined(self, parts: list[np.ndarray], dtype: torch.dtype, width: int | None = None) -> torch.Tensor:
-        """Parts one after the other, [n] each, or [n, width]."""
+        """Return the concatenation of parts of shape [n], or [n, width]."""
         size = sum(map(len, parts))
         joined, values = self._memory(size if width is None else (size, width), dtype)
         if parts:
@@ -263,16 +269,16 @@ class Assembler:
 
 
 def recent_first(lengths: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where the most recent ids of bags are, bag after bag, each from its last id backwards.
+    """Return the positions of the most recent ids of each bag, from the bag's last id backwards.
 
     Args:
-        lengths: int [n], of consecutive bags, the most recent id of each at its end.
-        most: how many ids of a bag are wanted.
+        lengths: Lengths of n consecutive bags, each with its most recent id at the end, int [n].
+        most: Maximum number of ids per bag.
 
     Returns:
-        (places int64 [N], how many ids of each bag are left int [n]).
+        Positions int64 [N], and number of remaining ids of each bag int [n].
     """
     kept = np.minimum(lengths, most)
-    # The first id of a bag is at its end, the next one before it: their places fall by one, bag by bag.
+    # The first output of a bag is its last id, and the positions then decrease by one within the bag.
     last_in, first_out = lengths.cumsum() - 1, kept.cumsum() - kept
     return np.repeat(last_in + first_out, kept) - np.arange(kept.sum()), kept

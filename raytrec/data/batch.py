@@ -1,4 +1,4 @@
-"""Batch: the tensors that one rank's step reads, and how rows become one."""
+"""Batch, the tensors that one step of a rank reads, and the collator that builds batches from rows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from raytrec.data.pieces import Rows
 
 
 class NewRows(NamedTuple):
-    """Rows of a managed table that have another id than before, of all ranks.
+    """Rows of a managed table whose id has changed, over all ranks.
 
     Attributes:
-        rows, ids: int64 [n].
-        places: rows of a shard of this rank, [start, stop) → which of `rows` it has, int64 [m].
+        rows: Table rows, int64 [n].
+        ids: New id of each row, int64 [n].
+        places: Row range [start, stop) of a shard on this rank → positions in `rows` of the shard's rows,
+            int64 [m].
     """
 
     rows: torch.Tensor
@@ -30,39 +32,39 @@ class NewRows(NamedTuple):
 
 @dataclass
 class Batch(Pipelineable):
-    """One rank's part of a global batch, B rows of which some may be padding.
+    """One rank's part of a global batch: B rows, some of which may be padding.
 
-    The six from `changed` to `new_rows` are None where nothing that is configured needs them.
+    The fields from `changed` to `new_rows` are None if the configuration does not need them.
 
     Attributes:
-        dense: float32 [B, number of dense columns].
-        sparse: KeyedJaggedTensor of stride B; keys are the schema's sparse features in its order (for a
-            sequence that is read id by id, its positions: raytrec/config/features.py), values int64,
-            lengths int32, weights float32 where the schema has any; it knows its length_per_key.
-        labels: float32 [B, number of labels]; where a row has no label, some number that the loss takes.
-        weights: float32 [B]; 1 for a row, 0 for padding (whose bags are empty and other values 0).
-        global_rows: rows of the global batch over all ranks, padding not counted.
-        step: the step of the run that the rows belong to, from 0 (of an evaluation: the step in it).
-        changed: int64 [2, sparse features]: ids that were brought into range (clamped or hashed), and all
-            ids, of row groups that were read on the way; None where no table takes ids out of range.
-        task_weights: float32 [B, T], each row's factor in each task, in the order of the configuration: its
-            sample weight, and 0 for padding, without a label of the task, and where the task's mask excludes
-            it (raytrec/data/columns.py). None: `weights` is that of every task.
-        keys: int64 [B, K], of each column in Reserved.keys: integers as they are, other values by a hash
-            (raytrec/data/ids.py); 0 for padding.
-        reserved: the columns in Reserved.columns, of the rows whose `weights` are 1, in their order;
-            always on the host.
-        side_features: sequence that is read id by id and has n side features → float64 [N, n], in the order
-            of its ids in `sparse`; None where there is no such feature.
-        new_rows: managed table → rows that this batch has given to ids, on the device of the maps; rows and
-            ids are the same on all ranks. None: `sparse` has the ids of managed tables as
-            they were read; otherwise their rows.
-        requests: int64 [N], where rows are requests (schema.candidates): of each of their candidates, in
-            order, its row; None: a row is one example. `labels` and `task_weights` are [N, ...] then, and
-            `dense` is 0 in candidates' columns; `weights` and `keys` stay those of rows.
-        dense_of_candidates: float32 [N, dense columns of candidates], in the schema's order.
-        lengths: int32 [sparse features · B], those of `sparse`, always on the host, so that sizes that follow
-            from them are known there before the device knows them; default: of a `sparse` that is there.
+        dense: Dense features, float32 [B, number of dense columns].
+        sparse: KeyedJaggedTensor of stride B with values int64, lengths int32 and, if the schema has weights,
+            weights float32; length_per_key is set. The keys are the schema's sparse features in its order.
+            The keys of a sequence that is read id by id are its positions (raytrec/config/features.py).
+        labels: Labels, float32 [B, number of labels]; rows without a label have a number that the loss takes.
+        weights: 1 for a row, 0 for padding, float32 [B]. Padding has empty bags and 0 for all other values.
+        global_rows: Number of rows of the global batch over all ranks, without padding.
+        step: Step of the run, from 0; in an evaluation, the step of the evaluation.
+        changed: Number of ids brought into range (clamped or hashed) and of all ids, int64 [2, sparse
+            features]. The counts are of the decoded tables whose first row is in this batch (canonical.py).
+            None if no table accepts ids that are out of range.
+        task_weights: Factor of each row in each task, float32 [B, T], in the order of the configuration. The
+            factor is the sample weight (raytrec/data/columns.py); 0 for padding, rows without a label of the
+            task and rows that the task's mask excludes. None: `weights` applies to every task.
+        keys: Group keys of the columns in Reserved.keys, int64 [B, K]: integers are unchanged, other values
+            are hashed (raytrec/data/ids.py). 0 for padding.
+        reserved: Columns in Reserved.columns of the rows whose `weights` are 1, in row order; on the host.
+        side_features: Sequence that is read id by id and has n side features → float64 [N, n], in the order
+            of its ids in `sparse`; None if there is no such sequence.
+        new_rows: Managed table → rows to which this batch has assigned ids, on the device of the id maps; the
+            same on all ranks. If None, `sparse` has the ids of managed tables as read; else their rows.
+        requests: Row of each candidate, in order, int64 [N], if rows are requests (schema.candidates); None:
+            each row is one example. With requests, `labels` and `task_weights` are [N, ...] and `dense` is 0
+            in columns of candidates; `weights` and `keys` stay per row.
+        dense_of_candidates: Dense columns of candidates, float32 [N, columns], in the schema's order.
+        lengths: Lengths of `sparse`, int32 [sparse features · B], always on the host so that sizes can be
+            computed without waiting for the device. Default: the lengths of `sparse` if `sparse` is on the
+            host.
     """
 
     dense: torch.Tensor
@@ -86,11 +88,11 @@ class Batch(Pipelineable):
             self.lengths = self.sparse.lengths()
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """The batch on another device."""
+        """Return a copy of the batch on another device."""
         return self._with(lambda part: part.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory until a CUDA stream has read it."""
+        """Keep the batch's memory allocated until a CUDA stream has read the tensors."""
         parts = [*self._moved().values(), *(self.side_features or {}).values()]
         for new in (self.new_rows or {}).values():
             parts += [new.rows, new.ids, *(new.places or {}).values()]
@@ -98,23 +100,23 @@ class Batch(Pipelineable):
             part.record_stream(stream)
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory, for asynchronous copies to a GPU."""
+        """Return a copy of the batch in page-locked memory, for asynchronous copies to a GPU."""
         return self._with(lambda part: part.pin_memory())
 
     def _moved(self) -> dict[str, torch.Tensor | KeyedJaggedTensor]:
-        """What a device reads, but side features and new rows."""
+        """Return the tensors that a device reads, except side features and new rows."""
         names = ["dense", "sparse", "labels", "weights", "task_weights", "keys"]
         names += ["requests", "dense_of_candidates"]
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     def _with(self, move: Callable) -> Batch:
-        """A copy of which everything that a device reads went through a function."""
+        """Return a copy in which `move` is applied to the tensors and side features that a device reads."""
         sides = self.side_features and {name: move(s) for name, s in self.side_features.items()}
         return replace(self, side_features=sides, **{name: move(p) for name, p in self._moved().items()})
 
 
 class Collator(Assembler):
-    """Puts pieces of rows together as one rank's Batch."""
+    """Callable that builds one rank's Batch from pieces of rows."""
 
     def __call__(self, pieces: list[Rows], padded_rows: int, global_rows: int, step: int = 0) -> Batch:
         """Return a Batch of `padded_rows` rows: the pieces' rows, then padding. Skipped rows are padding."""
@@ -126,7 +128,8 @@ class Collator(Assembler):
             bags.weights,
             lengths=bags.lengths,
             stride=bags.rows,
-            # Else TorchRec adds up the lengths on the device and waits for it, at every step.
+            # Without length_per_key, TorchRec sums the lengths on the device and waits for the result at
+            # every step.
             length_per_key=bags.counts,
         )
         return Batch(sparse=sparse, global_rows=global_rows, step=step, **values)

@@ -1,21 +1,22 @@
-"""Rows in canonical form: a table of few columns.
+"""Rows in canonical form: a table with few columns. Columns without content are absent.
 
-    labels     fixed_size_list<float32>[labels]            (absent where none are read)
-    dense      fixed_size_list<float32>[dense columns]     (absent without dense columns)
-    ids        fixed_size_list<int>[single features]       one id a row, or `no_id` for none (absent without)
-    ids.NAME   list<int>                                   of each other feature
-    weights.NAME  list<float32>                            of each feature that has weights
-    side_features.NAME  list<float64>   of each feature that has n of them: n values for each id
-    task_weights  fixed_size_list<float32>[tasks]   each row's factor in each task (absent: 1 in all)
-    keys       fixed_size_list<int64>[key columns]  (absent without)
-    reserved.NAME  any     of each reserved column, as it is (absent without)
-    present    bool      false: a row that is skipped (only under data.on_error: skip)
-    candidates list<float32>  of each candidate of the row: its labels, dense columns and task_weights (only
-                         where rows are requests; the columns above have what is the request's, then)
-    changed    list<int32>  in one row of many, for all of those: for each sparse feature, how many ids were
-                         brought into range, then how many there are (only where a table takes such ids)
+    labels     fixed_size_list<float32>[labels]            (absent if no labels are read)
+    dense      fixed_size_list<float32>[dense columns]
+    ids        fixed_size_list<int>[single features]       one id a row; `no_id` for a missing id
+    ids.NAME   list<int>                                   ids of each other feature
+    weights.NAME  list<float32>                            weights of each feature that has weights
+    side_features.NAME  list<float64>   n values for each id of a feature with n side features
+    task_weights  fixed_size_list<float32>[tasks]   factor of each row in each task (absent: 1 in all tasks)
+    keys       fixed_size_list<int64>[key columns]
+    reserved.NAME  any     values of each reserved column, unchanged
+    present    bool      False for skipped rows (only with data.on_error: skip)
+    candidates list<float32>  labels, dense columns and task_weights of each candidate (only if rows are
+                         requests; the columns above then hold the values of requests only)
+    changed    list<int32>  for each sparse feature, the number of ids brought into range, then the number of
+                         all ids, for a whole decoded table, in one of its rows (only if a table accepts ids
+                         that are out of range)
 
-int is int32 where every table has at most 2³¹ rows and none has managed ids, else int64. No torch here.
+int is int32 if every table has at most 2³¹ rows and no managed ids, else int64. PyTorch is not imported.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from raytrec.data.form import Form
 from raytrec.data.ids import Feature, Tally, bags, group_keys, side_features, single
 
 Columns = Sequence[np.ndarray | int]
-RESERVED_PREFIX = "reserved."  # begins the names of reserved columns
+RESERVED_PREFIX = "reserved."  # prefix of the names of reserved columns
 
 
 def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
@@ -46,7 +47,7 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
         place: Place of the first row, for errors.
 
     Raises:
-        DataError: A value that the schema or a task does not allow.
+        DataError: The schema or a task does not allow a value.
     """
     schema, sparse, tally = form.schema, form.schema.sparse, Tally()
 
@@ -84,20 +85,20 @@ class CandidatePlace(Place):
     """Place of the first candidate of a decoded table.
 
     Attributes:
-        offsets: First candidate of each row, and the number of candidates; int32 [rows + 1].
+        offsets: Index of each row's first candidate, then the number of candidates; int32 [rows + 1].
     """
 
     offsets: np.ndarray
 
     def of(self, column: str, row: int | None = None) -> str:
-        """Return the place of a candidate's value, by its row."""
+        """Return the place of a candidate's value in words. `row` is the index of the candidate."""
         return super().of(column, None if row is None else rows_of(self.offsets)(row))
 
 
 def candidates_of(table: pa.Table, form: Form, place: Place) -> tuple[pa.Table, CandidatePlace]:
-    """Return the columns of tasks and dense candidates with one row for each candidate, and their place.
+    """Return the columns of tasks and candidates' dense columns, one row for each candidate, and their place.
 
-    Columns of the request are repeated for each candidate.
+    Values of requests are repeated for each candidate.
 
     Raises:
         DataError: The lists of a row have different lengths, or a list is null; names file, column and row.
@@ -137,10 +138,10 @@ def candidates_of(table: pa.Table, form: Form, place: Place) -> tuple[pa.Table, 
 
 
 def reserved_array(table: pa.Table, name: str, form: Form, place: Place) -> pa.Array:
-    """Return a reserved column in the type that it has in all files.
+    """Return a reserved column, cast to the column's common type in all files.
 
     Raises:
-        DataError: A value does not fit the type.
+        DataError: A value cannot be cast to the type.
     """
     kind = form.types.get(name)
     array = one_array(table[name])
@@ -176,18 +177,18 @@ def canonical_table(
 
     Args:
         form: Form of the rows.
-        labels: n values for each label, or one value for all rows.
-        dense: The same for each dense column of requests.
-        singles: The same for each single feature.
+        labels: n values of each label, or one value for all rows.
+        dense: n values of each dense column of requests, or one value for all rows.
+        singles: n ids of each single feature, or one id for all rows.
         lists: (offsets int32 [n + 1] from 0, ids [offsets[n]], weights or None) of each other feature.
         rows: Number of rows, n.
-        tally: Counts of ids that were brought into range; None: there are none.
-        weights_of_tasks: n values for each task; empty if no task weighs rows.
-        keys: n values for each key column.
-        reserved: The reserved columns.
-        side_features_of: Feature → float64 [offsets[n], its side features].
-        candidates: (offsets int32 [n + 1] from 0, their dense columns) if rows are requests; `labels` and
-            `weights_of_tasks` then have offsets[n] values.
+        tally: Counts of ids that were brought into range; None: the table has no counts.
+        weights_of_tasks: n weights for each task; empty if no task weighs rows.
+        keys: n keys for each key column.
+        reserved: Reserved columns.
+        side_features_of: Feature → float64 [offsets[n], number of side features].
+        candidates: (offsets int32 [n + 1] from 0, dense columns of candidates); None: rows are examples.
+            With candidates, `labels` and `weights_of_tasks` have offsets[n] values each.
     """
     columns: dict[str, pa.Array] = {}
     if candidates:
@@ -214,7 +215,7 @@ def canonical_table(
             columns[f"side_features.{name}"] = pa.ListArray.from_arrays(ends, values.reshape(-1))
     for name, array in zip(form.plan.reserved.columns, reserved, strict=True):
         columns[f"{RESERVED_PREFIX}{name}"] = array
-    if form.counts_changes:  # the first row has the counts, which go wherever that row goes
+    if form.counts_changes:  # the first row carries the table's counts, wherever a shuffle moves that row
         counts = [tally[feature] for feature in form.schema.sparse] if tally and rows else []
         flat = np.array(counts, np.int32).T.ravel()
         offsets = np.full(rows + 1, flat.size, np.int32)
@@ -224,7 +225,7 @@ def canonical_table(
 
 
 def nothing(form: Form, rows: int) -> pa.Table:
-    """Return rows without values in canonical form."""
+    """Return `rows` rows without values in canonical form."""
     schema, plan = form.schema, form.plan
     offsets, none = np.zeros(rows + 1, np.int32), np.empty(0, np.float32)
     return canonical_table(
@@ -248,7 +249,7 @@ def shuffled(table: pa.Table, rng: np.random.Generator) -> pa.Table:
     order, columns = rng.permutation(table.num_rows), {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         array = one_array(column)
-        if pa.types.is_fixed_size_list(array.type):  # NumPy takes whole rows, three times as fast as Arrow
+        if pa.types.is_fixed_size_list(array.type):  # np.take of whole rows is three times as fast as Arrow
             width = array.type.list_size
             values = np.take(array.flatten().to_numpy().reshape(-1, width), order, axis=0)
             columns[name] = pa.FixedSizeListArray.from_arrays(values.reshape(-1), width)
@@ -258,7 +259,7 @@ def shuffled(table: pa.Table, rng: np.random.Generator) -> pa.Table:
 
 
 def _matrix(columns: Columns, rows: int, dtype: type) -> pa.FixedSizeListArray:
-    """Return columns of n values as n lists."""
+    """Return columns of n values as an array of n lists."""
     packed = np.empty((rows, len(columns)), dtype)
     for i, column in enumerate(columns):
         packed[:, i] = column

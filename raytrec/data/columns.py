@@ -1,4 +1,4 @@
-"""Columns of numbers, labels and the weights of rows as checked NumPy arrays. No torch here."""
+"""Columns of numbers, labels and weights of rows as checked NumPy arrays. PyTorch is not imported."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from raytrec.data.form import Form
 
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 DAY_S = 86_400
-EXACT = 2**53  # from here on, floats do not hold every integer
+EXACT = 2**53  # smallest integer from which float64 does not represent every integer
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place of the first row of a decoded table: file, row group (None: rows of no file), row in it."""
+    """Place of a decoded table's first row: file, row group (None: not from a file), row in the row group."""
 
     path: str
     group: int | None
     first: int
 
     def of(self, column: str, row: int | None = None) -> str:
-        """Return the place of a value, in words."""
+        """Return the place of a value in words, for messages."""
         group = "" if self.group is None else f", row group {self.group}"
         where = f"{self.path}{group}, column {column}"
         return where if row is None else f"{where}, row {self.first + row}"
@@ -46,11 +46,11 @@ def numbers(
         column: Decoded column.
         name: Name of the column.
         place: Place of the first row.
-        also: Further advice about a null.
+        also: Additional advice in the error about a null.
         dtype: Float type of the result.
 
     Raises:
-        DataError: A null, NaN or infinity.
+        DataError: A value is null, NaN or infinite.
     """
     array = one_array(column)
     if (row := first_null(array)) is not None:
@@ -67,16 +67,16 @@ def numbers(
 
 
 def scaled(column: pa.ChunkedArray, name: str, place: Place, scale: Scale | None) -> np.ndarray:
-    """Return a dense column by its scale: float32 [n], finite.
+    """Return a dense column with its scale applied: float32 [n], finite.
 
     Args:
         column: Decoded column.
         name: Name of the column.
         place: Place of the first row.
-        scale: Scale of the column in the schema; None: numbers as they are.
+        scale: Scale of the column in the schema; None: the numbers are not changed.
 
     Raises:
-        DataError: A value that is not finite, or a null if the scale does not replace nulls.
+        DataError: A value is not finite, or is null and the scale does not replace nulls.
     """
     if scale is None:
         return numbers(column, name, place)
@@ -102,10 +102,10 @@ def numbers_or_none(
     """Return a column of numbers that may have nulls and NaN.
 
     Returns:
-        Numbers as float32 [n], or `dtype`, with 0 for nulls and NaN; and True for the others, bool [n].
+        Numbers as `dtype` [n] with 0 for nulls and NaN, and False for nulls and NaN, bool [n].
 
     Raises:
-        DataError: An infinity.
+        DataError: A value is infinite.
     """
     values = as_floats(one_array(column), dtype)
     there = ~np.isnan(values)
@@ -115,18 +115,18 @@ def numbers_or_none(
 
 
 def as_floats(array: pa.Array, dtype: type) -> np.ndarray:
-    """Return numbers as floats of a type, [n]; NaN for a null."""
+    """Return numbers as floats of type `dtype`, [n]; NaN for nulls."""
     whole = not array.null_count and (pa.types.is_integer(array.type) or pa.types.is_float64(array.type))
     if whole or pa.types.is_float32(array.type):  # faster than Arrow's cast
         with np.errstate(over="ignore"):
             return array.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
-    if pa.types.is_decimal(array.type):  # straight to float32 is off by more than its rounding
+    if pa.types.is_decimal(array.type):  # a direct cast to float32 has a larger error than rounding
         array = array.cast(pa.float64())
     return array.cast(pa.from_numpy_dtype(dtype), safe=False).to_numpy(zero_copy_only=False)
 
 
 def whole_floats(array: pa.Array, feature: str, column: str, place: Place) -> pa.Array:
-    """Return a column of floats, which are ids, as int64, with nulls for NaN; other columns as they are.
+    """Return a column of ids that are floats as int64, with nulls for NaN; other columns are unchanged.
 
     Args:
         array: Ids, one a row.
@@ -154,16 +154,17 @@ def whole_floats(array: pa.Array, feature: str, column: str, place: Place) -> pa
 
 
 def first_null(array: pa.Array) -> int | None:
-    """Return the place of the first null, or None."""
+    """Return the index of the first null, or None."""
     return pc.index(array.is_null(), True).as_py() if array.null_count else None
 
 
 def first_true(wrong: np.ndarray) -> int | None:
-    """Return the place of the first True, or None."""
+    """Return the index of the first True, or None."""
     return int(wrong.argmax()) if wrong.any() else None
 
 
 def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable[[int], int] = int) -> None:
+    """Raise DataError if a value is NaN or infinite. `rows` maps the index of a value to its row."""
     if (at := first_true(~np.isfinite(values))) is not None:
         raise DataError(
             f"column '{name}' has {values[at]:g}".replace("nan", "NaN"),
@@ -175,7 +176,7 @@ def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable[[in
 
 
 def first_unlike(ends: np.ndarray, offsets: np.ndarray) -> tuple[int, int, int] | None:
-    """Return the first row whose lists differ in length, and both lengths; None if there is none.
+    """Return the first row whose lists differ in length, and both lengths; None if all lengths are equal.
 
     Args:
         ends: Offsets of a column of lists, int32 [n + 1] from 0.
@@ -189,12 +190,12 @@ def first_unlike(ends: np.ndarray, offsets: np.ndarray) -> tuple[int, int, int] 
 
 
 def rows_of(offsets: np.ndarray) -> Callable[[int], int]:
-    """Return a function from a position in the flat values to its row, for errors."""
+    """Return a function that maps an index of the flat values to its row, for errors."""
     return lambda at: int(np.searchsorted(offsets, at, side="right")) - 1
 
 
 def as_float64(array: pa.Array) -> np.ndarray:
-    """Return numbers as they are, and times and dates in seconds (UTC), as float64; NaN for a null."""
+    """Return numbers, or times and dates in seconds (UTC), as float64; NaN for nulls."""
     kind = array.type
     scale: float = 1
     if types.is_timestamp(kind) or types.is_duration(kind):
@@ -204,15 +205,15 @@ def as_float64(array: pa.Array) -> np.ndarray:
     return array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False) / scale
 
 
-# A label's values float32 [n], and in which rows there is one, bool [n]; None: in all.
+# Values of a label, float32 [n], and True for rows that have the label, bool [n]; None: all rows have it.
 Label = tuple[np.ndarray, np.ndarray | None]
 
 
 def label_of(column: pa.ChunkedArray, name: str, form: Form, place: Place) -> Label:
-    """Return a label; rows without one have the number nearest to 0 that the losses of its tasks take.
+    """Return a label. Rows without the label have the number nearest to 0 that the losses of its tasks allow.
 
     Raises:
-        DataError: A number that the losses do not take, or a null that is not skipped.
+        DataError: The losses do not allow a number, or a value is null and nulls are not skipped.
     """
     allowed = form.plan.label_range(name)
     if form.plan.skips_nulls(name):
@@ -240,8 +241,8 @@ def label_of(column: pa.ChunkedArray, name: str, form: Form, place: Place) -> La
 def task_weights(table: pa.Table, labels: dict[str, Label], form: Form, place: Place) -> list[np.ndarray]:
     """Return the factor of each row in each task, float32 [n] ≥ 0.
 
-    The factor is the sample weight, and 0 for rows without a label of the task and rows that the mask
-    excludes.
+    The factor is 0 for rows without a label of the task and rows that the mask excludes, else the sample
+    weight.
 
     Args:
         table: Table with the columns of masks and weights.
@@ -250,11 +251,11 @@ def task_weights(table: pa.Table, labels: dict[str, Label], form: Form, place: P
         place: Place of the first row.
 
     Raises:
-        DataError: A mask that is neither 0 nor 1, or a weight that is not a finite number ≥ 0.
+        DataError: A mask is neither 0 nor 1, or a weight is not a finite number ≥ 0.
     """
     ones = np.ones(table.num_rows, np.float32)
 
-    def reads(read: Callable) -> Callable:  # a column that several tasks name is read once
+    def reads(read: Callable) -> Callable:  # columns named by several tasks are read once
         return cache(lambda name: read(table[name], name, place))
 
     factor_of, mask_of, out = reads(_factors), reads(_mask), []
@@ -286,7 +287,7 @@ def _factors(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
 
 
 def _mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
-    """Return True for rows in which a column is 1; False for nulls."""
+    """Return True for rows in which a column is 1 and False for 0 and null, bool [n]."""
     values, _ = numbers_or_none(column, name, place)
     if (row := first_true((values != 0) & (values != 1))) is not None:
         raise DataError(

@@ -1,10 +1,10 @@
 """Fingerprints of a dataset's files, compared on resume.
 
-Names and row counts alone would let labels that were flipped, or files that were written again, pass. So each
-file counts with its size, its footer (byte for byte: layout, sizes and statistics of every column) and its
-content: every byte where a dataset is small, samples of its columns where it is large. Times of modification
-and the versions of an object store do not count, because copies have others; they only tell files that were
-written again apart from those that are as they were. No torch.
+Names and row counts alone would not detect flipped labels or rewritten files. A fingerprint therefore covers
+each file's size, footer (byte for byte: layout, sizes and statistics of every column) and content. Small
+datasets are hashed completely, large datasets by samples of their columns. Modification times and versions in
+an object store differ between copies and are not covered. They only show whether a file was written again.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,25 +28,27 @@ from raytrec.data.form import Form
 from raytrec.data.fragments import Dataset
 from raytrec.data.partitions import in_folders
 
-WHOLE_BYTES = 1 << 30  # a dataset's files are read whole up to its share of this many bytes for each
-SAMPLES, SAMPLE_BYTES = 4096, 64 << 10  # of larger files: so many pieces of the dataset, of so many bytes
+WHOLE_BYTES = 1 << 30  # files of up to WHOLE_BYTES ÷ number of files are read completely
+SAMPLES, SAMPLE_BYTES = 4096, 64 << 10  # larger files: number of samples in the dataset, bytes of a sample
 READ_BYTES = 4 << 20
-VERSIONS = ("ETag", "crc32c", "generation")  # of an object's metadata in a store
+VERSIONS = ("ETag", "crc32c", "generation")  # keys of an object's metadata that identify its version
 
 
 @dataclass(frozen=True)
 class Content:
-    """What one file holds; equal ones hold the same, wherever and whenever they were written.
+    """Identity of a file's content. Instances are equal if two files hold the same content.
+
+    The folders and modification times of the files are not compared.
 
     Attributes:
-        name: without its folder, but with the columns in folders' names; of a vocabulary, its key.
+        name: File name with the partition folders that hold columns; for a vocabulary, its config key.
         groups: [index, rows] of each row group with rows.
-        size: in bytes.
+        size: Size in bytes.
         footer: SHA-256 of the Parquet footer.
         data: SHA-256 of all bytes, or of samples.
-        whole: whether of all bytes.
-        modified_ns: when it was written, since 1970; None where the storage does not have it.
-        version: what an object store calls this version of it.
+        whole: True if `data` covers all bytes.
+        modified_ns: Modification time in ns since 1970; None if the storage does not have the time.
+        version: Version of the file in an object store; None if there is no version.
     """
 
     name: str
@@ -59,13 +61,13 @@ class Content:
     version: str | None = field(default=None, compare=False)
 
     def written_again(self, other: Content) -> bool:
-        """Whether this is the same content only by samples."""
+        """Return True if the file was written again, so that only samples show that the content is equal."""
         if self.whole or (self.version and self.version == other.version):
             return False
         return (self.modified_ns, self.version) != (other.modified_ns, other.version)
 
     def difference(self, other: Content) -> str:
-        """How this, a file as it was, differs from what it is now."""
+        """Return how the file's current content `other` differs from this earlier content, in words."""
         if self.groups != other.groups:
             now, was = ((sum(r for _, r in c.groups), len(c.groups)) for c in (other, self))
             return "{:,} rows in {} row groups, and had {:,} in {}".format(*now, *was)
@@ -77,10 +79,10 @@ class Content:
 
 
 def look(dataset: Dataset) -> list[Content]:
-    """What the files of a dataset hold, in their order, and then its transforms' vocabularies.
+    """Return the contents of a dataset's files in order, then of its transforms' vocabularies.
 
     Raises:
-        DataError: a file cannot be read.
+        DataError: A file cannot be read.
     """
     files: dict[str, list[list[int]]] = {}
     for group in dataset.groups:
@@ -98,22 +100,22 @@ def look(dataset: Dataset) -> list[Content]:
 
 
 def look_at_all(datasets: dict[str, Dataset]) -> dict[str, list[Content]]:
-    """What each of them holds."""
+    """Return the contents of the files of each dataset."""
     return {name: look(dataset) for name, dataset in datasets.items()}
 
 
 def fingerprint(contents: Iterable[Content] | None) -> str:
-    """One text for all that equal contents share."""
+    """Return the fingerprint of contents, which is the same for equal contents; '' for None."""
     if contents is None:
         return ""
     digest = hashlib.sha256()
     for c in contents:
         digest.update(f"{(c.name, c.groups, c.size, c.footer, c.data)}\n".encode())
-    return f"2-{digest.hexdigest()}"  # as checkpoints have it
+    return f"2-{digest.hexdigest()}"  # format of fingerprints in checkpoints
 
 
 def differences(before: list[Content], after: list[Content]) -> list[str]:
-    """What has changed between two looks at a dataset: a line for each file."""
+    """Return the differences between two lists of contents, one line for each file that has changed."""
     was, now = (_by_name(contents) for contents in (before, after))
     lines = [f"{was[key].name}: gone" for key in was if key not in now]
     lines += [f"{now[key].name}: new" for key in now if key not in was]
@@ -125,13 +127,13 @@ def differences(before: list[Content], after: list[Content]) -> list[str]:
 
 
 def written_again(before: list[Content], after: list[Content]) -> list[str]:
-    """Names of files that are the same only by samples: large ones, written at another time."""
+    """Return the names of large files that were written again and whose content is equal only by samples."""
     was, now = (_by_name(contents) for contents in (before, after))
     return [was[key].name for key in was if key in now and was[key].written_again(now[key])]
 
 
 def _by_name(contents: list[Content]) -> dict[tuple, Content]:
-    """By name, and by number where several folders have a file of that name."""
+    """Return the contents by name, numbered if several folders have a file of the same name."""
     counted: dict[str, int] = {}
     named = {}
     for content in contents:
@@ -144,8 +146,11 @@ def _look(form: Form, share: int, path: str, groups: list[list[int]], number: in
     """Return the content of a file.
 
     Args:
-        share: files of the dataset.
-        number: of this one among them.
+        form: Form of the dataset's rows.
+        share: Number of files of the dataset.
+        path: Path or URI of the file.
+        groups: [index, rows] of each row group with rows.
+        number: Index of the file in the dataset.
     """
 
     def read(file: pa.NativeFile, modified_ns: int | None) -> Content:
@@ -169,7 +174,7 @@ def _look_at_vocabulary(name: str, path: str) -> Content:
 
 
 def _with_file(path: str, read: Callable[[pa.NativeFile, int | None], Content]) -> Content:
-    """Call a function with a file and the time when it was written."""
+    """Call a function with an open file and its modification time in ns, and retry failed reads."""
 
     def attempt() -> Content:
         filesystem, inner = open_filesystem(path)
@@ -188,7 +193,7 @@ def _with_file(path: str, read: Callable[[pa.NativeFile, int | None], Content]) 
 
 
 def _footer(file: pa.NativeFile, size: int) -> bytes:
-    """The raw footer, with its length and magic number."""
+    """Return the raw footer with its length and magic number."""
     length = int.from_bytes(file.read_at(8, size - 8)[:4], "little") + 8
     return file.read_at(min(length, size), max(0, size - length))
 
@@ -198,15 +203,17 @@ def _all(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _samples(footer: bytes, size: int, form: Form, most: int, number: int) -> list[tuple[int, int]]:
-    """(place, bytes) of pieces to read: where the columns of a run begin in row groups, labels first; then
-    all over the file.
+    """Return (offset, bytes) of the samples to read.
 
-    A column chunk begins with its dictionary: of flipped labels, it may be all that has changed.
+    Samples are taken at the start of column chunks, labels first, and then at equal distances in the file.
+    A chunk starts with its dictionary, which may be the only change if labels are flipped.
 
     Args:
-        size: of the file.
-        most: pieces.
-        number: of the file: in many files, each one's pieces are of other row groups and columns.
+        footer: Raw footer of the file.
+        size: Size of the file in bytes.
+        form: Form of the dataset's rows.
+        most: Number of samples.
+        number: Index of the file, so that samples of other files are from other row groups and columns.
     """
     metadata = pq.read_metadata(pa.BufferReader(footer))
     labels = columns_before(form.plan.transforms, form.schema.labels)
@@ -220,7 +227,7 @@ def _samples(footer: bytes, size: int, form: Form, most: int, number: int) -> li
 
 def _chunks(metadata: pq.FileMetaData, names: list[str]) -> list[tuple[int, int]]:
     paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-    columns = {name.partition(".")[0] for name in names}  # of fields, all of their column
+    columns = {name.partition(".")[0] for name in names}  # a field stands for its whole column
     mine = [i for i, path in enumerate(paths) if path.partition(".")[0] in columns]
     found = []
     for group in range(metadata.num_row_groups):
@@ -233,7 +240,7 @@ def _chunks(metadata: pq.FileMetaData, names: list[str]) -> list[tuple[int, int]
 
 
 def _spread(chunks: list[tuple[int, int]], most: int, number: int) -> list[tuple[int, int]]:
-    """At most so many of them, as far from one another as can be, beginning with another one in each file."""
+    """Return at most `most` evenly spaced chunks, starting with a different chunk in each file."""
     if len(chunks) <= most:
         return chunks
     return [chunks[(number + i * len(chunks) // most) % len(chunks)] for i in range(most)]

@@ -1,7 +1,8 @@
-"""Parquet footers: plausibility, and what their statistics show.
+"""Parquet footers: plausibility checks and facts from the statistics of columns.
 
-Statistics are in most footers, and cost nothing more to look at. Row groups that they accuse are read before
-a run starts (rows.check_accused), so that its error names the row. No torch here.
+Most footers contain statistics, which cost no additional reads. Row groups whose statistics show invalid
+values are read before a run starts (rows.check_accused), so that the error can name the row. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
 from raytrec.data.form import Form, TaskRows
 
-MOST_ROWS = 2**31 - 1  # of a row group; no writer comes near
-CLOSELY_ROWS = 65_536  # row groups of more are looked at closely
-SIGNATURE_BYTES = 28  # after a footer in plain text, where columns are encrypted
+MOST_ROWS = 2**31 - 1  # maximum number of rows of a row group; far more than any writer produces
+CLOSELY_ROWS = 65_536  # in row groups with more rows, all columns are checked
+SIGNATURE_BYTES = 28  # bytes after a plaintext footer if columns are encrypted
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
-# A column, and what is asked of a chunk of it.
+# A column, and a function that returns True if a chunk of the column has invalid values.
 Question = tuple[str, Callable[[pq.ColumnChunkMetaData], bool]]
 
 
 class Implausible(Exception):
-    """A footer that claims what the file cannot hold."""
+    """Error for a footer whose claims contradict the size of the file."""
 
 
 def _check_claims(footer: pq.FileMetaData, size: int) -> None:
-    """Looks whether a file of `size` bytes can hold what its footer claims, before anything counts on it.
+    """Check that a file of `size` bytes can hold the rows and values that its footer claims.
 
     Raises:
-        Implausible: what it claims.
+        Implausible: A claim is impossible.
     """
     for g in range(footer.num_row_groups):
         group = footer.row_group(g)
         if not 0 <= group.num_rows <= MOST_ROWS:
             raise Implausible(f"its footer claims {group.num_rows:,} rows in row group {g}")
-        # Of ordinary row groups, one column: there may be millions.
+        # Only one column of ordinary row groups is checked, because there may be millions of row groups.
         for c in range(group.num_columns if group.num_rows > CLOSELY_ROWS else min(1, group.num_columns)):
             chunk, column = group.column(c), footer.schema.column(c)
             begin = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
@@ -58,13 +59,15 @@ def _check_claims(footer: pq.FileMetaData, size: int) -> None:
 
 
 def _check_plain(uri: str, tail: bytes, footer: pq.FileMetaData | None = None) -> None:
-    """Refuses an encrypted file: asked for the metadata of an encrypted column, pyarrow ends the process.
+    """Check that a file is not encrypted. pyarrow aborts the process if an encrypted column is accessed.
 
     Args:
-        tail: the last 8 bytes of the file.
+        uri: Path or URI of the file.
+        tail: Last 8 bytes of the file.
+        footer: Metadata of the file, for the check of encrypted columns; None: only the footer is checked.
 
     Raises:
-        DataError: the file is encrypted.
+        DataError: The file is encrypted.
     """
     signature = int.from_bytes(tail[:4], "little") - footer.serialized_size if footer else 0
     if tail[4:] == b"PARE" or signature == SIGNATURE_BYTES:
@@ -77,10 +80,10 @@ def _check_plain(uri: str, tail: bytes, footer: pq.FileMetaData | None = None) -
 
 
 def read_footer(uri: str) -> pq.FileMetaData:
-    """The metadata of a Parquet file.
+    """Return the metadata of a Parquet file.
 
     Raises:
-        DataError: when the file is cut off, empty, encrypted or no Parquet.
+        DataError: The file is truncated, empty, encrypted or not Parquet.
     """
 
     def read() -> pq.FileMetaData:
@@ -95,7 +98,7 @@ def read_footer(uri: str) -> pq.FileMetaData:
 
     try:
         metadata = retry_read(uri, read)
-        _ = metadata.schema.to_arrow_schema().names, metadata.schema.names  # may not be UTF-8
+        _ = metadata.schema.to_arrow_schema().names, metadata.schema.names  # raises if names are not UTF-8
     except (pa.ArrowException, OSError, UnicodeDecodeError, Implausible) as error:
         raise DataError(
             f"not a whole Parquet file: {str(error).splitlines()[0]}",
@@ -107,7 +110,7 @@ def read_footer(uri: str) -> pq.FileMetaData:
 
 
 class Footer:
-    """The statistics of a file's row groups, by column."""
+    """Statistics of a file's row groups, by column."""
 
     def __init__(self, metadata: pq.FileMetaData, form: Form):
         self._form = form
@@ -116,7 +119,7 @@ class Footer:
         self._places = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
 
     def accused(self) -> list[int]:
-        """Return the indexes of row groups whose statistics show values that are not allowed."""
+        """Return the indexes of row groups whose statistics show invalid values."""
         asked = [
             (i, wrong) for name, wrong in _questions(self._form, self._made) for i in self._columns(name)
         ]
@@ -127,7 +130,10 @@ class Footer:
         ]
 
     def excluded(self) -> dict[str, list[set[str]]]:
-        """Task → why no row of each row group with rows counts in it; an empty set where some may."""
+        """Return task → reasons why no row counts, for each row group with rows.
+
+        The set of reasons is empty if rows of the row group may count.
+        """
         return {
             task.name: self._excluded(task) for task in self._form.plan.tasks if self._form.plan.weighs_tasks
         }
@@ -143,7 +149,7 @@ class Footer:
         return [{why for i, why, excludes in asked if excludes(group.column(i))} for group in groups]
 
     def constant_labels(self) -> dict[str, float]:
-        """Labels of one value in all rows that have one → that value, as far as statistics show it."""
+        """Return label → its only value, for labels with a single value in all rows that have the label."""
         columns = {name: self._columns(name) for name in self._form.plan.labels if name not in self._made}
         found = {name: self._one_value(places[0]) for name, places in columns.items() if len(places) == 1}
         return {name: value for name, value in found.items() if value is not None}
@@ -161,16 +167,16 @@ class Footer:
         return known
 
     def _columns(self, name: str) -> list[int]:
-        """The places of a column's values, which may be those of a list."""
+        """Return the indexes of a column's leaf columns; lists have their values in a leaf column."""
         paths = (name, f"{name}.list.element", f"{name}.list.item")
         return [self._places[path] for path in paths if path in self._places]
 
 
 def why_empty(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[str, str]:
-    """Task → why no row of any file counts in it; tasks in which some may are not there.
+    """Return task → reason why no row of any file counts, without tasks in which rows may count.
 
     Args:
-        excluded: of each file (Footer.excluded).
+        excluded: Results of Footer.excluded of all files.
     """
     of_tasks: dict[str, list[set[str]]] = {}
     for of_file in excluded:
@@ -184,7 +190,7 @@ def why_empty(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[str, str]:
 
 
 def _questions(form: Form, made: set[str]) -> Iterator[Question]:
-    """Whether a chunk has what is not allowed, of columns that no transform makes."""
+    """Yield columns that no transform writes, each with a check for invalid values."""
     schema = form.schema
     for name in {*form.plan.labels, *schema.dense} - made:
         label = name in schema.labels
@@ -201,7 +207,7 @@ def _questions(form: Form, made: set[str]) -> Iterator[Question]:
 
 
 def _conditions(task: TaskRows) -> Iterator[tuple[str, str, Callable[[pq.ColumnChunkMetaData], bool]]]:
-    """(column, why no row counts, whether a chunk shows it)."""
+    """Yield (column, reason why no row counts, function that returns True if a chunk shows the reason)."""
     if task.nulls == "skip":
         yield task.label, f"its label '{task.label}' is null in every row", _is_all_null
     for mask in (task.mask, task.mask_label):
@@ -218,7 +224,7 @@ def _is_all_null(chunk: pq.ColumnChunkMetaData) -> bool:
 
 
 def _stays_below(chunk: pq.ColumnChunkMetaData, bound: float, reaches: bool) -> bool:
-    """Whether there is no value above a bound, or, if it `reaches`, none at it either."""
+    """Return True if all values are below a bound, or with `reaches` False, at most the bound."""
     if _is_all_null(chunk):
         return True
     _, greatest = _bounds(chunk) or (None, math.inf)
@@ -231,13 +237,13 @@ def _is_wrong(chunk: pq.ColumnChunkMetaData, allowed: tuple[float, float] | None
 
 
 def _outside(chunk: pq.ColumnChunkMetaData, low: float, high: float) -> bool:
-    """Whether there are numbers outside of [low, high]."""
+    """Return True if there are numbers outside of [low, high]."""
     least, greatest = _bounds(chunk) or (low, high)
     return least < low or greatest > high
 
 
 def _bounds(chunk: pq.ColumnChunkMetaData) -> tuple[Any, Any] | None:
-    """Return the least and the greatest number of a chunk; None where statistics do not have them."""
+    """Return the smallest and largest number of a chunk; None if the statistics do not have them."""
     found = chunk.statistics if chunk.is_stats_set else None
     known = found and found.has_min_max and isinstance(found.min, int | float | Decimal)
     return (found.min, found.max) if known else None

@@ -1,6 +1,6 @@
-"""What a run reads of its rows: a plan, whatever the files hold, and its form for the files of a dataset.
+"""Read plan of a run, which is independent of files, and its form for the files of a dataset.
 
-No torch here.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from raytrec.config.features import columns_before
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Sample, Transform
 
-NO_MANAGED_ID = -(2**63)  # in the place of a managed id where there is none
+NO_MANAGED_ID = -(2**63)  # marks a missing managed id
 
 
 @dataclass(frozen=True)
 class TaskColumn:
-    """A column that a task reads in addition to its label.
+    """Column that a task reads in addition to its label.
 
     Attributes:
-        role: a mask of 0 and 1, or a factor of the row.
-        named_by: the key of the configuration, in words.
+        column: Name of the column.
+        role: Use of the column: a mask of 0 and 1, or a factor of the row.
+        named_by: Configuration key that names the column, in words.
     """
 
     column: str
@@ -36,16 +37,17 @@ class TaskColumn:
 
 @dataclass(frozen=True)
 class TaskRows:
-    """Which rows count in a task, and how much: 0 for a row without a label and one that the mask excludes,
-    else its sample weight.
+    """Rules for the weight of rows in a task.
+
+    A row without a label, or a row that the mask excludes, has weight 0; other rows have their sample weight.
 
     Attributes:
-        label: of the task, among the schema's labels.
-        name: of the task, for messages.
-        nulls: a row without a label (null or NaN) is an error, or has no part in this task.
-        mask: a column of 0 and 1: rows where it is 1 count; None: all do.
-        mask_label: a label of the schema: rows where it is 1 count.
-        sample_weight: a column of finite numbers ≥ 0; None: 1.
+        label: Label of the task, one of the schema's labels.
+        name: Name of the task, for messages.
+        nulls: Treatment of rows without a label (null or NaN): raise an error, or skip them in this task.
+        mask: Column of 0 and 1; only rows where the column is 1 count. None: all rows count.
+        mask_label: Label of the schema; only rows where the label is 1 count. None: all rows count.
+        sample_weight: Column of finite numbers ≥ 0; None: every row has weight 1.
     """
 
     label: str
@@ -57,12 +59,12 @@ class TaskRows:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether rows may count differently in it."""
+        """Return True if rows may have different weights in the task."""
         return bool(self.mask or self.mask_label or self.sample_weight) or self.nulls == "skip"
 
     @property
     def columns(self) -> list[TaskColumn]:
-        """What it reads in addition to the label."""
+        """Return the columns that the task reads in addition to its label."""
         mask = TaskColumn(self.mask, "mask", f"mask of task {self.name}")
         weight = TaskColumn(self.sample_weight, "sample weight", f"sample_weight of task {self.name}")
         return [read for read in (mask, weight) if read.column]
@@ -73,14 +75,16 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Reserved:
-    """Columns that go along with rows, in addition to what a model reads.
+    """Columns that are passed along with rows in addition to the model's inputs.
 
     Args:
-        columns: with their own types: Batch.reserved.
-        keys: that rows are grouped by (groups, items, slices): Batch.keys, in this order.
-        groups: those of them whose rows are compared with each other, or counted: no floats.
-        lists: those whose values are lists, of what groups can be. or_lists: those whose values may be.
-        named_by: column → what names it, for messages; default: data.reserve_columns.
+        columns: Columns kept in their original types (Batch.reserved).
+        keys: Columns that rows are grouped by (groups, items, slices), in the order of Batch.keys.
+        groups: Reserved columns whose values are compared between rows, or counted; floats are not allowed.
+        lists: Reserved columns whose values are lists of types allowed in `groups`.
+        or_lists: Reserved columns whose values may be such lists.
+        named_by: Column → configuration key that names the column, for messages; default:
+            data.reserve_columns.
     """
 
     columns: tuple[str, ...] = ()
@@ -92,23 +96,24 @@ class Reserved:
 
     @cached_property
     def names(self) -> list[str]:
-        """All of them, each once."""
+        """Return all reserved columns without duplicates."""
         return list(dict.fromkeys([*self.keys, *self.columns]))
 
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """What a run reads of its rows, whatever their files hold.
+    """Columns and rules by which a run reads rows, independent of the files' contents.
 
     Args:
-        transforms: what is done to columns first.
-        tasks: which rows count in each task, in the order of the configuration; none: every row in all.
-        reserved: further columns.
-        label_ranges: label → the least and greatest value that is learned from, None: any finite number;
-            default: 0 to 1.
-        whole_labels: labels that are whole numbers.
-        read_labels: whether there are labels; without, they are 0.
-        folder: where the transforms' modules may be, in addition to Python's own path.
+        schema: Schema of the run.
+        transforms: Transforms that are applied to the columns first.
+        tasks: Rules for the rows of each task, in the order of the configuration; (): every row has weight 1.
+        reserved: Columns in addition to the schema's.
+        label_ranges: Label → smallest and largest allowed value, or None for any finite number; default for
+            missing labels: 0 to 1.
+        whole_labels: Labels that must be whole numbers.
+        read_labels: False to read no labels, so that all labels are 0.
+        folder: Folder to search for the transforms' modules, in addition to Python's path.
     """
 
     schema: Schema
@@ -121,26 +126,29 @@ class ReadPlan:
     folder: str | None = None
 
     def label_range(self, label: str) -> Range | None:
-        """The least and greatest value of a label; None: any finite number."""
+        """Return the smallest and largest allowed value of a label; None: any finite number."""
         return self.label_ranges.get(label, (0.0, 1.0))
 
     @property
     def labels(self) -> list[str]:
-        """The labels that are read, in the schema's order."""
+        """Return the labels that are read, in the schema's order."""
         return self.schema.labels if self.read_labels else []
 
     @cached_property
     def weighs_tasks(self) -> bool:
-        """Whether rows may count differently in some task: Batch.task_weights."""
+        """Return True if rows may have different weights in some task, so that batches have task_weights."""
         return self.read_labels and any(task.is_weighted for task in self.tasks)
 
     @cached_property
     def columns_of_tasks(self) -> list[TaskColumn]:
-        """What tasks read in addition to labels."""
+        """Return the columns that tasks read in addition to labels."""
         return [column for task in self.tasks for column in task.columns] if self.read_labels else []
 
     def named_by(self, column: str) -> str | None:
-        """What names a column that the schema does not, in words; None: nothing does."""
+        """Return the configuration key that names a column, in words.
+
+        The result is None if the schema has the column, or if no key names the column.
+        """
         if column in self.schema.columns:
             return None
         found = [c.named_by for c in self.columns_of_tasks if c.column == column]
@@ -149,22 +157,26 @@ class ReadPlan:
         return found[0] if found else None
 
     def skips_nulls(self, label: str) -> bool:
-        """Whether a row may be without this label: all tasks that learn it take such rows, or it is only a
-        mask."""
+        """Return True if a row may lack this label.
+
+        All tasks that learn the label must skip such rows, or the label must only be used as a mask.
+        """
         rules = {task.nulls for task in self.tasks if task.label == label}
         return rules == {"skip"} if rules else any(task.mask_label == label for task in self.tasks)
 
 
 @dataclass(frozen=True)
 class Form:
-    """How the rows of a dataset are read: a plan, and what the dataset's files hold.
+    """Read plan together with facts about the files of a dataset.
 
     Args:
-        lists: sparse features whose column is a list in some file. Those, and features with weights, are bags
-            of any length; all others are single: a bag of one id or none.
-        types: of reserved columns, and of those from folders, in all files together; default: of each file,
-            its own.
-        from_folders: columns that files do not hold, but the folders that they are in: date=2026-11-07.
+        plan: Read plan of the run.
+        lists: Sparse features whose column is a list in some file. These are bags of any length, as are
+            features with weights or side features, and features of candidates. All other features are single
+            (at most one id).
+        types: Types of reserved columns and of columns from folder names, common to all files; default: the
+            type in each file.
+        from_folders: Columns that folder names such as date=2026-11-07 hold instead of the files.
     """
 
     plan: ReadPlan
@@ -174,17 +186,17 @@ class Form:
 
     @property
     def schema(self) -> Schema:
-        """The plan's."""
+        """Return the schema of the plan."""
         return self.plan.schema
 
     @property
     def folders(self) -> dict[str, pa.DataType | None]:
-        """Columns that are read from the folders' names, and their types; None: text."""
+        """Return the columns that are read from folder names → their types; None: text."""
         return {name: self.types.get(name) for name in self.from_folders}
 
     @cached_property
     def wanted(self) -> list[str]:
-        """The columns that there are to be after the transforms, each once."""
+        """Return the columns that must exist after the transforms, without duplicates."""
         plan = self.plan
         names = [name for name in plan.schema.columns if plan.read_labels or name not in plan.schema.labels]
         names += [c.column for c in plan.columns_of_tasks]
@@ -193,12 +205,12 @@ class Form:
 
     @cached_property
     def columns(self) -> list[str]:
-        """The columns to read from files, or from the names of their folders."""
+        """Return the columns to read from files or folder names."""
         return columns_before(self.plan.transforms, self.wanted)
 
     @cached_property
     def trained_columns(self) -> list[str]:
-        """Those of them that decide what is learned."""
+        """Return the subset of `columns` that affects training."""
         plan = self.plan
         learned = {*plan.schema.columns, *plan.reserved.groups, *(c.column for c in plan.columns_of_tasks)}
         aside = set(plan.reserved.names) - learned
@@ -206,17 +218,17 @@ class Form:
 
     @cached_property
     def singles(self) -> list[str]:
-        """Single features, in the schema's order."""
+        """Return the features with at most one id a row, in the schema's order."""
         return [name for name in self.schema.sparse if not self._is_list(name)]
 
     @cached_property
     def with_side_features(self) -> list[str]:
-        """Features that have side features, in the schema's order."""
+        """Return the features that have side features, in the schema's order."""
         return [name for name, spec in self.schema.sparse.items() if spec.side_features]
 
     @cached_property
     def bags(self) -> list[str]:
-        """All other features, in the schema's order."""
+        """Return the features that are bags of any length, in the schema's order."""
         return [name for name in self.schema.sparse if self._is_list(name)]
 
     def _is_list(self, feature: str) -> bool:
@@ -226,33 +238,34 @@ class Form:
 
     @cached_property
     def of_candidates(self) -> tuple[int, int, int]:
-        """How many labels, dense columns and task weights each candidate has."""
+        """Return the numbers of labels, dense columns and task weights of each candidate."""
         dense = self.schema.of_candidates(self.schema.dense)
         return len(self.plan.labels), len(dense), len(self.plan.tasks) * self.plan.weighs_tasks
 
     @cached_property
     def counts_changes(self) -> bool:
-        """Whether any table takes ids that are out of range."""
+        """Return True if any table accepts ids that are out of range."""
         return any(table.out_of_range != "error" for table in self.schema.tables.values())
 
     @cached_property
     def id_dtype(self) -> type:
-        """NumPy's type of ids on their way to the worker."""
+        """Return the NumPy type of ids in canonical tables."""
         tables = self.schema.tables.values()
         small = max(table.rows for table in tables) <= 2**31 and not self.schema.managed
         return np.int32 if small else np.int64
 
     @cached_property
     def no_id(self) -> int:
-        """What stands in the place of an id where there is none.
+        """Return the number that marks a missing id.
 
-        Among managed ids -1 is one. The least number of 64 bits is none: it is taken for the one after it.
+        With managed ids, -1 is a valid id, so the smallest int64 marks a missing id. A managed id of that
+        value is replaced by the next larger number.
         """
         return NO_MANAGED_ID if self.schema.managed else -1
 
     @cached_property
     def every_id(self) -> dict[str, int]:
-        """Features of which each global batch has every id once → how many there are."""
+        """Return the features of which each global batch has every id exactly once → number of ids."""
         samples = (transform for transform in self.plan.transforms if isinstance(transform, Sample))
         rows = {sample.column: sample.rows for sample in samples if sample.count == "all"}
         columns = {name: self.schema.column_of(name) for name in self.schema.sparse}
@@ -260,7 +273,7 @@ class Form:
 
     @cached_property
     def row_bytes(self) -> int:
-        """About how many bytes a row takes, if bags have 8 ids, and those that are drawn."""
+        """Return the approximate size of a row in bytes, with 8 ids in each bag, and all drawn ids."""
         samples = [transform for transform in self.plan.transforms if isinstance(transform, Sample)]
         drawn = sum(sample.count for sample in samples if sample.count != "all")
         numbers = (

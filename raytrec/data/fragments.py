@@ -1,4 +1,4 @@
-"""A dataset as an ordered list of row groups."""
+"""Datasets as ordered lists of row groups, and the scan of a dataset's footers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from raytrec.data.transform import apply_transforms
 
 @dataclass(frozen=True)
 class Split:
-    """Subset of a row group's rows: those held out of training, or the others.
+    """Subset of a row group's rows: either the rows held out of training or all other rows.
 
-    Of each full block of `every` consecutive rows one row is held out, at a pseudorandom place that depends
-    on (total, every) alone.
+    In each full block of `every` consecutive rows, one row is held out, at a pseudorandom place that depends
+    only on (total, every).
 
     Attributes:
-        total: Rows of the whole row group.
-        every: Rows of a block.
-        held: True for the held-out rows, False for the others.
+        total: Number of rows of the whole row group.
+        every: Number of rows of a block.
+        held: True for the held-out rows, False for the other rows.
     """
 
     total: int
@@ -40,7 +40,7 @@ class Split:
     held: bool
 
     def rows(self) -> np.ndarray:
-        """Return the places of the rows in their row group, int64, ascending."""
+        """Return the indexes of the rows in their row group, int64, ascending."""
         return _rows_of(self)
 
 
@@ -54,13 +54,13 @@ def _rows_of(split: Split) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """One row group of one Parquet file.
+    """Row group of a Parquet file.
 
     Attributes:
         path: Path or URI that `storage.open_filesystem` opens.
-        index: Number of the row group in its file.
-        rows: Rows that the dataset has of it.
-        split: Subset that these rows are; None: all rows of the row group.
+        index: Index of the row group in its file.
+        rows: Number of rows that the dataset reads from the row group.
+        split: Subset of the rows that the dataset reads; None: all rows of the row group.
     """
 
     path: str
@@ -71,17 +71,18 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Row groups in file order: files by path, groups by index, empty ones skipped.
+    """Dataset: row groups in file order and facts from the files' footers.
 
     Attributes:
-        uri: where it is, for messages.
-        form: how its rows are read.
-        left_out: what was wrong with files that are skipped (data.on_error: skip).
-        accused: row groups that a run will stop at, as far as footers show (footers.py).
-        empty_tasks: tasks in which no row counts, as far as footers show → why.
-        constant_labels: labels of one value, as far as footers show → that value.
-        log_odds: Initial bias of each column of logits (train.initial_bias); () if they stay as drawn.
-        listing: files of its folders, and why others are left out.
+        uri: Folders of the dataset, for messages.
+        groups: Row groups with rows, by path of the file, then by index.
+        form: Form of the rows.
+        left_out: Errors of files that are skipped (data.on_error: skip).
+        accused: Row groups whose footers show values at which a run will stop (footers.py).
+        empty_tasks: Task in which no row counts, according to the footers → reason.
+        constant_labels: Label with a single value, according to the footers → that value.
+        log_odds: Initial bias of each column of logits (train.initial_bias); (): the bias is not changed.
+        listing: Files of the folders, and reasons why other files are left out.
     """
 
     uri: str
@@ -98,7 +99,8 @@ class Dataset:
         """Split off one row of each block of `every` rows (Split).
 
         Returns:
-            The dataset without these rows, and the held-out rows; None if every row group has fewer rows.
+            The dataset without the held-out rows, and the dataset of held-out rows; None if every row group
+            has fewer than `every` rows.
         """
 
         def part(held: bool) -> Dataset:
@@ -113,7 +115,7 @@ class Dataset:
 
     @cached_property
     def rows(self) -> int:
-        """Rows of all groups."""
+        """Return the number of rows of all groups."""
         return sum(group.rows for group in self.groups)
 
 
@@ -126,22 +128,25 @@ def scan(
     declared: Iterable[str] = (),
     skip: bool = False,
 ) -> Dataset:
-    """Reads the footers of folders (or files) of Parquet and checks every file's columns against the plan.
+    """Read the footers of Parquet folders or files, and check every file's columns against the plan.
 
     Args:
-        places: folders (searched recursively; names that begin with `_` or `.` are skipped) or files.
-        key: the config key that named them, for messages.
-        between: first and last partition to read.
-        declared: further columns that are to be there and could be reserved.
-        skip: skip files that are not whole, or whose columns are not the plan's.
+        places: Folders (searched recursively; names that begin with `_` or `.` are skipped) or files.
+        plan: Read plan of the run.
+        key: Config key that names the folders, for messages.
+        between: First and last partition to read.
+        declared: Additional columns that must exist and could be reserved.
+        skip: True to skip files that are damaged or whose columns do not fit the plan.
 
     Raises:
-        DataError: nothing there, no rows, a file that is not whole, a column missing or of the wrong type.
+        DataError: There are no files or no rows, a file is damaged, or a column is missing or has a wrong
+            type.
     """
     listing, left_out = list_files(places, key, between), []
     plan = replace(plan, transforms=with_rows(plan.transforms, plan.schema), folder=os.getcwd())
     form, columns = Form(plan), dict.fromkeys([*plan.reserved.columns, *declared])
-    # Ids that are hashed or managed are text, so that no other folder changes the row of `4`.
+    # Keys whose ids are hashed or managed are text. Otherwise, a new folder could turn the key from integers
+    # into text, which would change the hash of `4`.
     schema = plan.schema
     text = {schema.column_of(n) for n, spec in schema.sparse.items() if schema.tables[spec.table].takes_text}
     looking = Form(
@@ -186,17 +191,17 @@ def scan(
 
 @dataclass(frozen=True)
 class _Seen:
-    """Contents of a file's footer.
+    """Facts from a file's footer.
 
     Attributes:
         uri: Path or URI of the file.
-        types: Types of its key columns and reserved columns.
-        from_folders: Columns that the file does not hold, and the names of its folders do.
+        types: Types of the file's key columns and reserved columns.
+        from_folders: Columns that folder names hold instead of the file.
         groups: Row groups with rows.
-        lists: Sparse features that are lists in it, after the transforms.
+        lists: Sparse features whose column in the file is a list, after the transforms.
         accused: Indexes of row groups that contradict the schema (footers.Footer).
-        excluded: Task → why no row counts in each row group (footers.Footer).
-        constant: Labels of one value → that value (footers.Footer).
+        excluded: Task → reasons why no row counts, for each row group (footers.Footer).
+        constant: Label with a single value → that value (footers.Footer).
     """
 
     uri: str
@@ -233,18 +238,18 @@ def _look(uri: str, form: Form) -> _Seen:
 def _agree(
     files: Sequence[_Seen], names: Sequence[str], kinds: Mapping[str, pa.DataType]
 ) -> tuple[dict[str, pa.DataType], frozenset[str], dict[str, DataError]]:
-    """Return the types of reserved columns in all files together.
+    """Return the common types of reserved columns in all files.
 
-    A column that is in folders' names anywhere is read from there everywhere.
+    A column that folder names hold for any file is read from folder names for every file.
 
     Args:
-        files: Contents of the footers.
+        files: Facts from the files' footers.
         names: Reserved columns.
-        kinds: Types of the folders' keys (folder_types).
+        kinds: Types of the keys in folder names (folder_types).
 
     Returns:
-        Column → type; columns that folders' names hold; file → error, of files that do not fit the files
-        before.
+        Column → type; columns that folder names hold; file → error, for files that do not fit the previous
+        files.
     """
     from_folders = frozenset().union(*(file.from_folders for file in files))
     types: dict[str, pa.DataType] = {}
@@ -273,7 +278,7 @@ def _agree(
 
 
 def _common_type(known: pa.DataType | None, other: pa.DataType) -> pa.DataType | None:
-    """Return the type that holds the values of both, such as int64 of int32 and int64, or None."""
+    """Return the type that holds the values of both types, e.g. int64 for int32 and int64, or None."""
     if known is None or known == other:
         return other
     both = [pa.schema([("x", kind)]) for kind in (known, other)]

@@ -1,4 +1,4 @@
-"""Checked ids of sparse features, stable hashes of ids, and keys for grouping rows. No torch here."""
+"""Checked ids of sparse features, stable hashes of ids, and keys that group rows. PyTorch is not imported."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ from raytrec.data.columns import (
 )
 from raytrec.data.form import NO_MANAGED_ID
 
-NULL_KEY = -(2**63)  # of all nulls, which are one group
+NULL_KEY = -(2**63)  # key of null, so that all nulls are one group
 
-
-# Feature → (ids that were brought into range, all ids).
+# Feature → (number of ids that were brought into range, number of all ids).
 Tally = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A sparse feature whose ids are read.
+    """Sparse feature whose ids are read.
 
     Attributes:
+        name: Name of the feature.
+        spec: Feature in the schema.
+        table: Table of the feature in the schema.
         place: Place of the first row.
-        tally: Receives the feature's counts.
+        tally: Mapping that receives the feature's counts.
     """
 
     name: str
@@ -54,9 +56,9 @@ class Feature:
 
 
 def single(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray:
-    """Return a feature with one id a row: valid ids [n] of any integer type; `no_id` for nulls.
+    """Return the valid ids of a feature with one id a row, [n] of any integer type; `no_id` for nulls.
 
-    Whole floats (integers with nulls, as pandas writes them) are ids, and NaN is a null.
+    Whole floats are accepted as ids, and NaN as null, because pandas writes integers with nulls as floats.
     """
     array = one_array(table[feature.column])
     if is_list(array.type):
@@ -79,8 +81,8 @@ def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.
     """Return a feature as bags of valid ids.
 
     Returns:
-        Offsets int32 [n + 1] from 0; ids [offsets[n]] of any integer type; weights float32 or None. A null
-        row is an empty bag.
+        Offsets int32 [n + 1] from 0; ids [offsets[n]] of any integer type; weights float32 [offsets[n]] or
+        None. A null row is an empty bag.
     """
     name, spec, column = feature.name, feature.spec, one_array(table[feature.column])
     offsets, flat = unnest(whole_floats(column, name, feature.column, feature.place))
@@ -102,10 +104,10 @@ def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def _one_for_each(table: pa.Table, name: str, feature: Feature, offsets: np.ndarray) -> pa.Array:
-    """Return the flat values of a column of lists.
+    """Return the flat values of a column of lists, one value for each id.
 
     Raises:
-        DataError: A list has another length than the list of the feature's ids, or a value is null.
+        DataError: A list's length differs from the row's number of ids, or a value is null.
     """
     ends, flat = unnest(one_array(table[name]))
     if unlike := first_unlike(ends, offsets):
@@ -130,8 +132,8 @@ def _ids(flat: pa.Array, feature: Feature, rows: Callable[[int], int]) -> np.nda
 
     Args:
         flat: Ids of all rows.
-        feature: The feature.
-        rows: Position in `flat` → row, for errors.
+        feature: Feature of the ids.
+        rows: Function from a position in `flat` to its row, for errors.
     """
     table = feature.table
     if pa.types.is_null(flat.type):  # all rows, or lists, are empty
@@ -139,18 +141,18 @@ def _ids(flat: pa.Array, feature: Feature, rows: Callable[[int], int]) -> np.nda
     if not is_text(flat.type):
         return _in_range(flat.to_numpy(zero_copy_only=False), feature, rows)
     ids = _in_range(hash_text_bits(flat) if table.ids else hash_text(flat, table.rows), feature, rows)
-    if not table.ids:  # text that has been hashed into a table's rows counts as brought into range
+    if not table.ids:  # text hashed to a table's rows counts as brought into range
         feature.tally[feature.name] = len(flat), len(flat)
     return ids
 
 
 def _in_range(ids: np.ndarray, feature: Feature, rows: Callable[[int], int]) -> np.ndarray:
-    """Return ids in [0, table.rows), by the table's policy; managed ids keep their bits as int64.
+    """Return ids in [0, table.rows) by the table's out_of_range policy; managed ids are unchanged as int64.
 
     Args:
         ids: Ids of any integer type.
-        feature: The feature.
-        rows: Position in `ids` → row, for errors.
+        feature: Feature of the ids.
+        rows: Function from a position in `ids` to its row, for errors.
     """
     name, table, tally = feature.name, feature.table, feature.tally
     tally[name] = 0, len(ids)
@@ -178,7 +180,7 @@ def _all_below(ids: np.ndarray, rows: int) -> bool:
     """Return True if all integers [n], n ≥ 1, are in [0, rows)."""
     bits = 8 * ids.itemsize
     if ids.dtype.kind == "i" and rows <= 1 << (bits - 1):
-        # One look instead of two: without a sign, a negative one is larger than all others.
+        # One reduction instead of two: viewed as unsigned, negative ids are larger than all others.
         ids = ids.view(f"uint{bits}")
         return int(np.maximum.reduce(ids)) < rows
     return int(ids.min()) >= 0 and int(ids.max()) < rows
@@ -189,11 +191,11 @@ def side_features(table: pa.Table, feature: Feature, offsets: np.ndarray) -> np.
 
     Args:
         table: Decoded table.
-        feature: The sequence.
-        offsets: Offsets of its ids, int32 [n + 1] from 0.
+        feature: Sequence feature.
+        offsets: Offsets of the sequence's ids, int32 [n + 1] from 0.
 
     Raises:
-        DataError: Another number of values than of ids; a null, NaN or infinity.
+        DataError: The numbers of values and ids differ, or a value is null, NaN or infinite.
     """
     names = feature.spec.side_features
     out = np.empty((int(offsets[-1]), len(names)))
@@ -235,10 +237,10 @@ def hash_text_bits(flat: pa.Array) -> np.ndarray:
 def group_keys(array: pa.Array) -> np.ndarray:
     """Return the key of each value, int64 [n]; equal values have equal keys.
 
-    Integers are their own key (of uint64, the same bits), as are true and false (1 and 0), and dates and
-    times in their own unit. Text and bytes are hashed (SipHash of their UTF-8), decimals as the text that
-    they are written as, and floats by their bits (splitmix64; NaN is one value, and -0.0 is 0.0). Some two
-    of n hashed values share a key with a probability of about n² / 2⁶⁵: 3e-8 for a million of them.
+    Integers are their own keys (uint64 by the same bits), booleans have keys 1 and 0, and dates and times the
+    integer in their unit. Text and bytes are hashed by SipHash of the UTF-8, and decimals as text.
+    Floats are hashed by splitmix64 of their bits, where all NaN are equal and -0.0 equals 0.0. Among n hashed
+    values, a collision has a probability of about n² / 2⁶⁵, such as 3e-8 for a million values.
 
     Raises:
         TypeError: The array has another type.
@@ -254,14 +256,14 @@ def group_keys(array: pa.Array) -> np.ndarray:
 
 
 def keys_of_rows(columns: Sequence[pa.ChunkedArray], rows: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return the group keys that each row has in columns of values or of lists of values; nulls have none.
+    """Return the group keys of each row over columns of values or lists of values; nulls have no key.
 
     Args:
         columns: Columns of equal length.
-        rows: Number of rows, for no columns.
+        rows: Number of rows; only used if `columns` is empty.
 
     Returns:
-        Number of keys of each row, int64 [rows]; and the keys, row after row, int64.
+        Number of keys of each row, int64 [rows], and the keys, row after row, int64.
     """
     of, keys = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for column in columns:
@@ -288,7 +290,7 @@ def _keys(array: pa.Array) -> np.ndarray:
         values = array.to_numpy()
         return values.view(np.int64) if values.dtype == np.uint64 else values.astype(np.int64, copy=False)
     if types.is_floating(array.type):
-        values = array.cast(pa.float64()).to_numpy() + 0.0  # of -0.0, too, 0.0
+        values = array.cast(pa.float64()).to_numpy() + 0.0  # replaces -0.0 by 0.0
         values[np.isnan(values)] = np.nan
         return hash_bits(values.view(np.uint64)).view(np.int64)
     if is_text(array.type):

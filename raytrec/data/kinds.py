@@ -1,4 +1,4 @@
-"""Checks of columns' types against the schema."""
+"""Checks of column types against the schema."""
 
 from __future__ import annotations
 
@@ -23,19 +23,22 @@ from raytrec.data.arrow import (
 if TYPE_CHECKING:
     from raytrec.data.form import Form, ReadPlan
 
-SHOWN = 30  # column names in a message
+SHOWN = 30  # maximum number of column names in a message
 RIGHT_ITEMS = ("eval.retrieval.item", "eval.retrieval.right_items")
 
 
 def check_present(arrow: pa.Schema, columns: list[str], where: str, form: Form, fields: bool = True) -> None:
-    """Looks whether columns are there, each once.
+    """Check that each column exists exactly once.
 
     Args:
-        form: what they are for.
-        fields: fields of structs are columns, too.
+        arrow: Schema of a file.
+        columns: Names of the columns.
+        where: Path or URI of the file, for messages.
+        form: Form that requires the columns, for messages.
+        fields: True if fields of structs are accepted as columns.
 
     Raises:
-        DataError: one is missing (names the nearest there is), or its name stands for several.
+        DataError: A column is missing (the message suggests a similar name), or a name is ambiguous.
     """
     for column in columns:
         try:
@@ -67,10 +70,10 @@ def _some(names: list[str]) -> str:
 
 
 def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
-    """Looks at the types of the columns that the schema, the tasks and data.reserve_columns name.
+    """Check the types of the columns that the schema, the tasks and data.reserve_columns name.
 
     Raises:
-        DataError: a column of the wrong type, with the transform, or name, by which it becomes a right one.
+        DataError: A column has a wrong type; the message suggests a transform or another name.
     """
     schema = form.schema
     for name in schema.of_candidates([*form.plan.labels, *schema.dense, *schema.sparse]):
@@ -79,7 +82,7 @@ def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
 
     def of_one(column: str) -> pa.DataType:
         kind = arrow.field(column).type
-        in_tasks = schema.candidates and column not in schema.columns  # masks and weights may be either
+        in_tasks = schema.candidates and column not in schema.columns  # masks and weights: numbers or lists
         return value_type(kind) if column in schema.candidates or in_tasks else kind
 
     for column in form.plan.labels:
@@ -110,7 +113,7 @@ def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
 
 
 def _unfit(what: str, kind: pa.DataType, column: str, uri: str, expected: str, do: str) -> DataError:
-    """The error for a column whose type is not one that is read there."""
+    """Return the error for a column of an unsupported type."""
     return DataError(
         f"{what} is {'a list:' if is_list(kind) else 'of type'} {_short(kind)}",
         where=f"{uri}, column {column}",
@@ -126,7 +129,7 @@ def _check_number(kind: pa.DataType, column: str, role: str, uri: str) -> None:
 
 
 def _as_number(kind: pa.DataType, column: str, role: str) -> str:
-    """How a column that is not a number becomes one."""
+    """Return advice on how to convert a column to numbers."""
     if is_text(kind) and role == "label":
         return f"choose which texts are 1: {_transform('binarize', column, 'positive: […]')}"
     if is_text(kind):
@@ -160,7 +163,7 @@ def _check_ids(
 
 
 def _as_ids(kind: pa.DataType, value: pa.DataType, column: str) -> str:
-    """How a column that holds no ids comes to hold some."""
+    """Return advice on how to convert a column to ids."""
     if types.is_boolean(value) or is_number(value):
         ids = _transform("cast", column, "to: int64")
         if is_list(kind):
@@ -225,7 +228,7 @@ def _check_side(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
 
 
 def _of_time(kind: pa.DataType, column: str) -> str | None:
-    """How a time becomes a feature."""
+    """Return advice on how to convert a time to a feature; None for types that are not supported times."""
     if types.is_duration(kind):
         return f"{_transform('age', column, 'unit: days')}; it is a number then"
     if not types.is_temporal(kind) or types.is_interval(kind):
@@ -241,7 +244,7 @@ def _of_time(kind: pa.DataType, column: str) -> str | None:
 
 
 def _field_of(kind: pa.DataType, column: str) -> str | None:
-    """Which name has what is inside of a struct."""
+    """Return advice on the names of fields inside a struct or map; None for other types."""
     inside = leaf_names(pa.schema([(column, kind)]))
     if inside == [column]:
         return None

@@ -1,4 +1,4 @@
-"""The files of a dataset: which are read, and why others are not."""
+"""Listing of a dataset's files: files that are read, and reasons why others are left out."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from raytrec.common.storage import open_filesystem
 from raytrec.config.data import folders
 from raytrec.data.partitions import ALL, Between, check_no_table, in_folders, in_order, within
 
-PARQUET = (b"PAR1", b"PARE")  # first and last bytes of a file; PARE: its footer is encrypted
+PARQUET = (b"PAR1", b"PARE")  # first and last bytes of a file; PARE: the footer is encrypted
 PARTIAL = (".tmp", ".temp", ".part", ".crdownload", ".inprogress", "._copying_", ".swp", ".bak", ".old", "~")
 HIDDEN_NAME, TWICE, OUTSIDE = "hidden", "reached twice", "outside data.partitions"
-KEPT_NAMES = 100  # of each reason, in a run folder
+KEPT_NAMES = 100  # maximum number of names for each reason in the run folder
 NO_FILE = "not readable files: pipes, devices, links to nothing, or names that are not UTF-8"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Every entry of a dataset's folders, before anything is read.
+    """All entries of a dataset's folders, before any file is read.
 
     Attributes:
-        files: Parquet files that are read, in their order.
+        files: Parquet files to read, in order.
         left_out: Reason → files (and hidden folders) that are not read.
     """
 
@@ -43,25 +43,26 @@ class Listing:
         return f"{text}; left out: {', '.join(reasons)}" if self.left_out else text
 
     def record(self) -> dict[str, Any]:
-        """Return what a run folder keeps: the counts in words and by reason, and names of some files."""
+        """Return the record for the run folder: counts in words and by reason, and names of some files."""
         counts = {"read": len(self.files)} | {why: len(paths) for why, paths in self.left_out.items()}
         left_out = {why: paths[:KEPT_NAMES] for why, paths in self.left_out.items()}
         return {"text": str(self), "counts": counts, "left_out": left_out}
 
 
 def list_files(places: str | list[str], key: str, between: Between = ALL) -> Listing:
-    """List the Parquet files of folders: folders in their order, the files of each by path.
+    """List the Parquet files of folders, in the order of folders and by path in each folder.
 
-    A file is read if it is called *.parquet, in any case, or begins and ends as Parquet does. Hidden files
-    and folders are left out: names that begin with `.`, or with `_` without a `=`.
+    A file is read if its name ends with .parquet, in any case, or if it begins and ends with Parquet's magic
+    bytes. Hidden files and folders are left out: names that begin with `.`, or with `_` without a `=`.
 
     Args:
         places: Folders or files.
-        key: Config key that names them, for messages.
+        key: Config key that names the folders, for messages.
         between: First and last partition.
 
     Raises:
-        DataError: No such folder, no Parquet in it, a table format owns it, or a file is named twice.
+        DataError: A folder does not exist, has no Parquet files or belongs to a table format, or a file is
+            named twice.
     """
     files, left_out = [], defaultdict[str, list[str]](list)
     for place in folders(places):
@@ -82,7 +83,7 @@ def list_files(places: str | list[str], key: str, between: Between = ALL) -> Lis
 
 
 def name_of(places: str | list[str]) -> str:
-    """Return folders as one text."""
+    """Return the names of folders as one text."""
     return ", ".join(folders(places))
 
 
@@ -142,13 +143,13 @@ Entry = tuple[str, int | None]  # path, bytes; None: a pipe, a device or a link 
 def _walk(root: str, linked: set[str], left_out: dict[str, list[str]]) -> list[Entry]:
     """Return the entries of a local folder.
 
-    Symbolic links are followed after all that is reached without them. Hidden folders are not entered. Hard
-    links to one file in several partitions are several files, because their rows differ by their partition.
+    Symbolic links are followed after all other entries are visited. Hidden folders are not entered. Hard
+    links to one file in several partitions count as several files, because their partition columns differ.
 
     Args:
-        root: Folder.
-        linked: Receives the folders that contain the targets of symbolic links.
-        left_out: Receives what is reached twice by links.
+        root: Path of the folder.
+        linked: Set that receives the folders that contain the targets of symbolic links.
+        left_out: Mapping that receives the entries that links reach a second time.
     """
     entries: list[Entry] = []
     seen: dict[tuple[int, int], str] = {}
@@ -188,12 +189,12 @@ def _walk(root: str, linked: set[str], left_out: dict[str, list[str]]) -> list[E
 
 
 def as_utf8(path: str) -> str:
-    """Return a path with escapes in place of bytes that are not UTF-8."""
+    """Return a path in which bytes that are not UTF-8 are replaced by escapes."""
     return path.encode(errors="backslashreplace").decode()
 
 
 def _list_store(filesystem: fs.FileSystem, root: str) -> list[Entry]:
-    """Return the objects below a folder, and hidden folders as one entry each."""
+    """Return the objects below a folder of an object store, and each hidden folder as one entry."""
     entries: dict[str, int | None] = {}
     for info in filesystem.get_file_info(fs.FileSelector(root, recursive=True)):
         parts = info.path.removeprefix(root).split("/")
@@ -206,17 +207,17 @@ def _list_store(filesystem: fs.FileSystem, root: str) -> list[Entry]:
 
 
 def _is_hidden(name: str) -> bool:
-    """Return True for names that Spark and Hive do not read either; `_key=value` is a partition."""
+    """Return True for names that Spark and Hive also skip; `_key=value` is a partition."""
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
 def _choose(
     filesystem: fs.FileSystem, root: str, entries: list[Entry], left_out: dict[str, list[str]], where: str
 ) -> list[str]:
-    """Return the Parquet files among entries in their order, and add the others to `left_out`.
+    """Return the Parquet files among the entries in order, and add the other entries to `left_out`.
 
     Raises:
-        DataError: Something called *.parquet is not a file.
+        DataError: An entry named *.parquet is not a file.
     """
     files, unknown, odd = [], [], []
     for path, size in entries:
@@ -250,7 +251,7 @@ def _choose(
 
 
 def _why_not(filesystem: fs.FileSystem, path: str) -> str | None:
-    """Return why a file is not Parquet, by its first and last bytes; None if it is."""
+    """Return the reason why a file is not Parquet, from its first and last bytes; None for a Parquet file."""
     try:
         with filesystem.open_input_file(path) as file:
             size = file.size()

@@ -1,7 +1,7 @@
-"""Which rows a rank reads at which step.
+"""Order of rows: the rows that each rank reads at each step.
 
-Everything follows from (row-group sizes, seed, epoch, batch_rows, lanes, shuffle, window) by arithmetic; the
-number of workers only decides which lanes are whose.
+The order is computed from row-group sizes, seed, epoch, batch_rows, lanes, shuffle and window. The number of
+workers only decides which rank reads which lanes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from raytrec.data.fragments import Dataset, Split
 
-PAGE_ROWS = 20_000  # of a page, as Spark and Arrow write them: rows from its first on are read fastest
+PAGE_ROWS = 20_000  # rows of a page as Spark and Arrow write them; reads that start at a page are fastest
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,12 @@ class Part:
     """Rows [first, first + rows) of one row group.
 
     Attributes:
-        number: of the first of them among all rows of the dataset, in file order.
-        is_cut: whether the row group is large, and taken in pieces.
+        path: Path or URI of the file.
+        group: Index of the row group in the file.
+        first: First row, counted in the row group or in `split`.
+        rows: Number of rows.
+        number: Number of the first row among all rows of the dataset, in file order.
+        is_cut: True if the row group is large and read in several pieces.
         split: Subset of the row group's rows in which `first` and `rows` count; None: all rows.
     """
 
@@ -47,11 +51,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Item:
-    """What one read task brings: rows of one lane, in order, or shuffled by `seed`.
+    """Unit of work of a read task: consecutive rows of one lane.
 
-    `skip` rows at its front have been consumed before the start step (they are dropped after the shuffle).
-    What is drawn for rows (data/transform.py) follows from `draw`, run.seed, epoch and their numbers;
-    `draw` is () in evaluations and predictions.
+    Attributes:
+        lane: Lane of the rows.
+        step: First step that needs the rows.
+        parts: Row ranges to read, in order.
+        seed: Seed of the shuffle of the rows; None: the rows stay in order.
+        skip: Number of leading rows consumed before the start step, dropped after the shuffle.
+        draw: (run.seed, epoch), from which transforms draw ids of rows (data/transform.py); () in evaluations
+            and predictions.
     """
 
     lane: int
@@ -63,23 +72,23 @@ class Item:
 
     @property
     def rows(self) -> int:
-        """Rows that it delivers."""
+        """Return the number of rows that the item delivers."""
         return sum(part.rows for part in self.parts) - self.skip
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order of an epoch.
+    """Order of the rows of an epoch.
 
     Args:
-        batch_rows: rows of a global batch (B).
-        lanes: spans of the order that every batch draws from (L); at least the number of workers.
-        shuffle: none, groups or window.
-        window: row groups of a lane that are shuffled together. A large one is cut into pieces of
-            window × 20,000 rows (at least 40,000), each shuffled by itself.
-        seed: of the permutation and the shuffles.
-        drop_last: skip the last, smaller batch.
-        permute: False keeps row groups in file order (evaluation).
+        batch_rows: Number of rows of a global batch (B).
+        lanes: Number of spans of the order that every batch draws from (L); at least the number of workers.
+        shuffle: Shuffle mode: none, groups or window.
+        window: Number of row groups of a lane that are shuffled together. A large row group is cut into
+            pieces of window × 20,000 rows (at least 40,000), and each piece is shuffled separately.
+        seed: Seed of the permutation and the shuffles.
+        drop_last: True to skip the last, smaller batch.
+        permute: False to keep row groups in file order (evaluation).
     """
 
     batch_rows: int
@@ -92,47 +101,51 @@ class Order:
 
     @classmethod
     def evaluation(cls, batch_rows: int, lanes: int) -> Order:
-        """Every row once, lane by lane in file order."""
+        """Return the order of an evaluation: every row once, lane by lane in file order."""
         return cls(batch_rows, lanes, shuffle="groups", permute=False)
 
     def steps(self, rows: int) -> int:
-        """Steps of an epoch over `rows` rows."""
+        """Return the number of steps of an epoch over `rows` rows."""
         full, rest = divmod(rows, self.batch_rows)
         return full + (rest > 0 and not self.drop_last)
 
     def global_rows(self, rows: int, step: int) -> int:
-        """Rows of the global batch at a step of the epoch."""
+        """Return the number of rows of the global batch at a step of the epoch."""
         return min(self.batch_rows, rows - step * self.batch_rows)
 
     def local_rows(self, rows: int, step: int, rank: int, world: int) -> int:
-        """Rows of a rank's part of that batch."""
+        """Return the number of rows of a rank's part of the global batch at a step of the epoch."""
         batch, (low, high) = self.global_rows(rows, step), self.lanes_of(rank, world)
         return high * batch // self.lanes - low * batch // self.lanes
 
     def shares(self, rows: int, step: int, rank: int, world: int) -> list[tuple[int, int]]:
-        """(lane, rows that the rank takes of it) at a step; file order has one lane, 0."""
+        """Return (lane, number of rows that the rank takes from the lane) at a step.
+
+        File order (`shuffle` none) has the single lane 0.
+        """
         if self.shuffle == "none":
             return [(0, self.local_rows(rows, step, rank, world))]
         batch, (low, high) = self.global_rows(rows, step), self.lanes_of(rank, world)
         return [(lane, share(batch, lane, self.lanes)) for lane in range(low, high)]
 
     def padded_rows(self, rows: int, step: int, world: int) -> int:
-        """Rows that every rank pads its part to: those of the largest, and at least 1."""
+        """Return the number of rows to which every rank pads its part: the largest part, at least 1."""
         return _largest_part(self.global_rows(rows, step), self.lanes, world)
 
     def lanes_of(self, rank: int, world: int) -> tuple[int, int]:
-        """The lanes [low, high) of a rank."""
+        """Return the range [low, high) of a rank's lanes."""
         return rank * self.lanes // world, (rank + 1) * self.lanes // world
 
     @property
     def piece_rows(self) -> int:
-        """Rows of the pieces that large row groups are cut into."""
+        """Return the number of rows of the pieces into which large row groups are cut."""
         return max(2, self.window) * PAGE_ROWS
 
     def pieces(self, dataset: Dataset) -> list[Part]:
-        """The dataset's row groups, large ones in pieces, so that those need no more memory and time.
+        """Return the dataset's row groups in file order, with large row groups cut into pieces.
 
-        A row group's last piece has half as many to one and a half times as many rows as its others.
+        Cutting bounds the memory and time of a read. The last piece of a row group has 0.5 to 1.5 times as
+        many rows as the others.
         """
         pieces, number, size = [], 0, self.piece_rows
         for group in dataset.groups:
@@ -145,7 +158,7 @@ class Order:
         return pieces
 
     def items(self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0) -> list[Item]:
-        """A rank's work for the rest of an epoch, in the order of the first step that needs it."""
+        """Return a rank's items for the steps from `start_step` on, in the order of their first steps."""
         layout = _Layout(dataset, self, epoch)
         low, high = self.lanes_of(rank, world)
         if self.shuffle == "none":
@@ -172,7 +185,7 @@ class _Layout:
             self.rest = 0
 
     def parts(self, start: int, stop: int) -> Iterator[tuple[int, Part]]:
-        """Rows [start, stop) of the sequence: (which piece, the part of it)."""
+        """Yield (index of the piece, part of that piece) for rows [start, stop) of the sequence."""
         for i in range(int(np.searchsorted(self.ends, start, side="right")), len(self.pieces)):
             piece = self.pieces[i]
             begin = int(self.ends[i]) - piece.rows
@@ -183,7 +196,7 @@ class _Layout:
             yield i, replace(piece, first=first, rows=rows, number=number)
 
     def windows(self, start: int, stop: int) -> Iterator[tuple[Part, ...]]:
-        """Rows [start, stop) of the sequence, as far as they are read and shuffled together."""
+        """Yield the parts of rows [start, stop) of the sequence, grouped by joint reads and shuffles."""
         size = self.order.window if self.order.shuffle == "window" else 1
         window: list[Part] = []
         for _, part in self.parts(start, stop):
@@ -195,7 +208,7 @@ class _Layout:
             yield tuple(window)
 
     def lane(self, lane: int, start_step: int) -> list[Item]:
-        """The items of one lane from a step on."""
+        """Return the items of one lane from a step to the end of the epoch."""
         order = self.order
         per_step = share(order.batch_rows, lane, order.lanes)
         start = self.full * offset(order.batch_rows, lane, order.lanes) + offset(self.rest, lane, order.lanes)
@@ -215,9 +228,9 @@ class _Layout:
         return items
 
     def slices(self, low: int, high: int, start_step: int) -> list[Item]:
-        """File order: a rank's slice of every batch, one item for each piece that it touches."""
+        """Return the items of a rank's slices of all batches in file order, one item for each piece."""
         order = self.order
-        per_piece: dict[int, tuple[int, list[Part]]] = {}  # the first step that needs it, and its parts
+        per_piece: dict[int, tuple[int, list[Part]]] = {}  # piece → (first step that needs it, parts)
         for step in range(start_step, self.full + (self.rest > 0)):
             batch = order.batch_rows if step < self.full else self.rest
             begin = step * order.batch_rows
@@ -227,18 +240,18 @@ class _Layout:
         return [Item(0, step, tuple(parts), None, draw=self.draw) for step, parts in per_piece.values()]
 
 
-@lru_cache(maxsize=64)  # an epoch has two sizes of batches: it is asked for at every step
+@lru_cache(maxsize=64)  # called at every step, with only two batch sizes in an epoch
 def _largest_part(batch: int, lanes: int, world: int) -> int:
-    """Rows of the largest part of a batch, and at least 1."""
+    """Return the number of rows of the largest rank's part of a batch, at least 1."""
     ends = [offset(batch, rank * lanes // world, lanes) for rank in range(world + 1)]
     return max(1, *(stop - start for start, stop in pairwise(ends)))
 
 
 def offset(rows: int, lane: int, lanes: int) -> int:
-    """Rows of a batch before a lane's share."""
+    """Return the number of rows of a batch before a lane's share."""
     return lane * rows // lanes
 
 
 def share(rows: int, lane: int, lanes: int) -> int:
-    """A lane's share of a batch."""
+    """Return the number of rows of a lane's share of a batch."""
     return offset(rows, lane + 1, lanes) - offset(rows, lane, lanes)

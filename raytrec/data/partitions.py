@@ -1,6 +1,6 @@
-"""Folders key=value as partitions and columns, and folders that a table format owns.
+"""Folders key=value as partitions and columns, and detection of folders that belong to a table format.
 
-The records of a table format name the files with current rows. No torch here.
+A table format keeps records of the files with current rows. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from raytrec.data.form import Form
 Between = tuple[str | None, str | None]  # first and last partition, both included; None: no bound
 ALL: Between = (None, None)
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # the folder of rows without a value
-INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # one spelling of each number: 04 and 4 are different texts
-DIGITS = re.compile(r"-?[0-9]+")  # compared as numbers, however they are spelled
+INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # canonical spelling only: 04 and 4 are different texts
+DIGITS = re.compile(r"-?[0-9]+")  # compared as numbers in any spelling
 
 
-PARENTS = 7  # a partition's keys, a folder such as data/, and the table
-# Table format → (path of its records below the table, how the current rows are written as plain Parquet).
+PARENTS = 7  # levels to search: keys of a partition, a folder such as data/, and the table
+# Table format → (pattern of its records' path below the table, code that writes current rows as Parquet).
 SPARK = 'spark.read.format("{}").load("{{table}}").write.parquet("plain")'
 FORMATS = {
     "a Delta Lake table": (
@@ -48,12 +48,12 @@ FORMATS = {
     ),
     "the output of a Spark stream": (r"_spark_metadata", SPARK.format("parquet")),
 }
-RECORDS = ("_delta_log", "metadata", ".hoodie", "snapshot", "_spark_metadata")  # where those records are
+RECORDS = ("_delta_log", "metadata", ".hoodie", "snapshot", "_spark_metadata")  # folders of the records
 _PATTERNS = {name: re.compile(rf"/{pattern}(?=/|$)") for name, (pattern, _) in FORMATS.items()}
 
 
 def in_order(path: str) -> list[tuple]:
-    """Return a sort key of a path: text, except for whole numbers in key=value folders, which are numbers."""
+    """Return a sort key of a path, in which integer values of key=value folders are compared as numbers."""
     return [_rank(part) for part in path.split("/")]
 
 
@@ -64,7 +64,7 @@ def _rank(part: str) -> tuple:
 
 
 def _decoded(text: str) -> str:
-    """Return a key or value without its percent-encoding; as it is where that is not UTF-8."""
+    """Return a key or value without percent-encoding, or unchanged if the result is not UTF-8."""
     try:
         return unquote(text, errors="strict")
     except UnicodeDecodeError:
@@ -72,16 +72,19 @@ def _decoded(text: str) -> str:
 
 
 def within(paths: list[str], root: str, between: Between, uri: str) -> list[str]:
-    """The paths whose partition is in a range.
+    """Return the paths whose partition is in a range.
 
-    A bound names the first partition keys, or all: `date=2026-11-07` as the last takes in its every hour.
+    A bound names all partition keys or only the outermost ones. The last bound `date=2026-11-07` includes
+    every hour of that date.
 
     Args:
-        paths: of files below `root`.
-        uri: the folder's name in messages.
+        paths: Paths of files below `root`.
+        root: Path of the dataset's folder.
+        between: First and last partition, both included.
+        uri: Name of the folder, for messages.
 
     Raises:
-        DataError: a bound that does not name the folders' keys, or nothing between the bounds.
+        DataError: The keys of a bound differ from the keys of the folders, or no file is in the range.
     """
     first, last = (in_order(_checked(bound)) if bound else [] for bound in between)
     chosen = []
@@ -119,7 +122,7 @@ def _checked(bound: str) -> str:
 
 
 def in_folders(path: str) -> dict[str, str | None]:
-    """The values of the key=value folders on a file's path; the innermost of each key."""
+    """Return the values of the key=value folders on a file's path; the innermost folder of a key applies."""
     found = {}
     for part in path.split("/")[:-1]:
         key, equals, value = part.partition("=")
@@ -129,7 +132,7 @@ def in_folders(path: str) -> dict[str, str | None]:
 
 
 def find_in_folders(arrow: pa.Schema, form: Form, uri: str) -> frozenset[str]:
-    """Return the columns that a file does not hold, and the folders that it is in do."""
+    """Return the columns that a file does not hold and the names of its folders do."""
     folders = in_folders(uri)
     return frozenset(name for name in form.columns if name in folders and not _holds(arrow, name))
 
@@ -142,31 +145,31 @@ def _holds(arrow: pa.Schema, name: str) -> bool:
 
 
 def type_of_folders(values: Iterable[str | None]) -> pa.DataType:
-    """Return the type of values in folders' names: int64 if all are whole numbers, else text."""
+    """Return the type of values in folder names: int64 if all are integers, else text."""
     whole = all(value is None or INTEGER.fullmatch(value) for value in values)
     return pa.int64() if whole else pa.string()
 
 
 def folder_column(path: str, name: str, kind: pa.DataType | None, rows: int) -> pa.Array:
-    """Return a column of a file's rows from the names of its folders, of a type; None: text."""
+    """Return a column of a file's rows from the names of its folders, in type `kind`; None: text."""
     text, kind = in_folders(path)[name], kind or pa.string()
     value = int(text) if text is not None and pa.types.is_integer(kind) else text
     return pa.repeat(pa.scalar(value, kind), rows)
 
 
 def folder_types(paths: Iterable[str], text: Container[str] = ()) -> dict[str, pa.DataType]:
-    """Return the type of each key of the folders that files are in.
+    """Return the type of each key in the folder names of files.
 
     Args:
         paths: Paths of files.
-        text: Keys that are text in any case.
+        text: Keys that are always text.
     """
     values = folder_values(paths)
     return {key: pa.string() if key in text else type_of_folders(each) for key, each in values.items()}
 
 
 def folder_values(paths: Iterable[str]) -> dict[str, set[str | None]]:
-    """Return the values of each key of the folders that files are in; None: no value."""
+    """Return the values of each key in the folder names of files; None stands for a missing value."""
     values: dict[str, set[str | None]] = {}
     for folder in {path.rpartition("/")[0] for path in paths}:
         for key, value in in_folders(f"{folder}/").items():
@@ -175,12 +178,12 @@ def folder_values(paths: Iterable[str]) -> dict[str, set[str | None]]:
 
 
 def check_no_table(filesystem: fs.FileSystem, path: str, inside: Iterable[str], where: str) -> None:
-    """Check that no table format owns a folder, a folder above it or one inside of it.
+    """Check that no table format owns a folder, its parents or folders inside of the folder.
 
     Args:
         filesystem: Filesystem of the folder.
         path: Path of the folder or file in that filesystem.
-        inside: Paths in the folder that are not hidden, and hidden ones that are directly in those.
+        inside: Paths of entries in the folder; hidden folders are listed without their contents.
         where: Config key and name of the folder, for messages.
 
     Raises:
@@ -204,7 +207,7 @@ def check_no_table(filesystem: fs.FileSystem, path: str, inside: Iterable[str], 
 
 
 def _entries(filesystem: fs.FileSystem, folder: str) -> list[str]:
-    """Return the paths in a folder, none where it does not exist or may not be listed."""
+    """Return the paths in a folder; no paths if the folder does not exist or cannot be listed."""
     try:
         return [info.path for info in filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True))]
     except OSError:

@@ -1,4 +1,7 @@
-"""Pieces of canonical tables: slices of rows, and several of them one after the other. No torch here."""
+"""Pieces of canonical tables: slices of rows, concatenated slices and a supply of slices for each lane.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ class Chunk:
     """Rows in canonical form (canonical.py) as NumPy views of Arrow's buffers.
 
     Attributes:
-        matrices: Name → [n, columns] for labels, dense, ids, task_weights and keys; lengths: int32
+        matrices: Name → [n, columns] for labels, dense, ids, task_weights and keys, and lengths → int32
             [n, list columns].
-        lists: ids.NAME, weights.NAME, candidates, changed → place among the list columns.
+        lists: Name of a list column (ids.NAME, weights.NAME, candidates, changed, …) → its index.
         values: Values of each list column.
-        offsets: Offsets of the list columns, int32 [n + 1, list columns]; all offsets of a row are adjacent
-            because slices are small and many.
-        present: True for rows that are not skipped, bool [n]; None: all rows.
-        reserved: Reserved columns under their own names; None: there are none.
+        offsets: Offsets of the list columns, int32 [n + 1, list columns]. The offsets of a row are adjacent
+            because there are many small slices.
+        present: True for rows that are not skipped, bool [n]; None: no row is skipped.
+        reserved: Reserved columns without the prefix in their names; None: there are no reserved columns.
     """
 
     matrices: dict[str, np.ndarray]
@@ -37,6 +40,7 @@ class Chunk:
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> Chunk:
+        """Return a record batch of a canonical table as a chunk."""
         matrices, arrays, present, reserved = {}, {}, None, {}
         for name, array in zip(batch.schema.names, batch.columns, strict=True):
             if name == "present":
@@ -59,7 +63,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Rows:
-    """Rows [first, last) of a chunk; slicing costs next to nothing."""
+    """Rows [first, last) of a chunk. Slicing copies no data."""
 
     chunk: Chunk
     first: int
@@ -67,6 +71,7 @@ class Rows:
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> Rows:
+        """Return all rows of a record batch of a canonical table."""
         return cls(Chunk.of(batch), 0, batch.num_rows)
 
     def __len__(self) -> int:
@@ -77,22 +82,22 @@ class Rows:
         return Rows(self.chunk, self.first + start, self.first + stop)
 
     def matrix(self, name: str) -> np.ndarray:
-        """Return the rows of a matrix."""
+        """Return these rows of a matrix."""
         return self.chunk.matrices[name][self.first : self.last]
 
     def reserved(self) -> pa.RecordBatch:
-        """Return the rows of the reserved columns."""
+        """Return these rows of the reserved columns."""
         return self.chunk.reserved.slice(self.first, self.last - self.first)
 
     def values(self) -> list[np.ndarray]:
-        """Return the values of the rows, for each list column of the chunk."""
+        """Return the values of these rows for each list column of the chunk."""
         chunk = self.chunk
         bounds = zip(chunk.offsets[self.first].tolist(), chunk.offsets[self.last].tolist(), strict=True)
         return [values[begin:end] for values, (begin, end) in zip(chunk.values, bounds, strict=True)]
 
 
 class Joined:
-    """Several slices of chunks, one after the other.
+    """Concatenation of several slices of chunks.
 
     Attributes:
         rows: Total number of rows.
@@ -105,21 +110,21 @@ class Joined:
         self._lengths = self.matrix("lengths") if pieces else None
 
     def has(self, name: str) -> bool:
-        """Return True if there are rows, and they have this matrix."""
+        """Return True if there are rows and the rows have this matrix."""
         return self.rows > 0 and name in self._pieces[0].chunk.matrices
 
     def matrix(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
-        """Return a matrix, [rows, columns]."""
+        """Return a matrix of all rows, [rows, columns], written to `out` if given."""
         return np.concatenate([piece.matrix(name) for piece in self._pieces], out=out)
 
     def present(self) -> np.ndarray | None:
-        """Return which rows there are, bool [rows]; None: all."""
+        """Return True for rows that are not skipped, bool [rows]; None: no row is skipped."""
         if not self.rows or self._pieces[0].chunk.present is None:
             return None
         return np.concatenate([p.chunk.present[p.first : p.last] for p in self._pieces])
 
     def values(self, name: str) -> list[np.ndarray]:
-        """Return the values of a list column, for each slice."""
+        """Return the values of a list column for each slice."""
         return [values[self._places[name]] for values in self._values]
 
     def lengths(self, name: str) -> np.ndarray:
@@ -128,7 +133,7 @@ class Joined:
 
 
 class Supply:
-    """Rows of each lane that have been read and not yet taken.
+    """Queue, for each lane, of rows that have been read and not yet taken.
 
     Attributes:
         due: Number of rows that have not been read yet.
@@ -138,7 +143,7 @@ class Supply:
         self.due = sum(item.rows for item in items)
         self._items, self._tables = iter(items), tables
         self._lanes: dict[int, deque[Rows]] = {}
-        self._lane, self._left = 0, 0  # the item that is arriving: its lane, and its rows still to come
+        self._lane, self._left = 0, 0  # lane and missing rows of the item that is being received
 
     def take(self, lane: int, count: int) -> Iterator[Rows]:
         """Yield slices with the next `count` rows of a lane."""

@@ -1,4 +1,4 @@
-"""The read task: an item's rows in canonical form. No torch here."""
+"""Read tasks, which convert the rows of items to canonical form. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ from raytrec.data.order import Item, Part
 from raytrec.data.pages.decode import Faults, decode_columns
 from raytrec.data.transform import Draw, apply_transforms
 
-AHEAD = 2  # items that are decoded before they are asked for, each in a thread
-NICE = 10  # of the threads that decode
-MOST_BAD_ROWS = 64  # of one row group that are looked for one by one; beyond them, the rest is skipped
-CHECKED_ROWS = 1 << 16  # read at a time
-MOST_ACCUSED = 4  # row groups that are read because of their footers
+AHEAD = 2  # number of items decoded ahead, each in a thread
+NICE = 10  # nice value of the decoding threads
+MOST_BAD_ROWS = 64  # bad rows of a row group that are located individually; beyond, whole slices are skipped
+CHECKED_ROWS = 1 << 16  # number of rows read at a time by checks before the run
+MOST_ACCUSED = 4  # number of row groups that are read because of their footers
 
 
 def read_items(items: Any, form: Form, faults: Faults | None, index: pa.Table) -> Iterator[pa.Table]:
-    """One Ray Data task: the items whose places in the list stand in the column `id` of `index`.
+    """Yield the tables of one Ray Data task's items.
 
-    The next items are decoded in threads while this one is checked and handed over.
+    While an item is checked and yielded, threads decode the next items.
 
     Args:
-        items: ray.ObjectRef of the whole list.
+        items: ray.ObjectRef of the list of all items.
+        form: Form of the rows.
+        faults: Treatment of rows that cannot be read; None: a DataError is raised.
+        index: Table whose column `id` has the task's positions in the list.
     """
     whole = _fetched(items)
     mine = [whole[i] for i in index["id"].to_pylist()]
@@ -53,15 +56,15 @@ def read_items(items: Any, form: Form, faults: Faults | None, index: pa.Table) -
 
 
 def _give_way() -> None:
-    """Lower the priority of this thread, so that decoding does not hold up a rank, for which all would wait.
+    """Lower the priority of this thread, so that decoding does not delay a rank that all ranks wait for.
 
-    On Linux, each thread has its own priority. Only root may raise it, and Ray may have set a lower one.
+    On Linux, each thread has its own priority. Ray may have set a lower priority, which only root can raise.
     """
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
-@lru_cache(maxsize=2)  # of this epoch and the next
+@lru_cache(maxsize=2)  # the lists of this epoch and the next
 def _fetched(items: Any) -> list[Item]:
     import ray
 
@@ -69,17 +72,19 @@ def _fetched(items: Any) -> list[Item]:
 
 
 def read_item(item: Item, form: Form, faults: Faults | None = None) -> pa.Table:
-    """The rows of an item in canonical form, shuffled if it has a seed; always as many as the item has.
+    """Return the rows of an item in canonical form, shuffled if the item has a seed.
+
+    The table always has `item.rows` rows.
 
     Raises:
-        DataError: a row group that cannot be decoded, or a value that the schema does not allow; names file,
-            row group, column and row. Under `faults.skip` those rows are not present instead.
+        DataError: A row group cannot be decoded, or the schema does not allow a value; names file, row group,
+            column and row. With `faults.skip`, such rows are marked as not present instead.
     """
     return finish_item(item, decode_item(item, form), form, faults)
 
 
 def decode_item(item: Item, form: Form) -> list[pa.Table | DataError]:
-    """The rows of each row group that an item's parts span, decoded once, or what is wrong with it."""
+    """Return the decoded rows of each row group that an item's parts span, or the error of the row group."""
     keep_memory()
     decoded: list[pa.Table | DataError] = []
     for (path, group), parts in _groups(item):
@@ -95,7 +100,7 @@ def decode_item(item: Item, form: Form) -> list[pa.Table | DataError]:
 def finish_item(
     item: Item, decoded: list[pa.Table | DataError], form: Form, faults: Faults | None = None
 ) -> pa.Table:
-    """The rest of `read_item`, after `decode_item`."""
+    """Convert the result of `decode_item` to the result of `read_item`."""
     pieces = []
     for ((path, group), parts), table in zip(_groups(item), decoded, strict=True):
         draw = Draw(item.draw, parts[0].number - parts[0].first + _span(parts)[0])
@@ -107,13 +112,13 @@ def finish_item(
 
 
 def _groups(item: Item) -> list[tuple[tuple[str, int], list[Part]]]:
-    """((file, row group), its parts) of an item."""
+    """Return ((file, row group), parts) for each row group of an item."""
     found = groupby(item.parts, key=lambda part: (part.path, part.group))
     return [(key, list(parts)) for key, parts in found]
 
 
 def _span(parts: list[Part]) -> tuple[int, int]:
-    """The rows [first, last) of a row group from the first of its parts to the last."""
+    """Return the range [first, last) of a row group's rows from the first part to the last."""
     starts, stops = zip(*(part.span() for part in parts), strict=True)
     return min(starts), max(stops)
 
@@ -121,10 +126,15 @@ def _span(parts: list[Part]) -> tuple[int, int]:
 def _finish_group(
     place: Place, parts: list[Part], table: pa.Table | DataError, form: Form, faults: Faults, draw: Draw
 ) -> pa.Table:
-    """The parts of one row group.
+    """Return the parts of one row group in canonical form.
 
     Args:
-        table: the rows that they span. draw: by what those draw ids.
+        place: Place of the row group.
+        parts: Parts to return.
+        table: Decoded rows that the parts span, or the error of the row group.
+        form: Form of the rows.
+        faults: Treatment of rows that cannot be read.
+        draw: Seed of the ids drawn for the rows.
     """
     try:
         if isinstance(table, DataError):
@@ -144,14 +154,14 @@ def _finish_group(
 
 
 def _rows_of(part: Part, table: pa.Table, first: int) -> pa.Table:
-    """Return the rows of a part from a table whose first row has the place `first` in the row group."""
+    """Return the rows of a part from a table whose first row is row `first` of the row group."""
     if part.split is None:
         return table.slice(part.first - first, part.rows)
     return table.take(pa.array(part.split.rows()[part.first : part.first + part.rows] - first))
 
 
 def _present(table: pa.Table, form: Form, place: Place, faults: Faults, left: list | None = None) -> pa.Table:
-    """The canonical form with a column `present`: bad rows, found by halving, are empty and not present."""
+    """Return the canonical form with a column `present`. Bad rows, found by bisection, are not present."""
     left = [MOST_BAD_ROWS] if left is None else left
     try:
         return canonical(table, form, place).append_column("present", pa.array(np.ones(len(table), bool)))
@@ -167,15 +177,15 @@ def _present(table: pa.Table, form: Form, place: Place, faults: Faults, left: li
 
 
 def _absent(rows: int, form: Form) -> pa.Table:
-    """Rows that are skipped."""
+    """Return skipped rows: canonical rows without values that are not present."""
     return nothing(form, rows).append_column("present", pa.array(np.zeros(rows, bool)))
 
 
 def check_accused(dataset: Dataset) -> None:
-    """Reads the first row groups that hold what the schema does not allow, by their footers.
+    """Read the first row groups whose footers show values that the schema does not allow.
 
     Raises:
-        DataError: they do; names file, row group, column and row.
+        DataError: A row group has such a value; names file, row group, column and row.
     """
     for group in dataset.accused[:MOST_ACCUSED]:
         for first in range(0, group.rows, CHECKED_ROWS):

@@ -1,4 +1,4 @@
-"""One rank's batches of a dataset, read by Ray Data."""
+"""Stream of one rank's batches of a dataset, read by Ray Data."""
 
 from __future__ import annotations
 
@@ -27,29 +27,31 @@ from raytrec.data.pages.decode import Faults
 from raytrec.data.pieces import Supply
 from raytrec.data.rows import read_items
 
-NODES_EVERY_S = 10.0  # nodes come and go
+NODES_EVERY_S = 10.0  # interval at which the list of nodes is refreshed
 LEAST_TASK_ROWS = 65_536  # starting a task costs as much as decoding some 40,000 rows
-BLOCK_BYTES = 16 << 20  # of what a task hands over at a time
+BLOCK_BYTES = 16 << 20  # target size of the blocks that a task yields
 
 
 @dataclass(eq=False)
 class Stream:
-    """The batches that one rank reads of a dataset, in an order that only the Order decides.
+    """Source of the batches that one rank reads from a dataset, in the order given by `order`.
 
-    Reading, checking and shuffling run as Ray Data tasks, which ask Ray for no CPU; this process slices and
-    concatenates in a thread, `prefetch` batches ahead of the step.
+    Reading, checking and shuffling run as Ray Data tasks, which request no CPU from Ray. A thread of this
+    process slices and concatenates the rows, `prefetch` batches ahead of the step.
 
     Args:
-        dataset: what is read.
-        order: an Order, or another with its methods.
-        rank, world: this rank and their number.
-        readers: read tasks at the same time. read_on: see `place`.
-        prefetch: batches made ready ahead.
-        faults: what becomes of rows that cannot be read; default: a DataError.
-        buffer_bytes: what Ray's object store may hold of rows that have been read and not yet taken over.
-        pin_memory: batches in page-locked memory, from which a GPU copies while it computes.
-        features: of the run; see Collator.
-        train: whether batches are trained, which is where features have every id (Form.every_id).
+        dataset: Dataset to read.
+        order: Order, or an object with the same methods.
+        rank: This rank.
+        world: Number of ranks.
+        readers: Number of concurrent read tasks.
+        read_on: Nodes that run the read tasks; see `place`.
+        prefetch: Number of batches prepared ahead.
+        faults: Treatment of rows that cannot be read. None: a DataError is raised.
+        buffer_bytes: Limit on the bytes in Ray's object store of rows that are read but not yet received.
+        pin_memory: True to put batches in page-locked memory, from which a GPU copies while it computes.
+        features: Features of the run; see Collator.
+        train: True if batches are used for training; only then do features have every id (Form.every_id).
     """
 
     dataset: Dataset
@@ -68,31 +70,36 @@ class Stream:
 
     @property
     def may_skip(self) -> bool:
-        """Whether rows that cannot be read are skipped."""
+        """Return True if rows that cannot be read are skipped."""
         return bool(self.faults and self.faults.skip)
 
     def batches(self, epoch: int = 0, start_step: int = 0) -> Reading:
-        """The rest of an epoch: one Batch for each step from start_step on, the same number on every rank.
+        """Return an iterator with one Batch for each step of an epoch from `start_step`.
 
-        Reading begins now, not with the first batch that is asked for.
+        Every rank gets the same number of batches. Reading starts immediately, before the first batch is
+        requested.
 
         Raises:
-            DataError: what a read task found wrong.
+            DataError: A read task failed; raised by the iterator.
         """
         device = torch.cuda.current_device() if self.pin_memory else None
         return Reading(lambda reading: self._assemble(reading, epoch, start_step), self.prefetch, device)
 
     def epochs(self, count: int, first_step: int = 0) -> Iterator[Batch]:
-        """The batches of epochs 0 to count - 1, one after the other; reading begins now.
+        """Return an iterator over the batches of epochs 0 to count - 1. Reading starts immediately.
 
         Args:
-            first_step: steps over all epochs that are skipped, because they have been trained.
+            count: Number of epochs.
+            first_step: Number of steps, over all epochs, that are skipped because they have been trained.
         """
         epoch, start_step = divmod(first_step, self.order.steps(self.dataset.rows))
         return self._chain(self.batches(epoch, start_step) if epoch < count else None, epoch, count)
 
     def _chain(self, current: Reading | None, epoch: int, count: int) -> Iterator[Batch]:
-        """Begins to read an epoch when the one before has been read, which is long before it is trained."""
+        """Yield the batches of all epochs, and start to read each epoch as soon as the previous one is read.
+
+        An epoch is read long before all its batches are trained.
+        """
         following = None
         try:
             while current is not None:
@@ -122,13 +129,14 @@ class Stream:
             ]
             if not supply.due:
                 reading.all_read.set()
-            # The last batch has few rows: every id is shared out among as many as before.
+            # If the batches have every id, the last batch is padded to the size of a full batch, because its
+            # rows hold all ids as well.
             padded = self.order.padded_rows(rows, 0 if fill else step, self.world)
             whole = self.order.global_rows(rows, step)
             yield collate(pieces, padded, whole, epoch * self.order.steps(rows) + step)
 
     def _tables(self, items: list[Item]) -> Iterator[pa.Table]:
-        """The items' rows in their order; a table may hold several items, or a part of one."""
+        """Yield the items' rows in order; a table may hold several items or a part of one."""
         import ray.data
 
         if not items:
@@ -138,19 +146,19 @@ class Stream:
         pace_executors()
         read = partial(read_items, ray.put(items), self.dataset.form, self.faults)
         rows = sum(item.rows for item in items)
-        # Tasks in turn: what the others bring must find room until the first has ended.
+        # Tasks are consumed in order: the output of later tasks must fit until the first task has ended.
         task_rows = max(
             LEAST_TASK_ROWS, self.buffer_bytes // (2 * self.readers * self.dataset.form.row_bytes)
         )
         blocks = min(len(items), max(-(-rows // task_rows), 4 * self.readers))
-        # Not ray.data.range or from_arrow, whose own tasks would ask for a CPU where there may be none left.
+        # ray.data.range and from_arrow start tasks that request a CPU, and all CPUs may be taken.
         parts = np.array_split(np.arange(len(items)), blocks)
         dataset = ray.data.from_blocks([pa.table({"id": part}) for part in parts]).map_batches(
             read,
             batch_size=None,
             batch_format="pyarrow",
-            # Their CPUs are set aside with the worker's (driver/launch.py). Tasks of a paused stream keep
-            # what they had asked for, and those of another would wait for it for ever.
+            # The worker's request includes the CPUs of its readers (driver/launch.py). If tasks requested
+            # CPUs, a paused stream's tasks would keep them, and tasks of other streams would wait forever.
             num_cpus=0,
             compute=ray.data.TaskPoolStrategy(size=self.readers),
             ray_remote_args_fn=partial(place, self.readers * self.world, self.read_on),
@@ -159,13 +167,13 @@ class Stream:
         context.execution_options.preserve_order = True
         context.execution_options.resource_limits = limits(object_store_memory=self._held_bytes())
         context.target_max_block_size = BLOCK_BYTES
-        context.raise_original_map_exception = True  # else Ray wraps a DataError and loses it
+        context.raise_original_map_exception = True  # otherwise Ray wraps a DataError and loses it
         context.enable_progress_bars = False
-        context.memory_usage_poll_interval_s = None  # a thread in each reader, for figures that are not read
+        context.memory_usage_poll_interval_s = None  # polling takes a thread in each reader; nothing reads it
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
 
     def _held_bytes(self) -> int:
-        """What the object store may hold for this rank: its buffer, or less where the store is small."""
+        """Return the object-store limit of this rank in bytes: the buffer, or less if the store is small."""
         import ray
 
         store = ray.cluster_resources().get("object_store_memory", 0)
@@ -173,14 +181,16 @@ class Stream:
 
 
 class Reading:
-    """An iterator over batches that a thread makes, `prefetch` of them ahead.
+    """Iterator over batches that a background thread produces, at most `prefetch` batches ahead.
 
     Args:
-        device: index of the GPU that they are for. CUDA begins every thread on GPU 0, where page-locked
-            memory would open a context for each rank.
+        make: Function that yields the batches, called in the thread with this iterator.
+        prefetch: Number of batches prepared ahead.
+        device: GPU index; page-locked buffers are allocated in its context. CUDA starts every thread on
+            GPU 0, where each rank would open a context. None: no GPU.
 
     Attributes:
-        all_read: set when nothing more is to be read for the batches that are still to come.
+        all_read: Event that is set once all rows of the remaining batches are read.
     """
 
     def __init__(self, make: Callable[[Reading], Iterator[Batch]], prefetch: int, device: int | None = None):
@@ -201,13 +211,13 @@ class Reading:
         return batch
 
     def close(self) -> None:
-        """Ends the thread; what it has made is dropped."""
+        """Stop the thread and drop the batches that it has prepared."""
         self._stop.set()
         while self._thread.is_alive():
             self._thread.join(0.05)
 
     def _fill(self, make: Callable[[Reading], Iterator[Batch]]) -> None:
-        """The thread: batches, then None, or the error."""
+        """Put all batches into the queue, then None, or an exception in place of the rest."""
         keep_memory()
         try:
             if self._device is not None:
@@ -221,7 +231,7 @@ class Reading:
         give_back()
 
     def _put(self, value: object) -> bool:
-        """Puts a value when there is room; False when the reader has gone."""
+        """Put a value into the queue as soon as there is room. Return False if the iterator was closed."""
         while not self._stop.is_set():
             try:
                 self._ready.put(value, timeout=0.1)
@@ -232,14 +242,16 @@ class Reading:
 
 
 def place(readers: int, read_on: str = "auto") -> dict[str, Any]:
-    """Ray options for one read task.
+    """Return the Ray options of one read task.
 
-    On a cluster of both kinds, the CPUs of nodes with GPUs are for training first: a node without GPUs is
-    chosen at random, those with more CPUs more often, because tasks ask for none; Ray chooses another if it
-    is gone. What those nodes have too few CPUs for, and all else, is read where Ray chooses, this node first.
+    If a cluster has nodes with and without GPUs, the CPUs of nodes with GPUs are for training first. A node
+    without GPUs is drawn at random, weighted by its CPUs because tasks request none. If the node is gone, Ray
+    chooses another one. Tasks beyond the CPUs of these nodes, and tasks on other clusters, run where Ray
+    chooses, preferably on this node.
 
     Args:
-        readers: of all ranks. read_on: data.read_on.
+        readers: Number of readers of all ranks.
+        read_on: Value of data.read_on.
     """
     nodes = {} if read_on == "gpu_nodes" else _nodes(int(monotonic() / NODES_EVERY_S))
     share = 1.0 if read_on == "cpu_nodes" else sum(nodes.values()) / readers

@@ -1,7 +1,8 @@
-"""Runs data.transforms on decoded tables (config/transforms.py describes each). No torch here.
+"""Application of data.transforms to decoded tables. config/transforms.py describes each transform.
 
-Ids that a transform draws follow from run.seed, the epoch and the row's number in the dataset by arithmetic:
-they are the same whatever reads the row, whatever is read with it, and after a resume.
+Ids that a transform draws are computed from run.seed, the epoch and the row's number in the dataset. They do
+not depend on the reader or on rows that are read together, and stay the same after a resume. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from raytrec.data.arrow import is_list, is_text, one_array, unnest, value_type
 from raytrec.data.ids import hash_bits
 from raytrec.data.transform_functions import ON_VALUES, read_shares, read_vocabulary
 
-IDS_AT_ONCE = 1 << 20  # ids that are drawn together: 8 MiB for each number about them
+IDS_AT_ONCE = 1 << 20  # number of ids drawn together; each int64 array takes 8 MiB
 _function = lru_cache(load_code)
 
 
 @dataclass(frozen=True)
 class Draw:
-    """By what the rows of a table draw.
+    """Seed of the ids that a transform draws for the rows of a table.
 
     Attributes:
-        key: run.seed and the epoch; (): of evaluations and predictions, which draw alike in every run.
-        first: the number of the table's first row in its dataset.
+        key: (run.seed, epoch); () for evaluations and predictions, which draw the same ids in every run.
+        first: Number of the table's first row in its dataset.
     """
 
     key: tuple[int, ...] = ()
     first: int = 0
 
 
-ALIKE = Draw()  # also where only types, or existing values, are looked at
+ALIKE = Draw()  # for evaluations, and where only types or existing values matter
 
 
 def apply_transforms(
@@ -50,15 +51,17 @@ def apply_transforms(
     folder: str | None = None,
     draw: Draw = ALIKE,
 ) -> pa.Table:
-    """A table after all transforms, as many rows in the same order.
+    """Return a table after all transforms, with the same number of rows in the same order.
 
     Args:
-        where: file and row group, for errors.
-        folder: where modules of `module:function` may be, in addition to Python's own path.
-        draw: by what its rows draw ids.
+        table: Decoded table.
+        transforms: Transforms in the order of their application.
+        where: File and row group, for errors.
+        folder: Folder to search for modules of `module:function`, in addition to Python's path.
+        draw: Seed of the ids drawn for the rows.
 
     Raises:
-        DataError: a transform failed; names it.
+        DataError: A transform failed; the error names the transform.
     """
     for number, transform in enumerate(transforms):
         try:
@@ -105,7 +108,7 @@ def _apply(transform: t.Transform, table: pa.Table, folder: str | None, draw: Dr
 
 
 def _with_columns(table: pa.Table, names: list[str], columns: list[pa.Array]) -> pa.Table:
-    """A table with further columns, or with some replaced."""
+    """Return a table with columns added, or replaced where the names exist."""
     for target, column in zip(names, columns, strict=True):
         if target in table.column_names:
             table = table.set_column(table.column_names.index(target), target, column)
@@ -115,7 +118,7 @@ def _with_columns(table: pa.Table, names: list[str], columns: list[pa.Array]) ->
 
 
 def _typed(array: pa.Array, transform: t.Transform) -> pa.Array:
-    """An array; one of nothing but nulls (as in files that never saw a value) in a type for the transform."""
+    """Return an array; an array of type null, as in files without any value, is cast for the transform."""
     if not pa.types.is_null(value_type(array.type)):
         return array
     kind = pa.int64()
@@ -134,12 +137,12 @@ def _typed(array: pa.Array, transform: t.Transform) -> pa.Array:
 
 
 def _within_lists(array: pa.Array, on_values: Callable[[pa.Array], pa.Array]) -> pa.Array:
-    """The function's result on an array, or on what its lists hold."""
+    """Return the function's result on an array, or on the values inside the array's lists."""
     if not is_list(array.type):
         return on_values(array)
     offsets, flat = unnest(array)
     values = on_values(flat)
-    if values.null_count:  # e.g. not in the vocabulary: no id, so the bag gets shorter
+    if values.null_count:  # e.g. a value that is not in the vocabulary has no id and leaves the bag
         kept = values.is_valid().to_numpy(zero_copy_only=False)
         offsets = np.concatenate([[0], np.cumsum(kept)]).astype(np.int32)[offsets]
         values = values.drop_null()
@@ -147,7 +150,7 @@ def _within_lists(array: pa.Array, on_values: Callable[[pa.Array], pa.Array]) ->
 
 
 def _known(spec: t.Sample, table: pa.Table) -> pa.Array | None:
-    """The vocabulary to draw from, in the type of the first column of ids to exclude."""
+    """Return the vocabulary to draw from, in the type of the first column of excluded ids."""
     if spec.vocabulary is None:
         return None
     kinds = (value_type(table.schema.field(name).type) for name in spec.exclude)
@@ -156,19 +159,25 @@ def _known(spec: t.Sample, table: pa.Table) -> pa.Array | None:
 
 
 def sample(spec: Sample, table: pa.Table, draw: Draw, known: pa.Array | None = None) -> list[pa.ListArray]:
-    """`count` ids for each row, of [0, rows) or a vocabulary, without those in columns `exclude`; and with
-    `log_share`, ln of how much more likely than uniformly each was drawn where nothing is excluded.
+    """Draw `count` ids for each row from [0, rows) or a vocabulary, except the ids in columns `exclude`.
 
-    Draws are independent, so that an id may come twice. Excluded ids that are out of range, or not in the
-    vocabulary, change nothing; a row that excludes all ids gets none.
+    Draws are independent, so an id may be drawn twice. Excluded ids that are out of range or not in the
+    vocabulary are ignored. A row that excludes all ids gets none.
 
     Args:
-        known: the vocabulary.
+        spec: Settings of the transform.
+        table: Table with the columns to exclude.
+        draw: Seed of the draws.
+        known: Vocabulary; None: ids are drawn from [0, rows).
+
+    Returns:
+        The drawn ids of each row. With `frequency` and `log_share`, also ln of the ratio between each id's
+        probability without exclusions and the uniform probability.
 
     Raises:
-        DataError: a column to exclude holds other ids than those that are drawn.
+        DataError: A column to exclude holds ids of another type than the drawn ids.
     """
-    if spec.count == "all":  # Assembler brings them
+    if spec.count == "all":  # Assembler adds the ids
         return [pa.ListArray.from_arrays(np.zeros(table.num_rows + 1, np.int32), pa.array([], pa.int64()))]
     among = spec.rows if known is None else len(known)
     begins = read_shares(spec.vocabulary, spec.frequency, spec.power) if spec.frequency else None
@@ -197,7 +206,7 @@ def sample(spec: Sample, table: pa.Table, draw: Draw, known: pa.Array | None = N
 
 
 def _seed(spec: Sample, draw: Draw) -> np.ndarray:
-    """uint64 [1]; two columns of one row draw differently."""
+    """Return a seed, uint64 [1], that differs between columns."""
     numbers = [*spec.column.encode(), *draw.key]
     return np.random.SeedSequence(numbers, spawn_key=(len(draw.key),)).generate_state(1, np.uint64)
 
@@ -205,8 +214,10 @@ def _seed(spec: Sample, draw: Draw) -> np.ndarray:
 def _excluded(
     spec: Sample, table: pa.Table, among: int, known: pa.Array | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(row int64 [N] rising, id int64 [N]) of what rows exclude, as far as it could be drawn; an id of a
-    vocabulary is its place."""
+    """Return (rows int64 [N] ascending, ids int64 [N]) of excluded ids that could be drawn.
+
+    Ids of a vocabulary are given as positions.
+    """
     owners, ids = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for name in spec.exclude:
         offsets, flat = unnest(one_array(table[name]))
@@ -220,7 +231,7 @@ def _excluded(
 
 
 def _places(ids: pa.Array, name: str, known: pa.Array | None) -> pa.Array:
-    """Ids as int64, as they are drawn: of a vocabulary, their places in it."""
+    """Return ids as int64 numbers; ids of a vocabulary as positions, with null for unknown ids."""
     if pa.types.is_null(ids.type) or (known is None and pa.types.is_integer(ids.type)):
         return ids.cast(pa.int64(), safe=False)
     if known is not None and (is_text if is_text(known.type) else pa.types.is_integer)(ids.type):
@@ -237,17 +248,20 @@ def _places(ids: pa.Array, name: str, known: pa.Array | None) -> pa.Array:
 def _others(
     bits: np.ndarray, total: int, begins: np.ndarray | None, owners: np.ndarray, ids: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Random bits as ids that rows do not exclude.
+    """Convert random bits to ids that are not excluded by their rows.
 
-    Of the row's excluded ids e₀ < e₁ < …, eᵢ has the part [bᵢ, bᵢ + mᵢ) of [0, total). The u-th number
-    outside of these parts is u plus the sizes of those before it: of those with bᵢ − (m₀ + … + mᵢ₋₁) ≤ u.
+    Each excluded id eᵢ of a row, e₀ < e₁ < …, occupies the part [bᵢ, bᵢ + mᵢ) of [0, total). The u-th number
+    outside these parts is u plus the sizes of all parts with bᵢ − (m₀ + … + mᵢ₋₁) ≤ u.
 
     Args:
-        bits: uint64 [n, count]. begins: where the part of each id begins, int64 [ids + 1]; None: each has the
-            number that it is. owners, ids: int64 [N], excluded ids and their rows of these n.
+        bits: Random bits, uint64 [n, count].
+        total: Sum of the sizes of all ids' parts.
+        begins: Start of each id's part, and the total, int64 [ids + 1]; None: each id's part has size 1.
+        owners: Rows of the excluded ids, in [0, n), int64 [N].
+        ids: Excluded ids, int64 [N].
 
     Returns:
-        (ids int64 [n, count], which rows exclude fewer than all bool [n]).
+        Ids int64 [n, count], and True for rows that do not exclude all ids, bool [n].
     """
     count, width = len(bits), total + 1
     excluded = np.unique(np.stack([owners, ids]), axis=1) if len(ids) else np.empty((2, 0), np.int64)

@@ -1,4 +1,4 @@
-"""What single transforms do to values. No torch here."""
+"""Functions that compute single transforms on arrays of values. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytrec.data.arrow import is_number, is_text, one_array
 from raytrec.data.columns import PER_SECOND
 from raytrec.data.ids import hash_integers, hash_text
 
-# Kind of transform → its function of (the transform, values): values, as many.
+# Kind of transform → function (transform, values) that returns as many values.
 ON_VALUES: dict[type, Callable[..., pa.Array]] = {}
 TIME_PARTS = {
     "second": pc.second,
@@ -36,7 +36,7 @@ SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
 
 
 def does(kind: type) -> Callable[[Callable[..., pa.Array]], Callable[..., pa.Array]]:
-    """Decorator: the function does what transforms of this kind ask for."""
+    """Return a decorator that registers a function for transforms of this kind."""
     return lambda function: ON_VALUES.setdefault(kind, function)
 
 
@@ -48,7 +48,10 @@ def _fill_null(spec: t.FillNull, array: pa.Array) -> pa.Array:
 
 
 def _scalar(value: float | int | str, kind: pa.DataType) -> pa.Scalar:
-    """A setting in a column's type; for decimals from its digits, as pyarrow wants room for any integer's."""
+    """Return a setting in a column's type.
+
+    Decimals are made from text, because pyarrow's cast from an integer needs room for any integer's digits.
+    """
     return pa.scalar(str(value) if pa.types.is_decimal(kind) else value).cast(kind)
 
 
@@ -107,7 +110,11 @@ def _lookup_vocabulary(spec: t.LookupVocabulary, array: pa.Array) -> pa.Array:
 
 @lru_cache
 def read_vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
-    """The values of a vocabulary in a column's type, or in that of the file; each once."""
+    """Return the values of a vocabulary in a column's type; None: in the type of the file.
+
+    Raises:
+        ValueError: The vocabulary has a value twice.
+    """
     if uri.endswith(".parquet"):
         filesystem, path = open_filesystem(uri)
         values = one_array(pq.read_table(path, filesystem=filesystem).column(0))
@@ -121,8 +128,13 @@ def read_vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
 
 @lru_cache
 def read_shares(uri: str, column: str, power: float) -> np.ndarray:
-    """Where each id's part of [0, total) begins, and the total, about 2⁴⁰: int64 [ids + 1]. Parts are in
-    proportion to frequency ** power."""
+    """Return the start of each id's part of [0, total), then the total (about 2⁴⁰), int64 [ids + 1].
+
+    The sizes of the parts are proportional to frequency ** power.
+
+    Raises:
+        ValueError: A frequency is negative or null, or the sum of frequencies is not finite and positive.
+    """
     filesystem, path = open_filesystem(uri)
     table = pq.read_table(path, columns=[column], filesystem=filesystem)
     counts = one_array(table.column(0)).cast(pa.float64()).to_numpy(zero_copy_only=False)
@@ -159,7 +171,7 @@ def _cast(spec: t.Cast, array: pa.Array) -> pa.Array:
     kind = {"int64": pa.int64(), "float32": pa.float32(), "string": pa.string()}[spec.to]
     if is_text(array.type) and spec.to != "string":
         array = pc.utf8_trim_whitespace(array.cast(pa.string()))
-    if pa.types.is_floating(array.type) and spec.to == "int64":  # what pandas makes of nulls among integers
+    if pa.types.is_floating(array.type) and spec.to == "int64":  # pandas writes integers with nulls so
         array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
     if pa.types.is_decimal(array.type) and spec.to == "float32":
         array = array.cast(pa.float64())
@@ -168,27 +180,32 @@ def _cast(spec: t.Cast, array: pa.Array) -> pa.Array:
 
 @does(t.DropNull)
 def _drop_null(spec: t.DropNull, array: pa.Array) -> pa.Array:
-    return array  # lists lose their nulls after every transform
+    return array  # nulls in lists are dropped after every transform
 
 
 @does(t.DatePart)
 def date_part(spec: t.DatePart, array: pa.Array) -> pa.Array:
-    """A part of each time as int64; null where the time is null."""
+    """Return the configured part of each time as int64; null for null."""
     if not types.is_time(array.type):
         array = timestamps(array, spec.since_1970)
         if spec.timezone:
             zone = pa.timestamp(array.type.unit, spec.timezone)
-            pc.hour(pa.array([0], zone))  # an unknown zone is seen before anything starts, without a row
+            pc.hour(pa.array([0], zone))  # raises for an unknown zone even if the array is empty, at start
             array = array.cast(zone)
     return TIME_PARTS[spec.part](array).cast(pa.int64())
 
 
 @does(t.Age)
 def age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Array:
-    """The time from each one until another, as float32; null where one of them is null.
+    """Return the time from each value until another time, as float32 in `spec.unit`; null for null.
 
     Args:
-        until: the times that ages count to, one for each; None: spec.until, or none for durations.
+        spec: Settings of the transform.
+        array: Times, or durations, which are ages themselves.
+        until: Ends of the ages, one for each time; None: `spec.until`.
+
+    Raises:
+        TypeError: The end of ages is missing, or `until` has another length.
     """
     if types.is_duration(array.type):
         return _in_unit(_seconds(array), spec)
@@ -209,16 +226,20 @@ def _in_unit(seconds: pa.Array, spec: t.Age) -> pa.Array:
 
 
 def _seconds(array: pa.Array) -> pa.Array:
-    """Timestamps, or durations, in seconds, float64."""
+    """Return timestamps or durations in seconds, float64."""
     unit = PER_SECOND[array.type.unit]
     return pc.divide(array.cast(pa.int64()).cast(pa.float64(), safe=False), float(unit))
 
 
 def timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
-    """Times of whatever type as timestamps; those without a zone are taken as UTC.
+    """Return timestamps, dates, ISO text or numbers as timestamps; times without a zone are taken as UTC.
 
     Args:
-        since_1970: the unit of numbers: s, ms, us or ns.
+        array: Times of any of these types.
+        since_1970: Unit of numbers: s, ms, us or ns; None: numbers raise an error.
+
+    Raises:
+        TypeError: The type is not a time, or the unit of numbers is missing.
     """
     kind = array.type
     if types.is_timestamp(kind):

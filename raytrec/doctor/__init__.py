@@ -1,1 +1,1 @@
-"""The doctor of an installation and its machines."""
+"""Checks of an installation and its machines."""

@@ -1,5 +1,7 @@
-"""Child processes, which may crash or hang: they import torch and FBGEMM, use a GPU, and measure the rates of
-this machine for `raytrec plan --rates`."""
+"""Child processes for work that may crash or hang: importing torch and FBGEMM, using a GPU, measuring rates.
+
+The rates of this machine are for `raytrec plan --rates`.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,14 @@ if TYPE_CHECKING:
 ANSWER = "raytrec-doctor "
 ROOT = str(Path(__file__).parents[2])
 LOAD_S, GPU_S = 120.0, 120.0  # a first import from a network file system takes long
-ALONE_S = 180.0  # that measuring may take, for each rank
+ALONE_S = 180.0  # limit of measuring, for each rank
 PINNED, *_ = PAIRS
 CUDA_LIBRARY = re.compile(r"lib(cud|cublas|cufft|curand|cusparse|cusolver|nccl|nv)\w*\.so")
 OLD_SYSTEM = re.compile(r"version `?(GLIBC|GLIBCXX|CXXABI)_")
 
 
 class ChildError(Exception):
-    """A child process has found an error, or has died of it; its text is for people."""
+    """Error that a child process has found or died of; its text is for people."""
 
 
 def run_child(
@@ -44,15 +46,18 @@ def run_child(
     """Call a function of a module in a new Python process, and return its answer.
 
     Args:
+        function: Function to call.
         arguments: Plain values.
+        limit_s: Seconds after which the process is killed.
         environment: Additional environment variables of the process.
 
     Raises:
-        ChildError: it ended with an error, or none. TimeoutError: it has not ended in time; it is killed.
+        ChildError: The process ended with an error, or without an answer.
+        TimeoutError: The process did not end in time.
     """
     env = os.environ | environment
     if "RAY_RAYLET_PID" in env and env.get("CUDA_VISIBLE_DEVICES") == "":
-        del env["CUDA_VISIBLE_DEVICES"]  # Ray hides GPUs from what has not asked for them
+        del env["CUDA_VISIBLE_DEVICES"]  # Ray hides GPUs from processes that have not asked for them
     env["PYTHONPATH"] = os.pathsep.join(path for path in (env.get("PYTHONPATH"), ROOT) if path)
     path = f"{function.__module__}:{function.__name__}"
     command = [sys.executable, "-W", "ignore", "-m", __name__, path, json.dumps([limit_s, *arguments])]
@@ -74,10 +79,10 @@ def run_child(
 
 
 def load_fbgemm() -> dict[str, Any]:
-    """Imports torch and FBGEMM, and runs one of FBGEMM's operators on CPU.
+    """Import torch and FBGEMM, run an FBGEMM operator on CPU, and return the files of both packages.
 
     Raises:
-        Exception: the loader's first error, not those that follow from it.
+        Exception: The first error of the loader, not the errors that follow from it.
     """
     torch = _imported("torch")
     try:
@@ -98,7 +103,7 @@ def _imported(name: str) -> Any:
 
 
 def _loaders(error: BaseException) -> BaseException:
-    """The loader's own error, where torch has put another one round it."""
+    """Return the loader's own error, without the errors that torch has put around it."""
     return error if error.__cause__ is None else _loaders(error.__cause__)
 
 
@@ -109,7 +114,7 @@ def _operate(device: str) -> None:
 
 
 def _first_error(torch: Any) -> OSError | None:
-    """Why the first of FBGEMM's libraries cannot be loaded, which "No such operator" hides."""
+    """Return the load error of the first broken FBGEMM library, which "No such operator" hides."""
     found = find_spec("fbgemm_gpu")
     for folder in found.submodule_search_locations or () if found else ():
         for file in sorted(Path(folder).glob("*.so")):
@@ -121,7 +126,7 @@ def _first_error(torch: Any) -> OSError | None:
 
 
 def use_gpu() -> dict[str, Any]:
-    """Runs one of FBGEMM's operators on the only GPU that this process sees."""
+    """Run an FBGEMM operator on the only GPU visible to this process, and return the name of the GPU."""
     import torch
 
     check_gpu("this host")
@@ -133,7 +138,7 @@ def use_gpu() -> dict[str, Any]:
 
 @host_check("operators", LOAD_S + 5)
 def operators() -> Found:
-    """FBGEMM's libraries load: the loader's first error, which `No such operator fbgemm::…` hides."""
+    """Check that FBGEMM's libraries load; find the loader's error behind `No such operator fbgemm::…`."""
     if built_for() is None:
         yield Diagnosis(OK, "not looked at: torch is not installed")
         return
@@ -146,7 +151,6 @@ def operators() -> Found:
 
 
 def _repair(error: str) -> str:
-    """What to do about an error of the loader."""
     if wrong := wrong_versions():
         return wrong.do
     again = f"pip install --no-deps --force-reinstall -r requirements/{PINNED}"
@@ -166,7 +170,7 @@ def _repair(error: str) -> str:
 
 @host_check("gpus", GPU_S + 5)
 def gpus() -> Found:
-    """Each GPU runs an operator of FBGEMM's, and waits for no reset."""
+    """Check that each GPU runs an FBGEMM operator and is not waiting for a reset."""
     kinds, names = gpu_kinds(), usable_gpus()
     if built_for() != "cuda" or not has_gpus():
         yield Diagnosis(OK, "not needed: no GPU, or packages for CPUs")
@@ -179,9 +183,11 @@ def gpus() -> Found:
 
 
 def _try_gpu(name: str, kind: tuple[str, tuple[int, int]]) -> Diagnosis:
-    """
+    """Return the diagnosis of a GPU.
+
     Args:
-        name: its number or UUID, as in CUDA_VISIBLE_DEVICES. kind: as of gpu_kinds.
+        name: Number or UUID of the GPU, as in CUDA_VISIBLE_DEVICES.
+        kind: Name and compute capability, as returned by gpu_kinds.
     """
     about = f"GPU {name}, {kind[0]} ({'.'.join(map(str, kind[1]))})"
     if error := not_served(kind, "this host"):
@@ -200,7 +206,7 @@ def write_rates(file: Path, ranks: int | None) -> None:
 
     Args:
         file: JSON file to write.
-        ranks: Number of ranks; default: one for each GPU, or 2.
+        ranks: Number of ranks; default: one for each GPU, or 2 without GPUs.
 
     Raises:
         RunError: A rank failed, or the file cannot be written.
@@ -212,13 +218,13 @@ def write_rates(file: Path, ranks: int | None) -> None:
 
 
 def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
-    """Return the rates of ranks on this machine: a GPU each where there are GPUs, else on CPU.
+    """Measure the rates of ranks on this machine: on one GPU each or, without GPUs, on CPU.
 
-    It takes some 20 s where nothing else runs.
+    Measuring takes about 20 s on an otherwise idle machine.
 
     Args:
         ranks: Number of ranks, at least 1.
-        show: Is given a line about what is measured.
+        show: Called with lines about the measurement.
 
     Raises:
         RunError: A rank failed.
@@ -249,14 +255,15 @@ def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
 
 
 def main() -> None:
+    """Call the function named on the command line, and print its answer for `run_child`."""
     limit_s, *arguments = json.loads(sys.argv[2])
-    signal.alarm(int(limit_s) + 5)  # the process that has started this one may be gone
+    signal.alarm(int(limit_s) + 5)  # the parent process may be gone
     try:
         answer = load_code(sys.argv[1])(*arguments)
     except BaseException as error:
         answer = {"error": " ".join((str(error) or type(error).__name__).split())[:600]}
     print(f"\n{ANSWER}{json.dumps(answer)}", flush=True)
-    os._exit(0)  # a group that has failed may wait for its peers at the end
+    os._exit(0)  # at a normal exit, a failed group may wait for its peers
 
 
 if __name__ == "__main__":

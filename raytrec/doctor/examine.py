@@ -1,4 +1,4 @@
-"""`raytrec doctor`: all checks in the order in which users report what they find, and their table."""
+"""`raytrec doctor`: all checks, in the order in which users report problems, and their table."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ CHECK_ORDER = (
     *("interfaces", "ports", "all-reduce", "same packages"),
     *("shared memory", "limits", "memory", "Ray's folder", "clusters", "token", "storage", "clocks"),
 )
-REPORTS_LATE_S = 5.0  # that a node may take to answer after a check has reached its limit
+REPORTS_LATE_S = 5.0  # time for a node to answer after a check has reached its limit
 AMONG_NODES_S = 3600.0
 STYLES = {OK: "green", WARNING: "yellow", FAILURE: "red"}
-COMMON_USERS = ("", "root", "ray", "ubuntu", "user", "runner")  # on many machines
+COMMON_USERS = ("", "root", "ray", "ubuntu", "user", "runner")  # user names that exist on many machines
 
 
 @dataclass
 class Examination:
-    """The result of `examine`.
+    """Result of `examine`.
 
     Attributes:
         hosts: Names of the examined hosts.
@@ -74,15 +74,17 @@ class Examination:
     diagnoses: list[Diagnosis] = field(default_factory=list)
 
     def count(self, result: str) -> int:
+        """Return the number of diagnoses with a result."""
         return sum(diagnosis.result == result for diagnosis in self.diagnoses)
 
     @property
     def summary(self) -> str:
+        """Numbers of nodes, failures and warnings in words."""
         numbers = {"node": len(self.hosts), "failure": self.count(FAILURE), "warning": self.count(WARNING)}
         return ", ".join(count(number, what) for what, number in numbers.items())
 
     def place(self, diagnosis: Diagnosis) -> str:
-        """Return the hosts of a diagnosis in words; empty if one host was examined."""
+        """Return the hosts of a diagnosis in words; empty if only one host was examined."""
         if len(self.hosts) == 1:
             return ""
         is_everywhere = len(diagnosis.hosts) == len(self.hosts)
@@ -95,10 +97,10 @@ def examine(
     """Examine this host, or every node of a cluster. Nothing is changed, and no check raises.
 
     Args:
-        address: Address as in scaling.address; default: RAY_ADDRESS or the cluster of the job, else this
-            host alone.
+        address: Address as in scaling.address; default: RAY_ADDRESS or the cluster of the job, else this host
+            alone.
         storage: URIs and folders that every node must be able to write and read.
-        show: Function that is called with the name of each check when it begins.
+        show: Called with the name of each check before the check runs.
     """
     if address is None and not stays_here(None):
         address = os.environ.get("RAY_ADDRESS") or "auto"
@@ -108,7 +110,7 @@ def examine(
             _run_checks(nodes, storage or [], show, found)
     except Exception as error:
         found.diagnoses.insert(0, replace(failure_of(error), check="cluster"))
-        if not found.hosts:  # the cluster cannot be joined: maybe this host shows why
+        if not found.hosts:  # the cluster cannot be joined; this host may show why
             _run_checks(ThisHost(), storage or [], show, found)
     return found
 
@@ -161,7 +163,7 @@ def _run_checks(nodes: ThisHost, storage: list[str], show: Callable[[str], None]
 
 
 def check_host(name: str) -> list[Diagnosis]:
-    """Run one of HOST_CHECKS on the host that this is called on."""
+    """Run one of HOST_CHECKS on this host."""
     return run_check(name, *HOST_CHECKS[name])
 
 
@@ -185,7 +187,7 @@ def merge(diagnoses: list[Diagnosis]) -> list[Diagnosis]:
 
 
 def shared(found: Examination) -> Examination:
-    """Return the examination without hosts, users, paths and addresses: hosts are node 1, node 2, …"""
+    """Return the examination without hosts, users, paths and addresses; hosts become node 1, node 2, etc."""
     hosts = {host: f"node {number}" for number, host in enumerate(found.hosts, 1)}
     user = os.environ.get("LOGNAME") or os.environ.get("USER") or ""
     names = {user: "USER"} if user not in COMMON_USERS else {}
@@ -219,7 +221,7 @@ def as_json(found: Examination) -> dict[str, Any]:
 
 
 def as_markdown(found: Examination) -> str:
-    """Return a table that can be pasted into an issue."""
+    """Return a Markdown table that can be pasted into an issue."""
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     lines = [f"**raytrec doctor** {__version__}, {system}: {found.summary}", ""]
     lines += ["| result | check | where | finding | what to do |", "|---|---|---|---|---|"]

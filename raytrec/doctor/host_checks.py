@@ -1,4 +1,4 @@
-"""Checks of a host without torch: of `raytrec doctor` and, before Ray starts, of `raytrec train`."""
+"""Checks of a host without torch, for `raytrec doctor` and, before Ray starts, for `raytrec train`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MIB, GIB = 1 << 20, 1 << 30
 SHARED_MEMORY, NVIDIA = Path("/dev/shm"), Path("/proc/driver/nvidia/gpus")
 NO_ROOM, LITTLE_ROOM = 64 * MIB, GIB  # bytes of shared memory; Docker gives 64 MiB
 LEAST_FILES, ENOUGH_FILES = 1024, 8192  # open files of a process
-# Bytes that each of Ray's processes maps, and the share of memory of the object store that it maps as well:
-# with 24 GiB of memory, a run ended under `ulimit -v` of 12 GiB, and not of 20 GiB.
+# Bytes that each Ray process maps, and the object store's share of main memory, which each maps as well. With
+# 24 GiB of memory, a run ended under `ulimit -v` of 12 GiB, but not of 20 GiB.
 LEAST_VIRTUAL, STORE_SHARE = 12 * GIB, 0.3
 LEAST_MEMORY = GIB  # a worker takes about this much before it has a table
 LEAST_DISK, RAY_STOPS_AT = 200 * MIB, 0.95  # Ray 2.60: local_fs_capacity_threshold
@@ -37,12 +37,14 @@ LIMIT_S = 15.0
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a check has found.
+    """Finding of a check.
 
     Attributes:
         result: ok, warning or failure.
-        do: what to do about it; empty where nothing is wrong.
-        check: its name. hosts: where; none: everywhere, or between hosts that `finding` names.
+        finding: State of the host in words.
+        do: Repair; empty if the result is ok.
+        check: Name of the check.
+        hosts: Hosts with this finding; empty: all hosts, or the hosts named in `finding`.
     """
 
     result: str
@@ -53,12 +55,12 @@ class Diagnosis:
 
 
 Found = Iterator[Diagnosis]
-HOST_CHECKS: dict[str, tuple[Callable[[], Found], float]] = {}  # name → function, seconds that it may take
+HOST_CHECKS: dict[str, tuple[Callable[[], Found], float]] = {}  # name → function, limit in seconds
 BEFORE_A_RUN = ("driver", "shared memory", "limits", "memory", "Ray's folder")
 
 
 def host_check(name: str, limit_s: float = LIMIT_S) -> Callable[[Callable[[], Found]], Callable[[], Found]]:
-    """Decorator: registers a check of the host that it is called on."""
+    """Return a decorator that registers a check of the local host."""
 
     def register(function: Callable[[], Found]) -> Callable[[], Found]:
         HOST_CHECKS[name] = function, limit_s
@@ -68,7 +70,7 @@ def host_check(name: str, limit_s: float = LIMIT_S) -> Callable[[Callable[[], Fo
 
 
 def run_check(name: str, function: Callable[[], Found], limit_s: float) -> list[Diagnosis]:
-    """The diagnoses of a check; of one that fails itself, or takes too long, one about that."""
+    """Return the diagnoses of a check; an exception or a timeout becomes one diagnosis."""
     try:
         found = within(limit_s, lambda: list(function()))
     except Exception as error:
@@ -77,7 +79,7 @@ def run_check(name: str, function: Callable[[], Found], limit_s: float) -> list[
 
 
 def failure_of(error: Exception) -> Diagnosis:
-    """An error as a diagnosis: one for people, or that of a check which itself failed."""
+    """Return the diagnosis of an error for people, or of an error in a check itself."""
     if isinstance(error, ModuleNotFoundError):
         return Diagnosis(FAILURE, f"{error.name} is not installed", "install what docs/install.md names")
     if isinstance(error, TimeoutError):
@@ -90,10 +92,10 @@ def failure_of(error: Exception) -> Diagnosis:
 
 
 def within(limit_s: float, function: Callable[[], Any]) -> Any:
-    """What a function returns. One that hangs is left behind in its thread.
+    """Call a function, and return its result. A function that hangs is left behind in its thread.
 
     Raises:
-        TimeoutError: it has not returned in time. Whatever it raises.
+        TimeoutError: The function has not returned in time. Exceptions of the function are raised again.
     """
     answer: Future[Any] = Future()
 
@@ -110,19 +112,19 @@ def within(limit_s: float, function: Callable[[], Any]) -> Any:
 
 
 def check_before_run() -> list[str]:
-    """Warnings about this host, for a run that is about to start its own Ray here; takes milliseconds."""
+    """Return warnings about this host before a run starts Ray here; this takes milliseconds."""
     found = [diagnosis for name in BEFORE_A_RUN for diagnosis in run_check(name, *HOST_CHECKS[name])]
     return [f"{v.check}: {v.finding}; {v.do}" for v in found if v.result != OK]
 
 
 def has_gpus() -> bool:
-    """Whether this host has GPUs of NVIDIA's, also where no package can ask for them."""
+    """Return True if this host has NVIDIA GPUs, even if no installed package can query them."""
     return (NVIDIA.is_dir() and any(NVIDIA.iterdir())) or bool(gpu_kinds())
 
 
 @host_check("packages")
 def packages() -> Found:
-    """torch, TorchRec, FBGEMM, Ray, MLflow and pyarrow belong together."""
+    """Check that the versions of torch, TorchRec, FBGEMM, Ray, MLflow and pyarrow belong together."""
     if error := wrong_versions():
         yield failure_of(error)
         return
@@ -134,7 +136,7 @@ def packages() -> Found:
 
 @host_check("builds")
 def builds() -> Found:
-    """The builds of torch and FBGEMM are for the device that this host has."""
+    """Check that torch and FBGEMM are built for the device of this host."""
     device, gpus = built_for(), has_gpus()
     if device is None:
         yield Diagnosis(WARNING, "torch is not installed", "install it where workers run (docs/install.md)")
@@ -149,7 +151,7 @@ def builds() -> Found:
 
 @host_check("driver")
 def driver() -> Found:
-    """NVIDIA's driver is new enough for the CUDA that torch is built for."""
+    """Check that the NVIDIA driver is new enough for the CUDA version that torch is built for."""
     if not (cuda := cuda_of_torch()) or not has_gpus():
         yield Diagnosis(OK, "not needed: no GPU, or packages for CPUs")
     elif (found := driver_cuda()) is None:
@@ -163,7 +165,7 @@ def driver() -> Found:
 
 @host_check("shared memory")
 def shared_memory() -> Found:
-    """/dev/shm, in which Ray keeps objects, and NCCL what processes of a host exchange, has room."""
+    """Check that /dev/shm, which Ray uses for objects and NCCL for exchanges within a host, has room."""
     disk = shutil.disk_usage(SHARED_MEMORY)
     what = f"{SHARED_MEMORY} has {disk.free / GIB:,.2f} GiB free of {disk.total / GIB:,.2f}"
     do = f"remove files there that no process uses, or enlarge it: mount -o remount,size=8G {SHARED_MEMORY}; "
@@ -178,7 +180,7 @@ def shared_memory() -> Found:
 
 @host_check("limits")
 def limits() -> Found:
-    """Check open files, virtual memory, and locked memory where there is InfiniBand."""
+    """Check the limits of open files, of virtual memory and, with InfiniBand, of locked memory."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     virtual, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -199,7 +201,7 @@ def limits() -> Found:
 
 @host_check("memory")
 def memory() -> Found:
-    """Main memory that is available, within the container's limit."""
+    """Check the available main memory, within the container's limit."""
     import psutil
 
     total, available = system_memory(), min(psutil.virtual_memory().available, system_memory())
@@ -213,7 +215,7 @@ def memory() -> Found:
 
 @host_check("Ray's folder")
 def ray_folder() -> Found:
-    """The disk on which Ray keeps logs, and objects for which memory is short."""
+    """Check the disk on which Ray keeps logs, and objects that do not fit into memory."""
     is_on_ray = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     folder = logs_folder() if is_on_ray else base_folder()
     disk = shutil.disk_usage(folder)
@@ -229,7 +231,7 @@ def ray_folder() -> Found:
 
 @host_check("clusters")
 def clusters() -> Found:
-    """One Ray cluster on this host at most, and none that has ended but is still noted."""
+    """Check that at most one Ray cluster runs on this host, and that no ended cluster is still noted."""
     import psutil
 
     ports = []
@@ -254,7 +256,7 @@ def clusters() -> Found:
 
 @host_check("token")
 def token() -> Found:
-    """Ray's token: there where a cluster asks for it, and readable by its owner alone."""
+    """Check that Ray's token is present if a cluster requires it, and readable by its owner alone."""
     file = token_file()
     if os.environ.get(MODE, "token").lower() != "token":
         yield Diagnosis(OK, f"not used: {MODE}={os.environ[MODE]}")

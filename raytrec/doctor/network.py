@@ -20,7 +20,7 @@ from raytrec.doctor.child import run_child
 from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnosis, Found
 from raytrec.doctor.nodes import NO_ANSWER, REPLY_S, ThisHost
 
-ELEMENTS, ROUNDS = 1 << 22, 4  # of the all-reduce that is timed: 16 MiB of float32, the best of four
+ELEMENTS, ROUNDS = 1 << 22, 4  # timed all-reduce: 16 MiB of float32, best of four
 REACH_S, GROUP_S, IMPORT_S = 5.0, 90.0, 60.0
 MAX_TRIES = 16  # all-reduces of one check; each may take GROUP_S
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -38,10 +38,10 @@ _listeners: list[socket.socket] = []
 
 
 def look_at_interfaces(address: str) -> dict[str, Any]:
-    """The interfaces that gloo and NCCL take on this host, and the addresses of each.
+    """Return the interfaces that gloo and NCCL use on this host, and the addresses of all interfaces.
 
     Args:
-        address: by which Ray knows this host.
+        address: Address by which Ray knows this host.
     """
     import psutil
 
@@ -51,7 +51,7 @@ def look_at_interfaces(address: str) -> dict[str, Any]:
 
 
 def check_interfaces(nodes: ThisHost) -> Found:
-    """gloo and NCCL take an interface that other nodes reach: no bridge of Docker's, no loopback."""
+    """Check that gloo and NCCL use an interface that other nodes reach: no Docker bridge, no loopback."""
     each = {i: (address,) for i, address in enumerate(nodes.addresses)}
     loopback = [ip_address(address).is_loopback for address in nodes.addresses]
     answers = nodes.ask(look_at_interfaces, each=each)
@@ -64,7 +64,9 @@ def _judge(found: Any, address: str, lost: bool, several: bool) -> tuple[str, st
     """Return result, finding and repair of one node.
 
     Args:
-        lost: True if its address is loopback, and that of another node is not.
+        found: Answer of `look_at_interfaces`, or an exception.
+        address: Address by which Ray knows the node.
+        lost: True if this address is loopback, and the address of another node is not.
         several: True if there are other nodes.
     """
     if isinstance(found, Exception):
@@ -88,11 +90,11 @@ def _judge(found: Any, address: str, lost: bool, several: bool) -> tuple[str, st
 
 
 def listen(address: str, keep: bool = True) -> int:
-    """Listens at a free port of this host until its process ends, or not any more; the port."""
+    """Listen on a free port until this process ends, and return the port; keep=False closes it at once."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.bind((address, 0))
-    except OSError:  # an address that is translated on the way
+    except OSError:  # the address is translated on the way
         listener.bind(("", 0))
     listener.listen(1024)
     port = listener.getsockname()[1]
@@ -101,7 +103,7 @@ def listen(address: str, keep: bool = True) -> int:
 
 
 def reach(places: list[tuple[str, int]], limit_s: float = REACH_S) -> list[str]:
-    """For each place why a connection to it is not taken; empty where it is."""
+    """Return, for each place, why a connection fails; empty if the connection is accepted."""
 
     def connect(place: tuple[str, int]) -> str:
         try:
@@ -115,7 +117,7 @@ def reach(places: list[tuple[str, int]], limit_s: float = REACH_S) -> list[str]:
 
 
 def check_ports(nodes: ThisHost) -> Found:
-    """Each node reaches a free port of each other one; pairs that do not are noted (ThisHost.cut)."""
+    """Check that each node reaches a free port of every other node; record failing pairs (ThisHost.cut)."""
     everyone = range(len(nodes.names))
     ports = nodes.ask(listen, each={i: (nodes.addresses[i],) for i in everyone})
     known = [i for i in everyone if isinstance(ports[i], int)]
@@ -136,19 +138,23 @@ def check_ports(nodes: ThisHost) -> Found:
 
 
 def uses_nccl() -> bool:
-    """Whether runs use this host's GPUs."""
+    """Return True if runs use the GPUs of this host."""
     return built_for() == "cuda" and bool(gpu_kinds())
 
 
 def join_group(
     rank: int, world: int, address: str, port: int, backend: str, own: str, timeout_s: float
 ) -> dict[str, Any]:
-    """Reduce 16 MiB over a group of processes; return the seconds and the network used.
+    """Reduce 16 MiB over a group of processes, and return the seconds and the network used.
 
     Args:
+        rank: Rank of this process.
+        world: Number of processes.
         address: Address of the store of rank 0.
         port: Port of that store.
+        backend: nccl or gloo.
         own: Address of this host.
+        timeout_s: Timeout of each collective in seconds.
     """
     import torch
     import torch.distributed as dist
@@ -182,14 +188,14 @@ def join_group(
 
 
 def reduce_here(*arguments: Any) -> dict[str, Any]:
-    """Take part in an all-reduce in a child process; the arguments are those of `join_group`."""
+    """Take part in an all-reduce in a child process; the arguments go to `join_group`, before its timeout."""
     return run_child(join_group, *arguments, GROUP_S, limit_s=GROUP_S + IMPORT_S)
 
 
 def check_all_reduce(nodes: ThisHost) -> Found:
     """Time an all-reduce of 16 MiB over all nodes that connect and can import torch.
 
-    If it fails, the smallest groups of nodes that fail are named, and the nodes without them are timed.
+    If the all-reduce fails, the smallest failing groups of nodes are named, and the other nodes are timed.
     """
     rest = [i for i in range(len(nodes.names)) if i not in nodes.unfit]
     if len(rest) < 2:
@@ -212,7 +218,7 @@ def check_all_reduce(nodes: ThisHost) -> Found:
         group = smallest_failing(rest, fails)
         names = " and ".join(nodes.names[i] for i in sorted(group))
         yield Diagnosis(FAILURE, f"{names} with {backend}: {answers[tuple(group)]}", DO_ADDRESS)
-        # In the other order, a node that fails with every other one is the last of the next group.
+        # In reverse order, a node that fails with every other node is the last of the next group.
         rest = [i for i in reversed(rest) if i != group[-1]]
     if len(rest) > 1 and (answer := answers.get(tuple(rest))):
         seconds, which = answer["seconds"], "all" if len(answers) == 1 else "the other"
@@ -223,10 +229,11 @@ def check_all_reduce(nodes: ThisHost) -> Found:
 def smallest_failing(group: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> Sequence[int]:
     """Return a node, a pair or, if neither fails by itself, a larger part of a group that fails.
 
-    Two binary searches look for the shortest beginning of the group that fails, and for the shortest one that
+    Two binary searches find the shortest failing beginning of the group, and the shortest beginning that
     fails together with the last node of the former.
 
     Args:
+        group: Nodes that fail together.
         fails: Returns True if nodes are known to fail together.
     """
     end = bisect_left(range(len(group)), True, 1, key=lambda size: fails(group[:size])) - 1
@@ -236,7 +243,7 @@ def smallest_failing(group: Sequence[int], fails: Callable[[Sequence[int]], bool
 
 
 def _reduce(nodes: ThisHost, group: Sequence[int], backend: str) -> Any:
-    """Return the answer of the first node of a group, or the exception of any."""
+    """Return the answer of the first node of a group, or the first exception of any node."""
     first = nodes.addresses[group[0]]
     port = nodes.ask(listen, each={group[0]: (first, False)})[group[0]]
     if isinstance(port, Exception):

@@ -1,5 +1,4 @@
-"""The hosts that are examined, this one or the nodes of a Ray cluster, and checks of what they must have in
-common: packages, clocks, storage."""
+"""Hosts to examine (this one, or the nodes of a Ray cluster); checks of packages, clocks and storage."""
 
 from __future__ import annotations
 
@@ -28,9 +27,9 @@ NO_ANSWER = "look at this node's Ray (ray status), and whether it has this raytr
 START_S = 120.0  # a node has to start a process before it answers
 STORAGE_S = 60.0
 SKEW_S, MOST_SKEW_S = 1.0, 300.0  # S3 refuses requests that are 15 minutes off
-MEASURED = 3  # the one that took the least time counts
+MEASURED = 3  # measurements of a clock; the fastest answer counts
 WRITTEN_BYTES = 1 << 16
-OF_ENVIRONMENT = re.compile(r"\.dist-info/|^\.\./")  # lines of RECORD
+OF_ENVIRONMENT = re.compile(r"\.dist-info/|^\.\./")  # lines of RECORD that depend on the environment
 
 
 Function = Callable[..., Any]
@@ -41,9 +40,11 @@ class ThisHost:
     """This host alone, without Ray.
 
     Attributes:
-        names: of the hosts. addresses: by which others reach them.
-        silent: the names of those that have not answered, and are left out → why.
-        unfit: numbers of those that cannot import torch. cut: pairs that cannot connect.
+        names: Names of the hosts.
+        addresses: Addresses by which other hosts reach them.
+        silent: Names of hosts that have not answered, and are left out → reason.
+        unfit: Indices of hosts that cannot import torch.
+        cut: Pairs of hosts (indices) that cannot connect.
     """
 
     def __init__(self):
@@ -53,12 +54,14 @@ class ThisHost:
         self.cut: set[frozenset[int]] = set()
 
     def ask(self, call: Function, *arguments: Any, each: Each = None, limit_s: float = REPLY_S) -> list[Any]:
-        """What a function returns on each host, or the exception that it raises there; all are asked at once.
+        """Call a function on all hosts at once, and return the result or exception of each host.
 
         Args:
-            each: number of a host → further arguments; of others, which are not asked, the answer is None.
-                Default: all are asked alike.
-            limit_s: after that, the answer of a host is a TimeoutError.
+            call: Function to call.
+            *arguments: Arguments on every host.
+            each: Index of a host → additional arguments; the answer of other hosts is None. Default: call all
+                hosts.
+            limit_s: Seconds after which the answer of a host is a TimeoutError.
         """
         try:
             return [within(limit_s, lambda: call(*arguments, *(each or {0: ()})[0]))]
@@ -67,14 +70,14 @@ class ThisHost:
 
 
 class _Caller:
-    """An actor on a node; it calls functions of raytrec there."""
+    """Actor on a node that calls functions of raytrec there."""
 
     def call(self, function: Function, arguments: tuple) -> Any:
         return function(*arguments)
 
 
 class ClusterNodes(ThisHost):
-    """The nodes of the cluster that this process is connected to."""
+    """Nodes of the cluster that this process is connected to."""
 
     def __init__(self):
         import ray
@@ -96,6 +99,7 @@ class ClusterNodes(ThisHost):
         self._actors = [self._actors[i] for i in fit]
 
     def ask(self, call: Function, *arguments: Any, each: Each = None, limit_s: float = REPLY_S) -> list[Any]:
+        """Call a function on the nodes, as `ThisHost.ask` on this host."""
         each = dict.fromkeys(range(len(self._actors)), ()) if each is None else each
         refs = [self._actors[i].call.remote(call, (*arguments, *own)) for i, own in each.items()]
         answers = dict(zip(each, answers_of(refs, limit_s), strict=True))
@@ -103,7 +107,7 @@ class ClusterNodes(ThisHost):
 
 
 def answers_of(refs: list[Any], limit_s: float) -> list[Any]:
-    """Return the result of each remote call, or its exception; a TimeoutError if there is none in time."""
+    """Return the result or exception of each remote call; a TimeoutError if a call takes too long."""
     import ray
 
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s) if refs else ([], [])
@@ -122,7 +126,7 @@ def _answer(ref: Any) -> Any:
 
 
 def _names(hosts: list[str], addresses: list[str]) -> list[str]:
-    """Names that tell nodes apart, also where several are on one machine."""
+    """Return distinct names of nodes, even if several nodes are on one machine."""
     names: list[str] = []
     for host, address in zip(hosts, addresses, strict=True):
         name = f"{host} ({address})"
@@ -133,13 +137,13 @@ def _names(hosts: list[str], addresses: list[str]) -> list[str]:
 
 @contextmanager
 def nodes_of(address: str | None) -> Iterator[ThisHost]:
-    """The hosts to look at, as long as the block runs.
+    """Yield the hosts to examine while the block runs.
 
     Args:
-        address: of a cluster (scaling.address); None: this host.
+        address: Address of a cluster (scaling.address); None: this host.
 
     Raises:
-        RunError: as of ray_session; or the address is that of a dashboard.
+        RunError: As in ray_session; or the address is the URL of a dashboard.
     """
     if address is None:
         yield ThisHost()
@@ -156,7 +160,7 @@ def nodes_of(address: str | None) -> Iterator[ThisHost]:
 
 
 def describe_packages() -> dict[str, str]:
-    """Python, and the packages of this host with a hash of their files, by RECORD; raytrec's own code."""
+    """Return the versions of Python and packages, with hashes of their files (RECORD) and raytrec's code."""
     found = {"Python": platform.python_version(), "raytrec's code": code_hash()}
     for package in (*PACKAGES[1:], "numpy", "pyarrow"):
         try:
@@ -164,7 +168,7 @@ def describe_packages() -> dict[str, str]:
         except PackageNotFoundError:
             continue
         lines = (about.read_text("RECORD") or "").splitlines()
-        # Not what depends on the environment: scripts name its Python, dist-info the program that installed.
+        # Without lines that depend on the environment: scripts name its Python, dist-info the installer.
         lines = [line for line in lines if "sha256=" in line and not OF_ENVIRONMENT.search(line)]
         digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:8]
         found[package] = f"{about.version} (files {digest})"
@@ -172,7 +176,10 @@ def describe_packages() -> dict[str, str]:
 
 
 def check_same_packages(nodes: ThisHost) -> Found:
-    """Ray, Python to its patch number, torch, TorchRec, FBGEMM and raytrec are equal on all nodes."""
+    """Check that Python, raytrec and its packages are equal on all nodes.
+
+    The packages include Ray, torch, TorchRec and FBGEMM. Python is compared to its patch number.
+    """
     answers = nodes.ask(describe_packages)
     known = {name: have for name, have in zip(nodes.names, answers, strict=True) if isinstance(have, dict)}
     found = []
@@ -192,7 +199,7 @@ def check_same_packages(nodes: ThisHost) -> Found:
 
 
 def check_clocks(nodes: ThisHost) -> Found:
-    """The clocks of all nodes are those of this process, as far as the time of an answer shows."""
+    """Check that the clocks of all nodes agree with this process's clock, within the time of an answer."""
     skews: dict[str, tuple[float, float]] = {}
     for number, name in enumerate(nodes.names):
         for _ in range(MEASURED):
@@ -205,9 +212,10 @@ def check_clocks(nodes: ThisHost) -> Found:
 
 
 def judge_clocks(skews: dict[str, tuple[float, float]]) -> Found:
-    """
+    """Return diagnoses of the clocks that differ from this process's clock.
+
     Args:
-        skews: node → seconds that its clock is ahead, and by how much that may be wrong.
+        skews: Node → seconds that its clock is ahead, and the uncertainty of this value in seconds.
     """
     do = "let an NTP daemon keep the time: timedatectl set-ntp true, chronyc makestep"
     found = []
@@ -221,7 +229,7 @@ def judge_clocks(skews: dict[str, tuple[float, float]]) -> Found:
 
 
 def write_and_read(uri: str, name: str) -> str:
-    """Writes a file to a place and reads it back; why that is not possible, or nothing."""
+    """Write a file to a place and read it back; return the reason of a failure, or an empty string."""
     try:
         filesystem, folder = open_filesystem(uri)
         if filesystem.type_name == "local" and not os.path.isdir(folder):
@@ -237,7 +245,7 @@ def write_and_read(uri: str, name: str) -> str:
 
 
 def missing_files(uri: str, names: list[str]) -> list[str]:
-    """Those of some files that are not in a place, seen from this host."""
+    """Return the files that are missing in a place, seen from this host."""
     from pyarrow import fs
 
     filesystem, folder = open_filesystem(uri)
@@ -246,7 +254,7 @@ def missing_files(uri: str, names: list[str]) -> list[str]:
 
 
 def remove_files(uri: str, names: list[str]) -> None:
-    """Removes files from a place, as far as they are there."""
+    """Remove files from a place; ignore files that are missing or cannot be removed."""
     filesystem, folder = open_filesystem(uri)
     for name in names:
         with suppress(OSError):
@@ -254,7 +262,7 @@ def remove_files(uri: str, names: list[str]) -> None:
 
 
 def check_storage(nodes: ThisHost, uri: str) -> Found:
-    """Every node writes to a place and reads it back, and sees what each other node has written."""
+    """Check that every node writes to a place, reads its file back, and sees the files of all other nodes."""
     names = [f"raytrec-doctor-{secrets.token_hex(4)}-{number}" for number in range(len(nodes.names))]
     here = {number: (name,) for number, name in enumerate(names)}
     do = f"make {uri} reachable from every node, for this user: mounts, credentials, region, endpoint, quota"

@@ -1,1 +1,1 @@
-"""A run on the driver's side: data, Ray, the worker group, the result."""
+"""Driver side of a run: data, Ray, the worker group, the result."""

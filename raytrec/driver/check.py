@@ -1,4 +1,4 @@
-"""`raytrec check`: compares a worker group with one process."""
+"""`raytrec check`: comparison of a worker group with one process."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from raytrec.worker.loop import check_worker
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What the check found.
+    """Result of `check`.
 
     Attributes:
-        findings: one for each comparison: {check, name, error, absolute, limit, passed}; error is the largest
-            difference as a share of the largest value (None: not a number).
-        plan: one entry for each table: {table, sharding, kernel, ranks}.
-        path: the folder that holds check.json.
+        findings: One entry for each comparison: {check, name, error, absolute, limit, passed}; error is the
+            largest difference as a share of the largest value (None: not a number).
+        plan: One entry for each table: {table, sharding, kernel, ranks}.
+        path: Folder that contains check.json.
     """
 
     name: str
@@ -50,12 +50,12 @@ class CheckResult:
 
     @property
     def passed(self) -> bool:
-        """Whether every comparison stayed within its limit."""
+        """True if every comparison is within its limit."""
         return all(finding["passed"] for finding in self.findings)
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """passed, cases, failed, and for each check its largest error: check.forward.error, ….absolute."""
+        """Figures by name; check.NAME.error and check.NAME.absolute are the largest errors of each check."""
         out = {
             "passed": self.passed,
             "comparisons": len(self.findings),
@@ -70,7 +70,7 @@ class CheckResult:
 
     @property
     def worst(self) -> dict[str, dict[str, Any]]:
-        """Of each check, the comparison with the largest error; one that is not a number is the largest."""
+        """Comparison with the largest error of each check; an error that is not a number is the largest."""
         groups = {c: [f for f in self.findings if f["check"] == c] for c in COMPARED}
         return {
             check: max(found, key=lambda f: float("inf") if f["error"] is None else f["error"])
@@ -80,14 +80,16 @@ class CheckResult:
 
 
 def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = None) -> CheckResult:
-    """Holds a configuration to a plain torch.nn process: forward, gradient, weights and optimizer state.
+    """Compare a configuration with a plain torch.nn process.
 
-    Its schema, plan, kernels, optimizers and collectives are the real ones, on its own cluster and number of
-    workers; tables are cut to 199 rows, batches are random and small, dropout is off, and train.matmul and
-    plan.qcomms are fp32. Rows are examples, not requests with candidates. No data is read.
+    The comparison covers forward, gradient, weights and optimizer state. Schema, plan, kernels, optimizers
+    and collectives are the real ones, on the configured cluster and number of workers. Tables are cut to 199
+    rows, batches are random and small, dropout is off, and train.matmul and plan.qcomms are fp32. Rows are
+    examples, not requests with candidates. No data is read.
 
     Raises:
-        ConfigError, SchemaError: what is wrong with the input. RunError: when a worker failed.
+        ConfigError, SchemaError: The input is invalid.
+        RunError: A worker failed.
 
     Example:
         >>> raytrec.check("films.yaml", ["plan.sharding_types=[row_wise]"]).passed
@@ -99,7 +101,7 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
     config = resolve(load_config(source, overrides), source, "check")
     folder = Path(config.run.dir)
     schema = Schema.load(config.data.schema_uri).model_copy(update={"candidates": []})
-    check_fit(config, schema, here=False)  # tables are cut down
+    check_fit(config, schema, here=False)  # tables are cut to fit
     with os_errors("cannot write the folder", where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
     status = "FAILED"

@@ -1,4 +1,4 @@
-"""What a command shows: a live line, then a table."""
+"""Console output of a command: a live line, then a table."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from raytrec.metrics.selection import figures_of
 from raytrec.tracking import progress_log as lines
 
 Pairs = list[tuple[str, str]]  # names and texts: the rows of a table
-PLAIN_EVERY_S = 10.0  # seconds between progress lines where stderr is not a terminal
+PLAIN_EVERY_S = 10.0  # interval of progress lines if stderr is not a terminal
 
 
 class RunConsole:
-    """Shows the messages that rank 0 sends (common/messages.py), each with the method of its kind.
+    """Console that shows each message of rank 0 (common/messages.py) by the method of the message's kind.
 
-    On a terminal they become one live line; elsewhere a plain line now and then, and in the log of a job a
-    line of JSON as well (tracking/progress_log.py).
+    On a terminal, messages update one live line. Elsewhere, the console prints plain lines at intervals and,
+    in the log of a job, lines of JSON as well (tracking/progress_log.py).
     """
 
     def __init__(self, name: str):
@@ -42,7 +42,7 @@ class RunConsole:
         self._name = plain(name)
         self._last_plain, self._total = 0.0, 0
         self._figures = figures_of()  # replaced when training starts
-        self._begin: tuple[float, int] | None = None  # when and at which step the time left began to be known
+        self._begin: tuple[float, int] | None = None  # time and step of the first figures
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", style="bold", markup=False),
@@ -65,10 +65,11 @@ class RunConsole:
         self._progress.stop()
 
     def phase(self, text: str, always: bool = True) -> None:
-        """What the run is doing while no step is counted.
+        """Show the current activity while no step is counted.
 
         Args:
-            always: where there is no terminal, print a line even if the last one was just now.
+            text: Description of the activity.
+            always: True to print a line without a terminal even if the last line is recent.
         """
         self._progress.update(self._task, figures=plain(text))
         self._plain(text, always)
@@ -81,7 +82,7 @@ class RunConsole:
         metrics: list[dict[str, Any]] | None = None,
         **_: Any,
     ) -> None:
-        """Training begins at a step; `metrics` are descriptions of its figures (selection.Figure)."""
+        """Show that training begins at a step; `metrics` describes the figures (selection.Figure)."""
         self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")
         self._total, self._begin, self._figures = total, None, figures_of({"metrics": metrics})
         self._message("start", {"total": total, "step": step, "workers": workers, "metrics": metrics or []})
@@ -102,20 +103,21 @@ class RunConsole:
             self.note(f"{event} {reason}")
 
     def check(self, check: str, step: int, passed: bool, text: str, **_: Any) -> None:
-        """A consistency check; only failures are worth a line."""
+        """Show a consistency check that failed; checks that passed are not shown."""
         if not passed:
             self.warn(f"check {check} failed at step {step}: {text}")
 
     def saved(self, step: int, error: str | None, **_: Any) -> None:
-        """A checkpoint has been written, or not (which has its own warning)."""
+        """Show that a checkpoint has been written; a failed save has its own warning."""
         if not error:
             self._plain(f"step {step}: saved", always=False)
 
     def stopped(self, step: int) -> None:
+        """Show that the run was saved and stopped at a step."""
         self.note(f"stopped at step {step}, saved")
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays on the terminal."""
         self._console.print(f"{self._name}  {plain(text)}", soft_wrap=True)
 
     def folder(self, folder: str) -> None:
@@ -125,6 +127,7 @@ class RunConsole:
             self._message(lines.FOLDER, {lines.FOLDER: folder})
 
     def train(self, step: int, rows_per_s: float | None, **values: Any) -> None:
+        """Show the progress and the figures of training."""
         figures = lines.named((each for each in self._figures if each.sums and each.directed), values)
         text = lines.progress(step, self._total, rows_per_s, figures)
         self._progress.update(self._task, completed=step, figures=text)
@@ -134,6 +137,7 @@ class RunConsole:
             self._message("train", {"step": step, "rows_per_s": rows_per_s, **values})
 
     def eval(self, step: int, curves: Any = None, slices: Any = None, **values: Any) -> None:
+        """Show the figures of an evaluation."""
         text = lines.evaluation(step, lines.named(self._figures, values))
         if self._console.is_terminal:
             self._progress.print(f"{self._name}  {plain(text)}")
@@ -141,16 +145,20 @@ class RunConsole:
         self._message("eval", {"step": step, **values})
 
     def _left(self, step: int) -> float | None:
-        """Seconds until the last step, at the speed since the first figures; None while there is none."""
+        """Return the seconds until the last step, at the speed since the first figures; None if unknown."""
         now = monotonic()
         began, first = self._begin = self._begin or (now, step)
         return (now - began) / (step - first) * (self._total - step) if step > first else None
 
     def warn(self, text: str) -> None:
+        """Print a warning."""
         self._console.print(Text("warning:", style="yellow"), plain(text), soft_wrap=True)
 
     def _plain(self, text: str, always: bool) -> bool:
-        """A line where there is no terminal, unless the last one was just now; whether it was written."""
+        """Print a line if there is no terminal, and return True if the line was printed.
+
+        The line is skipped if the last one is recent, unless `always` is True.
+        """
         now = monotonic()
         if self._console.is_terminal or not (always or now - self._last_plain >= PLAIN_EVERY_S):
             return False
@@ -165,15 +173,15 @@ class RunConsole:
 
 @dataclass(frozen=True)
 class Result:
-    """Figures of a command, and where to look next; a table in notebooks.
+    """Figures of a command and next steps, displayed as a table in notebooks.
 
     Attributes:
-        metrics: Figures by name; `name` is the table's title. Of a run, the content of result.json: eval.NAME
-            of each metric (eval.TASK.NAME of several tasks), metrics (their labels, and which values are
-            better), eval.rows, train.rows, bound.by and more on what the time went into (report.findings),
-            train.steps, train.samples_per_s, train.checks_passed, train.checks_failed, world_size,
-            seconds, name, mlflow_run_id (None without MLflow), and code, the module:name of the user's that
-            the run was made of, if any.
+        metrics: Figures by name; `name` is the title of the table. For a run, the content of result.json:
+            eval.NAME of each metric (eval.TASK.NAME with several tasks), metrics (labels of the metrics, and
+            which values are better), eval.rows, train.rows, bound.by and further figures on the use of time
+            (report.findings), train.steps, train.samples_per_s, train.checks_passed, train.checks_failed,
+            world_size, seconds, name, mlflow_run_id (None without MLflow), and code, the user's code in the
+            run as module:name, if any.
         path: Run folder, checkpoint of an evaluation, or folder that the command has written.
         next_steps: Lines that name files and commands.
         pairs: Rows of the table; default: the figures of a run.
@@ -196,7 +204,7 @@ class Result:
 
 
 def print_summary(summary: Result) -> None:
-    """Print the table on stdout, with tables of slices, what the time went into, and the next steps."""
+    """Print the table to stdout, with tables of slices, the use of time, and the next steps."""
     console, table = open_console(), Table(show_header=False)
     table.add_column("figure")
     table.add_column("value", justify="right")

@@ -1,9 +1,9 @@
-"""The actor between ranks and driver: messages, heartbeats, commands.
+"""Actor between ranks and driver: messages, heartbeats and commands.
 
 Every rank sends a heartbeat each half second (less often beyond 256 ranks, so that one actor can answer all):
-how many ticks of progress it has made, at which step it is, what it is doing. The answer is the command of
-the moment. A rank that sends none has died or hangs; ranks that send them and make no progress wait for one
-another. Both are found here, and reported in a sentence.
+its ticks of progress, its step and its phase. The answer is the current command. A rank without heartbeats
+has died or hangs; ranks with heartbeats but without progress wait for one another. The coordinator detects
+both cases, and reports them in a sentence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from raytrec.cluster.session import on_node
 from raytrec.common.messages import BEAT_S, Command, Event, Message, beat_s
 
-SILENT_S = 3.0  # without a heartbeat for so long (or for 3 of them), a process hangs, or has ended
+SILENT_S = 3.0  # a process without a heartbeat for so long (or for 3 intervals) hangs or has ended
 PHASES = {
     "start": "starting",
     "plan": "building the model",
@@ -31,7 +31,7 @@ PHASES = {
     "evaluate": "evaluating",
     "save": "saving",
 }
-# Where a GPU is in a step (common.messages.PHASES), from its beginning to its end.
+# Phases of a GPU in a step (common.messages.PHASES), in their order.
 ON_GPU = {
     "data": "waiting for data",
     "copy": "waiting for its batch",
@@ -49,7 +49,7 @@ SLOW_PHASES = PHASES.keys() - {"step"}
 
 @dataclass
 class Member:
-    """A rank as the coordinator knows it: its process, and its last progress.
+    """State of a rank as known to the coordinator: its process and its last progress.
 
     Attributes:
         node: Address of the node of the rank.
@@ -57,7 +57,7 @@ class Member:
         phase: One of PHASES.
         where: Place in the code while the rank makes no progress.
         waiting: True if that place is a wait for other ranks.
-        unfinished: Step that the GPU has not finished, and its phase; None if there is none.
+        unfinished: (step, phase) that the GPU has not finished; None if the GPU has finished all steps.
     """
 
     rank: int
@@ -78,20 +78,20 @@ class Member:
 
     @property
     def behind(self) -> tuple[int, int, bool, float, int]:
-        """Sort key of ranks: the rank that is behind comes first; among equal hosts, the GPU decides."""
+        """Sort key by which the rank that is most behind comes first; if hosts are equal, the GPU decides."""
         step, phase = self.unfinished or (inf, "")
         place = list(ON_GPU).index(phase) if phase in ON_GPU else len(ON_GPU)
         return self.step, self.ticks, self.waiting, step, place
 
 
 class Coordinator:
-    """The actor's class; see `start_coordinator`.
+    """Class of the coordinator actor; see `start_coordinator`.
 
     Args:
-        hang_timeout_s: seconds without progress in training until the group is ended.
-        patience_s: the same for what may take long (SLOW_PHASES).
-        again: asked whether this is one that takes the place of another, whose process has ended. What that
-            one knew is lost: ranks learn that their group is unknown, end, and are started again.
+        hang_timeout_s: Seconds without progress in training after which the group is ended.
+        patience_s: Seconds without progress in one of SLOW_PHASES after which the group is ended.
+        again: Returns True if this actor replaces one whose process has ended. The state of the earlier actor
+            is lost: ranks learn that their group is unknown, end, and are started again.
     """
 
     def __init__(self, hang_timeout_s: float, patience_s: float, again: Callable[[], bool] = lambda: False):
@@ -103,13 +103,14 @@ class Coordinator:
         self._look: asyncio.Task | None = None
         self._beat_s = BEAT_S
 
-    # Messages: ranks and policies put, the driver gets.
+    # Messages: put by ranks and policies, read by the driver.
 
     def put(self, message: Message) -> None:
+        """Add a message for the driver."""
         self._messages.put_nowait(message)
 
     async def get(self, timeout: float) -> list[Message]:
-        """All messages so far; waits for the first."""
+        """Return all queued messages; wait for the first one at most `timeout` seconds."""
         out = []
         if timeout and self._messages.empty():
             with suppress(TimeoutError):
@@ -119,7 +120,7 @@ class Coordinator:
         return [message for message in out if message is not None]
 
     def release(self) -> None:
-        """Ends a wait in `get`."""
+        """End a wait in `get`."""
         self._messages.put_nowait(None)
 
     def _event(self, event: str, **details: Any) -> None:
@@ -128,7 +129,7 @@ class Coordinator:
     # Ranks.
 
     async def enter(self, attempt: str, rank: int, world: int, pid: int, node: str, node_id: str) -> int:
-        """A rank begins; the number of attempts before this one."""
+        """Register a rank that begins, and return the number of earlier attempts."""
         if attempt != self._attempt:
             self._attempt, self._attempts, self._members = attempt, self._attempts + 1, {}
             self._cause = ""
@@ -151,10 +152,10 @@ class Coordinator:
         waiting: bool,
         unfinished: tuple[int, str] | None = None,
     ) -> int:
-        """A rank's heartbeat; the command of the moment."""
+        """Record the heartbeat of a rank, and return the current command."""
         member = self._members.get(rank)
         if attempt != self._attempt or member is None:
-            return Command.ABORT  # of a group that has been given up
+            return Command.ABORT  # the rank's group has been given up
         now = monotonic()
         if ticks != member.ticks:
             member.progress_at = now
@@ -163,43 +164,44 @@ class Coordinator:
         return self._command
 
     async def current(self, attempt: str) -> bool:
-        """Whether this group is the run's, so that what it writes counts."""
+        """Return True if this attempt is the run's current one and not aborted, so that its writes count."""
         return attempt == self._attempt and self._command != Command.ABORT
 
     async def leave(self, attempt: str, rank: int) -> None:
-        """A rank has ended well."""
+        """Remove a rank that has ended normally."""
         if attempt == self._attempt:
             self._members.pop(rank, None)
 
     # Commands.
 
     async def ask(self, command: int, reason: str) -> None:
-        """Asks all ranks for something; less than what has been asked for already changes nothing."""
+        """Send a command to all ranks, unless an equal or larger one has been sent."""
         if command > self._command:
             self._command = Command(command)
             self._event("asked", command=self._command.name, reason=reason)
 
     async def step(self) -> int:
-        """The highest step that a rank of the last group has reached."""
+        """Return the highest step that a rank of the last group has reached."""
         return max((m.step for m in self._members.values()), default=0)
 
     async def waiting(self, room: int, least: int) -> None:
-        """There are not enough nodes to continue."""
+        """Report that there are not enough nodes to continue."""
         self._event("waiting", cause=f"there is room for {room} workers; waiting for {least}")
 
     # Failures.
 
     async def failed(self, rank: int | None, cause: str, dead: bool, again: bool) -> None:
-        """The policy has seen a failure; `cause` may be what it did to others, if no rank is dead.
+        """Record a failure seen by the failure policy, and report its cause.
 
         Args:
-            rank: whose error it is; None: there were no ranks yet.
-            dead: whether the cause is known: a process that died, or its own error.
-            again: whether the group is started again.
+            rank: Rank that raised the error; None if there were no ranks yet.
+            cause: Sentence on the failure; without a dead rank, it may describe only a consequence.
+            dead: True if the cause is known: a process that died, or an error of the rank itself.
+            again: True if the group is started again.
         """
         silent = None
         if not dead and not self._cause:
-            for _ in range(round(40 * self._beat_s)):  # the rank that is silent while others complain
+            for _ in range(round(40 * self._beat_s)):  # find a rank that is silent while others fail
                 if silent := self._silent(3 * self._beat_s):
                     cause = f"{silent} died at step {silent.step}"
                     break
@@ -207,10 +209,10 @@ class Coordinator:
         self._cause = cause if rank is None else self._cause or cause
         step = await self.step()
         self._event("failed", cause=self._cause, rank=silent.rank if silent else rank, step=step, again=again)
-        self._attempt = ""  # given up: its ranks, some perhaps out of reach, are to end
+        self._attempt = ""  # given up: its ranks, even unreachable ones, must end
 
     async def cause(self) -> str:
-        """Why the group ended, in one sentence; empty when nothing is known."""
+        """Return the cause of the group's end in one sentence; empty if it is unknown."""
         return self._cause
 
     def _silent(self, seconds: float) -> Member | None:
@@ -232,7 +234,7 @@ class Coordinator:
                 self._kill_what_stands_still()
 
     def _hang(self) -> str | None:
-        """Who keeps the others waiting, when there has been no progress for too long."""
+        """Return a sentence on the rank that keeps the others waiting, or None before the timeout."""
         now, members = monotonic(), list(self._members.values())
         idle = now - max(m.progress_at for m in members)
         culprit = self._silent(self._silent_s) or min(members, key=lambda m: m.behind)
@@ -256,7 +258,7 @@ class Coordinator:
         return f"{what} at step {culprit.step}{where}{waiting}"
 
     def _kill_what_stands_still(self) -> None:
-        """Processes that do not hear the command are ended from outside, on their own node."""
+        """Kill the processes without heartbeats by tasks on their nodes: they do not receive commands."""
         import ray
 
         now = monotonic()
@@ -273,7 +275,7 @@ def _kill(pid: int) -> None:
 
 
 def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
-    """A Coordinator as an actor on this node, which ends with the driver; Ray restarts it if it dies."""
+    """Start the Coordinator actor on this node; it ends with the driver, and Ray restarts it if it dies."""
     import ray
 
     here = on_node(ray.get_runtime_context().get_node_id())

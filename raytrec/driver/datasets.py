@@ -1,4 +1,4 @@
-"""Opens the datasets of a command by their footers."""
+"""Datasets of a command, opened by their footers."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ from raytrec.driver.item_ids import check_item_ids, check_item_types, check_item
 from raytrec.tasks.columns import check_counts, check_reserved, log_odds, read_plan
 from raytrec.tasks.task import resolve_tasks
 
-MOST_HELD_ROWS = 100_000  # of data.holdout: auto
+MOST_HELD_ROWS = 100_000  # maximum of data.holdout: auto
 
 
 def part_of_tower(config: RunConfig, schema: Schema, tower: TowerName, where: str) -> Schema:
-    """The schema with the features of one tower alone.
+    """Return the part of a schema that has only the features of one tower.
 
     Args:
-        where: what asks for it, for messages.
+        config: Configuration of the run.
+        schema: Schema of the run.
+        tower: Name of the tower.
+        where: Setting or option that needs the tower, for messages.
 
     Raises:
-        ConfigError: the model gives no vectors of query and item.
+        ConfigError: The model has no vectors of query and item.
     """
     if not config.model.retrieves:
         raise ConfigError(
@@ -56,16 +59,18 @@ def open_inputs(
     reserve_columns: tuple[str, ...] = (),
     reserved_by: str = "--item",
 ) -> Dataset:
-    """A dataset of which no labels are read; by its footers alone.
+    """Open a dataset without labels, by its footers.
 
     Args:
-        schema: the run's, or a tower of it.
-        key: what named the places, for messages.
-        reserve_columns: columns that go along.
-        reserved_by: what named those.
+        config: Configuration of the run.
+        schema: Schema of the run or of one of its towers.
+        places: Files or folders of Parquet.
+        key: Setting or option that names the places, for messages.
+        reserve_columns: Columns that are passed through.
+        reserved_by: Setting or option that names these columns, for messages.
 
     Raises:
-        DataError: files, columns or types that differ from the schema.
+        DataError: Files, columns or types differ from the schema.
     """
     plan = ReadPlan(
         schema,
@@ -79,10 +84,10 @@ def open_inputs(
 
 
 def as_examples(schema: Schema, places: str | list[str]) -> Schema:
-    """The schema by which predictions, indexes and exports read rows: with one candidate each.
+    """Return the schema for predictions, indexes and exports, whose rows have one candidate each.
 
     Raises:
-        DataError: the rows of the places have lists of candidates.
+        DataError: Rows in `places` have lists of candidates.
     """
     if not schema.candidates:
         return schema
@@ -128,10 +133,10 @@ def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Datase
 
 
 def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Dataset]) -> None:
-    """Looks whether model.lookup_l2 finds each vector that is looked up, not sums of several.
+    """Check that model.lookup_l2 gets single vectors of its tables, and not sums of vectors.
 
     Raises:
-        ConfigError: a feature's bags are summed.
+        ConfigError: The bags of a feature are summed.
     """
     by_id = resolve_features(schema, config.model).sequences
     for feature in config.model.l2_factors(schema):
@@ -145,10 +150,10 @@ def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Da
 
 
 def check_every_id(config: RunConfig, schema: Schema, train: Dataset) -> None:
-    """Looks whether the model reads all ids that each row of a global batch gets by do: sample, count: all.
+    """Check that the model reads all ids that a row of a global batch gets by `do: sample, count: all`.
 
     Raises:
-        ConfigError: it reads fewer.
+        ConfigError: The model reads fewer ids.
     """
     sequences = resolve_features(schema, config.model).sequences
     rows = max(1, min(config.data.global_batch_size, train.rows))
@@ -165,8 +170,9 @@ def check_every_id(config: RunConfig, schema: Schema, train: Dataset) -> None:
 
 
 def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
+    """Open the schema and the datasets of a run, and check their columns and rows."""
     data = config.data
-    list_files(data.train, "data.train")  # before the schema, which is searched for next to it
+    list_files(data.train, "data.train")  # before the schema, whose default place is next to it
     folder, name = sibling(data.schema_uri, ""), split_query(data.schema_uri)[0].rpartition("/")[2]
     schema = schema_of(read_index(folder)["about"]) if name == INDEX else Schema.load(data.schema_uri)
     datasets = {
@@ -202,7 +208,8 @@ def hold_out(train: Dataset, share: float | Literal["auto"]) -> dict[str, Datase
     """Split the training data into "train" and, if there are enough rows, "valid".
 
     Args:
-        share: data.holdout.
+        train: Training data.
+        share: Share of rows to hold out (data.holdout).
     """
     most = max(10, -(-train.rows // MOST_HELD_ROWS))
     kept, held = train.hold_out(most if share == "auto" else round(1 / share))
@@ -212,15 +219,18 @@ def hold_out(train: Dataset, share: float | Literal["auto"]) -> dict[str, Datase
 def open_dataset(
     config: RunConfig, schema: Schema, places: str | list[str], key: str, *, held_out: bool = False
 ) -> Dataset:
-    """A dataset as a run reads it, by its footers alone.
+    """Open a dataset of a run by its footers.
 
     Args:
-        key: of the configuration, which names it; data.train is read without what only evaluations read.
-        held_out: data.train with that, as rows of it are held out for evaluations.
+        config: Configuration of the run.
+        schema: Schema of the run.
+        places: Files or folders of Parquet.
+        key: Configuration key of the dataset; data.train lacks columns that only evaluations read.
+        held_out: True to add these columns to data.train, because some rows are held out for evaluations.
 
     Raises:
-        ConfigError: of tasks; a column that rows are grouped by is not reserved. DataError: files, columns or
-            types that differ from the configuration.
+        ConfigError: A task is invalid, or a column that rows are grouped by is not reserved.
+        DataError: Files, columns or types differ from the configuration.
     """
     data, tasks = config.data, resolve_tasks(config.tasks, schema)
     check_reserved(tasks, config.eval.slices, data.reserve_columns)
@@ -241,10 +251,10 @@ def open_dataset(
 
 
 def check_rows_count(dataset: Dataset, *, to_train: bool = False) -> None:
-    """Check in the footers that rows count: in each task to train, in at least one to evaluate.
+    """Check in the footers that rows count: for training in each task, for evaluation in at least one.
 
     Raises:
-        DataError: no row counts.
+        DataError: No row counts.
     """
     empty = dataset.empty_tasks
     if empty and (to_train or len(empty) == len(dataset.form.plan.tasks)):
@@ -265,9 +275,9 @@ def note_files(console: RunConsole, datasets: Mapping[str, Dataset]) -> None:
 
 
 def note_left_out(folder: Path, datasets: dict[str, Dataset]) -> list[str]:
-    """Files that data.on_error=skip leaves out: into skipped.jsonl, and a line for each to warn with."""
+    """Record files skipped by data.on_error=skip in skipped.jsonl, and return a warning for each."""
     faults = Faults(skip=True, log=str(folder / SKIPPED))
     errors = [error for dataset in datasets.values() for error in dataset.left_out]
     for error in errors:
-        faults.leave_out(error, rows=None)  # it is not known how many
+        faults.leave_out(error, rows=None)  # their number is unknown
     return [f"skipped {error.where}: {error.what}" for error in errors]

@@ -1,4 +1,4 @@
-"""A run's driver: its lock, its note (driver.json), its log."""
+"""State of a run's driver: its lock, its note (driver.json) and its log."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from raytrec.common.processes import lock
 from raytrec.compat.ray_core import job_id
 from raytrec.tracking.run_folder import messages_of
 
-# What a signal becomes; while Ray is only starting, Ray's own handlers end the process.
+# Exceptions raised for signals. While Ray is starting, Ray's own handlers end the process instead.
 ASKED = (KeyboardInterrupt, SystemExit)
 NOTE, LOG = "driver.json", "run.log"
 
 
 class DriverNote(TypedDict, total=False):
-    """The content of driver.json.
+    """Content of driver.json.
 
     Attributes:
-        pid, started, host: The process of the driver.
+        pid, started, host: Process of the driver.
         job: Id in Ray's Job API; None outside of a job.
         unix_s: Start of the driver.
-        seconds: Duration of all drivers that have ended.
+        seconds: Total duration of all drivers that have ended.
         status: RUNNING, FINISHED, STOPPED or FAILED.
         error: Parts of the error of a failed run; None otherwise.
     """
@@ -53,12 +53,12 @@ class DriverNote(TypedDict, total=False):
 
 @contextmanager
 def record_driver(folder: Path) -> Iterator[float]:
-    """Note in a run folder that this process drives the run and, at the end of the block, how it ended.
+    """Record in a run folder that this process drives the run and, after the block, how the run ended.
 
     If stderr is not a terminal, its text is also written to run.log.
 
     Yields:
-        Seconds that all earlier drivers of the run have taken.
+        Total duration of all earlier drivers of the run in seconds.
     """
     began, before_s = perf_counter(), _seconds(folder)
     note: DriverNote = {
@@ -89,12 +89,15 @@ def record_driver(folder: Path) -> Iterator[float]:
 
 
 def driver_of(folder: Path) -> DriverNote:
-    """The content of driver.json; empty where there is none. RUNNING may be of a process that died."""
+    """Return the content of driver.json; empty if the file is missing.
+
+    The status can be RUNNING although the process has died.
+    """
     return find_document(str(folder / NOTE), DriverNote) or {}
 
 
 def _seconds(folder: Path) -> float:
-    """Seconds of all drivers so far: of one that was killed, those up to the last line of the run folder."""
+    """Return the seconds of all drivers so far; a killed driver counts up to its last recorded message."""
     note = driver_of(folder)
     seconds, begin = or_0(note.get("seconds")), or_0(note.get("unix_s"))
     if note.get("status") != "RUNNING":
@@ -104,7 +107,7 @@ def _seconds(folder: Path) -> float:
 
 
 def is_alive(note: DriverNote) -> bool | None:
-    """Whether the process of a note is alive; None when it is on another host."""
+    """Return True if the process of a note is alive; None if the note is from another host."""
     if note.get("host") != socket.gethostname():
         return None
     started = _started(note.get("pid", 0))
@@ -112,10 +115,10 @@ def is_alive(note: DriverNote) -> bool | None:
 
 
 def ask_to_stop(note: DriverNote) -> None:
-    """SIGTERM, upon which a run saves and ends; to be called on the driver's host.
+    """Send SIGTERM to the driver, which saves the run and ends. Must be called on the driver's host.
 
     Raises:
-        RunError: the process has ended.
+        RunError: The process has ended.
     """
     if not is_alive(note):
         raise RunError("the run is not running (no driver process)", expected="a run that is running")
@@ -123,12 +126,15 @@ def ask_to_stop(note: DriverNote) -> None:
 
 
 def _started(pid: int) -> int | None:
-    """When a process began, in the kernel's ticks: with its id, it is no other process. None: it is gone."""
+    """Return the start time of a process in clock ticks, or None if the process has exited.
+
+    Together with the pid, the start time identifies a process uniquely.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    fields = text.rpartition(")")[2].split()  # the process name may contain spaces and parentheses
     return None if fields[0] == "Z" else int(fields[19])
 
 
@@ -155,18 +161,18 @@ def _logged(path: Path) -> Iterator[None]:
         yield
     finally:
         sys.stderr = before
-        with suppress(OSError):  # what the disk has not taken
+        with suppress(OSError):  # text that a full disk has not taken
             file.close()
 
 
 class _Both:
-    """A stream that also goes to a file."""
+    """Stream whose text is also written to a file."""
 
     def __init__(self, stream: TextIO, file: TextIO):
         self._stream, self._file = stream, file
 
     def write(self, text: str) -> int:
-        with suppress(OSError, ValueError):  # no room on the disk; or a thread that outlives the run
+        with suppress(OSError, ValueError):  # a full disk, or a thread that outlives the run
             self._file.write(text)
         return self._stream.write(text)
 
@@ -179,17 +185,17 @@ LOCK = "driver.lock"
 
 @contextmanager
 def hold_run_lock(folder: Path, patience_s: float, report: Callable[[str], None]) -> Iterator[None]:
-    """Holds a run folder while the block runs; the lock goes with the process, however it ends.
+    """Lock a run folder while the block runs. The lock ends with the process, however the process ends.
 
-    On file systems without locks there is none.
+    On file systems without locks, the folder is not locked.
 
     Args:
-        folder: of the run.
-        patience_s: how long to wait for another driver, which may be saving its last checkpoint.
-        report: a function that takes a line naming the process it waits for.
+        folder: Run folder.
+        patience_s: Seconds to wait for another driver, which may be saving its last checkpoint.
+        report: Called with a line that names the process that is waited for.
 
     Raises:
-        RunError: another driver trains this run.
+        RunError: Another driver trains this run.
     """
     with os_errors("cannot write the run folder", where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)

@@ -37,16 +37,16 @@ from raytrec.worker.loop import evaluate_worker
 if TYPE_CHECKING:
     from raytrec.checkpoint.convert import TableChange
 
-# What plays a part in an evaluation, and is not the model.
+# Sections that affect an evaluation without changing the model.
 SETTABLE = ("data", "scaling", "plan", "train", "eval")
 RULE = "out_of_range"
 SCRATCH, TRACEBACK = "raytrec-evaluate-", "error.txt"
-TABLE_KINDS = "managed, resize:ROWS or hash"  # that a table can be converted to
+TABLE_KINDS = "managed, resize:ROWS or hash"  # target kinds of a conversion
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint, with the configuration and schema by which its model is built.
+    """Checkpoint with the configuration and schema from which its model is built.
 
     Attributes:
         folder: Path or URI of the checkpoint.
@@ -62,17 +62,17 @@ class Checkpoint:
 def evaluation_config(
     about: dict[str, Any], folder: str, overrides: list[str], *, allow_code: bool
 ) -> tuple[RunConfig, Schema]:
-    """The configuration and the schema of an evaluation: the checkpoint's, with changes.
+    """Return the configuration and the schema of a checkpoint, with the overrides of an evaluation.
 
     Args:
-        about: of the checkpoint's index.
-        folder: of the checkpoint.
+        about: Entry `about` of the checkpoint's index.
+        folder: Folder of the checkpoint.
         overrides: `section.key=value` of data, scaling, plan, train and eval;
             `tables.NAME.out_of_range=RULE`, where NAME may be a pattern such as `item*`.
-        allow_code: the configuration may name code (trust.py).
+        allow_code: True if the configuration may name code (trust.py).
 
     Raises:
-        ConfigError, SchemaError: an override that is none, or that would make it another model.
+        ConfigError, SchemaError: An override is invalid, or would change the model.
     """
     of_tables = [override for override in overrides if override.startswith("tables.")]
     others = [override for override in overrides if override not in of_tables]
@@ -113,10 +113,10 @@ def _set_rule(tables: dict[str, dict[str, Any]], override: str) -> None:
 
 @contextmanager
 def scratch_folder() -> Iterator[str]:
-    """A folder for what an evaluation writes: a run or a checkpoint that is evaluated may be another user's.
+    """Yield a temporary folder for the files of an evaluation, because the run may be another user's.
 
-    It goes with the block, or where its process was killed with the next one, unless there is a traceback in
-    it that an error speaks of.
+    The folder is removed after the block or, if the process was killed, by the next evaluation. A folder with
+    a traceback is kept for the error message that names it.
     """
     remove_leftovers(tempfile.gettempdir(), f"{SCRATCH}{{owner}}-*", keep=TRACEBACK)
     folder = tempfile.mkdtemp(prefix=f"{SCRATCH}{owner()}-")
@@ -136,23 +136,24 @@ def evaluate(
     overrides: Overrides | None = None,
     allow_code: bool = False,
 ) -> Result:
-    """Evaluates a finished run, or a checkpoint, on a folder of Parquet. Nothing is written there.
+    """Evaluate a finished run or a checkpoint on Parquet data, without writing to its folder.
 
     Args:
-        place: run folder or checkpoint folder.
-        data: folder or file of Parquet, local or s3:// or gs://; default: the run's data.test, else its
+        place: Run folder or checkpoint folder.
+        data: Folder or file of Parquet, local, s3:// or gs://; default: data.test of the run, else
             data.valid.
-        workers: number of workers; default: as the run was trained.
-        batch_size: global batch size; default: as the run was trained.
-        overrides: `section.key=value` of data, scaling, plan and train, such as data.on_error=skip; and
+        workers: Number of workers; default: as in training.
+        batch_size: Global batch size; default: as in training.
+        overrides: `section.key=value` of data, scaling, plan, train and eval, such as data.on_error=skip; and
             tables.NAME.out_of_range=RULE.
-        allow_code: the configuration in there may name code (raytrec/config/trust.py).
+        allow_code: True if the configuration in `place` may name code (raytrec/config/trust.py).
 
     Returns:
         Result: eval.* figures, world_size and seconds.
 
     Raises:
-        RunError: no checkpoint there. ConfigError, DataError: as in `train`.
+        RunError: There is no checkpoint in `place`.
+        ConfigError, DataError: As in `train`.
 
     Example:
         >>> raytrec.evaluate("runs/films", "films/valid").metrics["eval.rows"]
@@ -226,24 +227,24 @@ def convert(
 ) -> tuple[str, list[str]]:
     """Write a checkpoint in which tables have another kind or size.
 
-    Weights and optimizer state of the rows that stay are kept to the last bit. A new run can begin with the
-    new checkpoint (`--warm-start`), and it can be evaluated and predicted with.
-
-    Memory: a few blocks, 8 bytes for each row of a table that changes, and 32 for each managed id of it.
+    Weights and optimizer state of the remaining rows are kept bit for bit. The new checkpoint can be used for
+    a new run (`--warm-start`), evaluations and predictions. The memory needed is a few blocks, 8 bytes for
+    each row of a table that changes, and 32 for each of its managed ids.
 
     Args:
-        place: run folder or checkpoint folder. Nothing is written there.
+        place: Run folder or checkpoint folder, which is not changed.
         tables: TABLE=KIND, where KIND is managed, resize:ROWS or hash (docs/data.md).
-        out: the folder to write to, local or s3:// or gs://.
-        checkpoint: of a run, a step, or "best"; default: the newest.
-        allow_code: the run's configuration may name code, where another user has written it.
+        out: Folder to write to, local or s3:// or gs://.
+        checkpoint: Step of a run, or "best"; default: the newest.
+        allow_code: True if a configuration written by another user may name code.
 
     Returns:
-        The folder of the new checkpoint, and a line for each table that changed.
+        Folder of the new checkpoint, and a line for each table that changed.
 
     Raises:
-        RunError: no checkpoint there. ConfigError, SchemaError: a table that does not exist, or cannot
-            become this. CheckpointError: damaged, or no room.
+        RunError: There is no checkpoint in `place`.
+        ConfigError, SchemaError: A table does not exist, or cannot be converted to this kind.
+        CheckpointError: The checkpoint is damaged, or the storage is full.
     """
     saved = resolve_checkpoint(place, checkpoint, [], allow_code)
     schema, folder, index = saved.schema, saved.folder, saved.index
@@ -264,7 +265,7 @@ def convert(
 
 
 def _parse(tables: Sequence[str], schema: Schema) -> dict[str, str]:
-    """Table → kind."""
+    """Return the kind of each table from TABLE=KIND texts."""
     found: dict[str, str] = {}
     for text in tables:
         table, equals, kind = text.partition("=")

@@ -1,4 +1,4 @@
-"""Finds the root cause among the errors of a worker group."""
+"""Search for the root cause among the errors of a worker group."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from raytrec.config.run_config import RunConfig
 
 
 class Kind(IntEnum):
-    """Kinds of errors, the ones that explain the others first."""
+    """Kinds of errors; a kind with a smaller value explains the others."""
 
-    RESTART = 0  # asked for
-    OURS = 1  # an error for people; trying again would lead to it again
-    NODE = 2  # the node has gone
-    DEATH = 3  # the process has gone
-    ERROR = 4  # its own exception
-    FOLLOWED = 5  # a collective that another rank did not take part in
+    RESTART = 0  # a requested restart
+    OURS = 1  # an error for people, which would recur
+    NODE = 2  # the node is lost
+    DEATH = 3  # the process has ended
+    ERROR = 4  # an exception of the rank itself
+    FOLLOWED = 5  # a collective in which another rank did not take part
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a rank failed.
+    """Reason why a rank failed.
 
     Attributes:
-        text: one line.
-        error: the error itself.
+        text: One line on the failure.
+        error: Error itself.
     """
 
     kind: Kind
@@ -43,21 +43,21 @@ class Cause:
 
     @property
     def sentence(self) -> str:
-        """The text, with the rank where it lacks that."""
+        """Text of the cause, preceded by the rank unless the text is complete by itself."""
         if self.kind in (Kind.OURS, Kind.RESTART):
             return self.text
         return f"rank {self.rank} {self.text}"
 
 
-# In errors of CUDA and its libraries about this process's own GPU. The host sees them at its next call, which
-# may be a collective: the message then names that, too. Lower case; torch 2.13.0: c10/cuda/CUDAException.cpp,
+# Phrases of CUDA and its libraries in errors of this process's GPU. A host sees an error at its next call: if
+# that is a collective, the message names it too. Lower case; torch 2.13.0: c10/cuda/CUDAException.cpp,
 # CUDACachingAllocator.cpp, ATen/cuda/Exceptions.h (cuBLAS and its like: "CUDA error: CUBLAS_STATUS_…");
 # c10d/NCCLUtils.cpp for errors of CUDA in NCCL 2.29.7, and for two ranks on one GPU (ncclInvalidUsage).
 OWN_GPU = (
     *("cuda error", "cuda driver error", "cuda failure", "cudnn error", "cudnn_status_", "cublas_status_"),
     *("cufft error", "out of memory", "ecc error", "ncclinvalidusage"),
 )
-# In errors of gloo and NCCL when a rank has gone (torch 2.13.0).
+# Phrases of gloo and NCCL in errors after the end of another rank (torch 2.13.0).
 COLLECTIVE = (
     "gloo",
     "nccl",
@@ -70,10 +70,10 @@ COLLECTIVE = (
 
 
 def find_cause(failures: dict[int, BaseException]) -> Cause:
-    """The one that explains the others.
+    """Return the cause that explains the other failures.
 
     Args:
-        failures: rank → what its process raised, or Ray's error about its end.
+        failures: Rank → exception of its process, or Ray's error about the end of the process.
     """
     return min((_classify(rank, error) for rank, error in failures.items()), key=lambda c: (c.kind, c.rank))
 
@@ -100,10 +100,10 @@ def _classify(rank: int, error: BaseException) -> Cause:
 
 
 def main_line(text: str) -> str:
-    """The most specific line of an error, "" where there is none.
+    """Return the most specific line of an error's text, or an empty string.
 
-    CUDA's errors end with advice, NCCL's have what happened after "Last error:", and torch may add the frames
-    of C++ to either. Otherwise it is the last line.
+    CUDA errors end with advice, NCCL errors have the event after "Last error:", and torch may append frames
+    of C++ to either. For other errors, the last line is returned.
     """
     said, _, last = text.partition("\nException raised from ")[0].partition("Last error:")
     lines = [line.strip() for line in (last or said).splitlines() if line.strip()]
@@ -111,12 +111,12 @@ def main_line(text: str) -> str:
 
 
 def _line_with(words: tuple[str, ...], text: str) -> str:
-    """The first line that has one of the words, whatever their case; "" where none has."""
+    """Return the first line that contains one of the lower-case words in any case, or an empty string."""
     return next((line for line in text.splitlines() if any(word in line.lower() for word in words)), "")
 
 
 def explain(error: Exception, config: RunConfig, sentence: str) -> RaytrecError:
-    """The RaytrecError behind what Ray raised; the traceback goes to error.txt in the run folder."""
+    """Return the RaytrecError behind an error of Ray, and write the traceback to error.txt."""
     cause = root_cause(error)
     where = write_story(error, config)
     if isinstance(cause, RaytrecError):
@@ -127,7 +127,10 @@ def explain(error: Exception, config: RunConfig, sentence: str) -> RaytrecError:
 
 
 def write_story(error: Exception, config: RunConfig) -> str:
-    """Writes the traceback to error.txt, with the last lines of a local Ray, whose logs it outlives."""
+    """Write the traceback to error.txt, and return a sentence on its place.
+
+    The last lines that a local Ray wrote to stderr are appended, because its logs are removed with it.
+    """
     story, logs = Path(config.run.dir) / "error.txt", logs_here()
     try:
         said = last_words(logs) if logs else ""

@@ -1,4 +1,4 @@
-"""Checks of the items of eval.retrieval, and of the rows that name them by their key. No torch here."""
+"""Checks of the items of eval.retrieval, and of the keys by which rows name items. Imports no torch."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def check_items(items: Dataset, column: str) -> None:
     """Check that each item has a key, and no two items have the same key. All keys are read.
 
     Raises:
-        DataError: Names the file, row group and row of the first item without a key, or with the key of an
-            item before it.
+        DataError: An item has no key, or the key of an earlier item; the message names file, row group and
+            row.
     """
     if column in items.form.from_folders:
         raise DataError(
@@ -80,7 +80,7 @@ def check_item_types(section: RetrievalSection, items: Dataset, dataset: Dataset
     """Check by the footers that rows name items by text if and only if the items' key is text.
 
     Raises:
-        DataError: They do not.
+        DataError: A column is text and the key is not, or vice versa.
     """
     kind, types = items.form.types[section.item], dataset.form.types
     for column in (section.right_column, *section.seen):
@@ -97,14 +97,14 @@ def check_item_types(section: RetrievalSection, items: Dataset, dataset: Dataset
 def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) -> None:
     """Check that `seen` and right items are named by the items' key, in a sample of evaluated rows.
 
-    A row's own item and its history are features, whose ids `items` translates into any of its columns.
-    `seen` usually has most of the history, and the right items include the row's own item. A column that does
-    not match by the key, but by another column of the items, is refused.
+    The own item and the history of a row are features, whose ids `items` translates into any of its columns.
+    `seen` usually contains most of the history, and the right items include the row's own item. A column that
+    matches another column of the items, and not the key, is refused.
 
     Args:
-        section: eval.retrieval of the run.
+        section: Section eval.retrieval of the run.
         items: Dataset of eval.retrieval.items.
-        dataset: Dataset whose rows' items are ranked.
+        dataset: Dataset for whose rows the items are ranked.
 
     Raises:
         DataError: A column names items by another column than the key.
@@ -124,7 +124,7 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
     try:
         rows = read_columns(dataset, dataset.groups[0], list({own, *histories, *named}), SAMPLE_ROWS)
     except DataError:
-        return  # raised, or skipped, where the workers read the rows
+        return  # workers raise or skip this error when they read the rows
     for column, references in named.items():
         known = [_pairs(rows[each], read(own)) for each in references]
         for key in (section.item, *_id_columns(items)):
@@ -150,7 +150,7 @@ def _id_columns(items: Dataset) -> list[str]:
 
 
 def _pairs(column: pa.ChunkedArray, keys: np.ndarray) -> np.ndarray:
-    """Return row · items + place of each id that `keys`, of all items, has: int64."""
+    """Return row · len(keys) + position in `keys` for each id that `keys` contains: int64 or float64."""
     counts, ids = keys_of_rows([column])
     place = pc.index_in(pa.array(ids), value_set=pa.array(keys)).to_numpy(zero_copy_only=False)
     pairs = np.repeat(np.arange(len(counts)), counts) * len(keys) + place

@@ -1,4 +1,4 @@
-"""The Ray of a command; starts, watches and stops a Ray Train worker group."""
+"""Ray session of a command; start, supervision and end of a Ray Train worker group."""
 
 from __future__ import annotations
 
@@ -45,21 +45,22 @@ T = TypeVar("T")
 
 @contextmanager
 def session_of(config: RunConfig) -> Iterator[None]:
-    """Run the block with the Ray of a command (cluster.session.ray_session) whose workers are forked."""
+    """Run the block in the Ray session of a command, whose local workers are forked (cluster.session)."""
     address = config.scaling.address
     with warm_workers(stays_here(address)), ray_session(address, local_cpus(config)):
         yield
 
 
 def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work: Callable[[], T]) -> T:
-    """Do the work of a run in a Ray session; repeat it in a new session if the raylet of a local Ray ends.
+    """Run `work` in a Ray session; repeat it in a new session if the raylet of a local Ray ends.
 
-    Repetitions count against scaling.max_failures. All processes of the earlier Ray have ended by then, so
-    none still writes. A cluster that was joined cannot be started from here, and Ray ends a process whose GCS
-    has been gone for a minute.
+    Repetitions count against scaling.max_failures, and begin after all processes of the earlier Ray have
+    ended. A joined cluster cannot be restarted from here, and Ray ends a process whose GCS is gone for a
+    minute.
 
     Args:
-        failed: Function that takes the failure that ended all workers, and whether they are started again.
+        config: Configuration of the run.
+        failed: Called with the failure that ended all workers, and True if the workers are started again.
         work: Function that resumes from the newest checkpoint when it is called again.
 
     Raises:
@@ -81,7 +82,7 @@ def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work:
 
 
 def resume_command(config: RunConfig, command: str = "train") -> str:
-    """Return the command that resumes a run, or a search (tune); in a job, what its user does."""
+    """Return the command that resumes a run or search (tune); in a job, the advice to submit it again."""
     if in_job():
         return "submit the same again"
     return f"raytrec {command} --resume {in_shell(relative(Path(config.run.dir)))}"
@@ -100,18 +101,23 @@ def run_group(
     restarts: bool = False,
     look: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Runs a function on a Ray Train worker group; the figures that rank 0 reports.
+    """Run a function on a Ray Train worker group, and return the figures reported by rank 0.
 
     Args:
-        worker: what each rank runs, such as worker.loop.train_worker.
-        checkpoint: the folder of all checkpoints, or the one to read.
-        fingerprint: of the training data (data.contents), which checkpoints hold.
-        saves: whether the function saves, so that it can be started again and asked to stop.
-        restarts: whether it can be started again although it does not save.
-        look: called every half second while the group runs; a ConfigError that it raises ends the group.
+        worker: Function that each rank runs, such as worker.loop.train_worker.
+        config: Configuration of the run.
+        schema: Schema of the run.
+        datasets: Datasets by name.
+        checkpoint: Folder of all checkpoints, or the checkpoint to read; empty: none.
+        watch: Receiver of the group's messages.
+        fingerprint: Fingerprint of the training data (data.contents), which is stored in checkpoints.
+        saves: True if the function saves checkpoints, so that it can be restarted and asked to stop.
+        restarts: True if the function can be restarted although it does not save.
+        look: Called every half second while the group runs; a ConfigError that it raises ends the group.
 
     Raises:
-        Interrupted: Ctrl-C or SIGTERM. RaytrecError: why the group failed, after all attempts.
+        Interrupted: Ctrl-C or SIGTERM ended the group.
+        RaytrecError: The group has failed in all attempts; the error states the cause.
     """
     import ray
 
@@ -176,7 +182,7 @@ def run_group(
             write_story(lost, config)
             raise
         except ConfigError as error:
-            if isinstance(error, ray.exceptions.RayError):  # a rank's
+            if isinstance(error, ray.exceptions.RayError):  # raised by a rank
                 raise explain(error, config, cause_of(coordinator)) from None
             stop.abort()
             raise
@@ -193,18 +199,18 @@ def run_group(
 
 
 def group_timeout(config: RunConfig, device: str) -> int:
-    """Seconds that a collective may take.
+    """Return the timeout of a collective in seconds.
 
-    When NCCL's time is up it ends the process that waits, which would then be taken for the one that failed.
-    The coordinator knows which rank the others wait for, and can report it first. Gloo raises an error.
+    NCCL ends the waiting process after its timeout, which would make that process look like the failed one.
+    The added time lets the coordinator first report the rank that the others wait for. Gloo raises an error.
     """
     return PHASE_TIMEOUT_S + (int(config.scaling.hang_timeout_s) + 1 if device == "cuda" else 0)
 
 
-# That building, restoring, saving or one read of data may take on a rank: these end, or fail, by themselves.
+# Limit of building, restoring, saving or one read of data on a rank: these phases end or fail by themselves.
 PHASE_TIMEOUT_S = 1800
-# How soon the end, or an error, is seen; how long Ray waits for places that are not there after all; and no
-# watcher for nodes that will go, because policies.RoomOnNodes looks for them sooner and needs no barrier.
+# Interval of checks for the end or an error; time that Ray waits for places that are no longer free; and no
+# preemption watcher, because policies.RoomOnNodes detects leaving nodes sooner and needs no barrier.
 RAY_TRAIN = {
     HEALTH_CHECK_INTERVAL_S: "0.5",
     WORKER_GROUP_START_TIMEOUT_S: "20",
@@ -213,17 +219,17 @@ RAY_TRAIN = {
 
 
 def _ray_run(folder: str) -> Any:
-    """Ray Train's own folder is that of the checkpoints, because it accepts only those inside it.
+    """Return a configuration of Ray Train whose storage is the folder of the checkpoints.
 
-    What an earlier driver noted there is removed: half written, it would keep Ray Train from starting. Which
-    checkpoint is the newest is found out by looking (checkpoint.files).
+    Ray Train accepts only checkpoints inside its own folder. The snapshot of an earlier driver is removed:
+    half written, it would keep Ray Train from starting. The newest checkpoint is found by checkpoint.files.
     """
     import ray.train
 
     filesystem, path = open_filesystem(join_uri(folder, SNAPSHOT))
     if filesystem.get_file_info(path).is_file:
         filesystem.delete_file(path)
-    filesystem, path = open_filesystem(folder)  # rather than its address, which Ray Train would show
+    filesystem, path = open_filesystem(folder)  # not the URI, which Ray Train would show
     place, _, name = path.rpartition("/")
     return ray.train.RunConfig(
         name=name,
@@ -233,15 +239,15 @@ def _ray_run(folder: str) -> Any:
     )
 
 
-SAME_S = 1.0  # `timeout` and others send each signal twice: to the process, and to its group
+SAME_S = 1.0  # `timeout` and similar programs signal both the process and its group
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM ended a group.
+    """End of a group by Ctrl-C or SIGTERM.
 
     Attributes:
-        signal: which one.
-        step: at which its state was saved; None when it was not.
+        signal: Number of the signal.
+        step: Step at which the state was saved; None if it was not saved.
     """
 
     def __init__(self, signal: int, step: int | None):
@@ -250,12 +256,10 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Stop(AbstractContextManager):
-    """Ctrl-C and SIGTERM while a group runs: the first asks it to save and end, a second ends it at once.
+    """Handler of Ctrl-C and SIGTERM: the first asks the group to save and end, a second ends it at once.
 
-    Ray Train 2.60's own handler ends the workers and then the process, without a message.
-
-    Args:
-        patience_s: seconds until it is ended although it has not saved; 0: at once.
+    The handler of Ray Train 2.60 ends the workers and then the process, without a message. This handler gives
+    the group `patience_s` seconds to save; 0: none.
     """
 
     def __init__(self, coordinator: Any, patience_s: float):
@@ -266,7 +270,7 @@ class Stop(AbstractContextManager):
         self._timer: Timer | None = None
 
     def install(self, controller: Any) -> None:
-        """Called by the trainer, in the main thread, when it has a controller."""
+        """Install the signal handlers. The trainer calls this in the main thread with its controller."""
         self._controller = controller
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._on_signal)
@@ -284,7 +288,7 @@ class Stop(AbstractContextManager):
         self._timer.start()
 
     def abort(self) -> None:
-        """Ends the group at once."""
+        """End the group at once."""
         self._controller.abort.remote()
 
     def __exit__(self, *_: object) -> None:

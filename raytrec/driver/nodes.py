@@ -1,4 +1,4 @@
-"""GPUs, CPUs and memory of the nodes; chooses the device."""
+"""GPUs, CPUs and memory of the nodes, and the choice of the device."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from raytrec.planning.machines import known_gpu
 from raytrec.planning.memory import GIB, HOST_RESERVE, memory_for_copies
 from raytrec.planning.validation import validate_constraints
 
-NODE_ANSWER_S = 60.0  # a node that Ray counts may be gone, or may have to start a process first
+NODE_ANSWER_S = 60.0  # a listed node may be gone, or may have to start a process first
 
 
 @dataclass(frozen=True)
 class GpuNode:
-    """A node with GPUs.
+    """Node with GPUs.
 
     Attributes:
-        address: of the node.
-        gpus: as many as Ray counts.
-        built_for: the device that its packages are for; None: it did not answer, or has no torch.
-        gpu_memory: bytes of its smallest GPU that programs can use; None: not known.
-        host_memory: bytes of main memory; None: not known.
-        kinds: name and compute capability of each of its GPUs; none: not known.
+        address: Address of the node.
+        gpus: Number of GPUs that Ray counts.
+        built_for: Device that the node's packages are built for; None: no answer, or no torch.
+        gpu_memory: Usable memory of the node's smallest GPU in bytes; None: unknown.
+        host_memory: Main memory in bytes; None: unknown.
+        kinds: Name and compute capability of each GPU; empty: unknown.
     """
 
     address: str
@@ -41,19 +41,21 @@ class GpuNode:
 
 
 def local_cpus(config: RunConfig) -> int:
-    """Logical CPUs of a local cluster: those of the workers and their readers."""
+    """Return the number of logical CPUs of a local cluster, for the workers and their readers."""
     return int(config.scaling.max_workers * bundle(config, "cpu")["CPU"])
 
 
 def bundle(config: RunConfig, device: str, others_read: bool = False) -> dict[str, float]:
-    """What Ray sets aside for a worker.
+    """Return the resources that Ray reserves for a worker.
 
-    This has the CPUs of the worker's readers, whose tasks therefore ask for none. Tasks that did would wait
-    for ever where workers, or the paused tasks of another stream, hold all CPUs: an evaluation begins while
-    those of training have still to hand over what they have read.
+    They include the CPUs of the worker's readers, whose tasks therefore request none. Read tasks that request
+    CPUs would wait forever if workers, or paused tasks of another stream, hold all CPUs. For example, an
+    evaluation begins while read tasks of training still have to hand over their rows.
 
     Args:
-        others_read: whether all rows are read on nodes without GPUs, whose CPUs then serve for that.
+        config: Configuration of the run.
+        device: cpu or cuda.
+        others_read: True if nodes without GPUs read all rows, so that their CPUs are used for reading.
     """
     scaling = config.scaling
     cpus: float = scaling.cpus_per_worker + (0 if others_read else config.data.readers)
@@ -61,16 +63,16 @@ def bundle(config: RunConfig, device: str, others_read: bool = False) -> dict[st
 
 
 def is_local() -> bool:
-    """Whether all nodes are this machine, over loopback: then they share this process's environment."""
+    """Return True if all nodes are this machine, over loopback, and so share this process's environment."""
     import ray
 
     return all(node["NodeManagerAddress"] == "127.0.0.1" for node in ray.nodes())
 
 
 def gpu_nodes() -> list[GpuNode]:
-    """The nodes with GPUs, with their packages and memory; one that does not answer stays in the list.
+    """Return the nodes with GPUs, with their packages and memory; nodes that do not answer are included.
 
-    They are asked by tasks that need neither CPU nor GPU, so that they do not wait for other work.
+    The tasks that ask the nodes need neither CPU nor GPU, so that they do not wait for other work.
     """
     import ray
 
@@ -85,14 +87,14 @@ def gpu_nodes() -> list[GpuNode]:
         GpuNode(
             node["NodeManagerAddress"],
             int(node["Resources"]["GPU"]),
-            **({} if isinstance(each, Exception) else each),  # a node that has gone: workers will report it
+            **({} if isinstance(each, Exception) else each),  # the node is gone, which workers will report
         )
         for node, each in zip(nodes, about, strict=True)
     ]
 
 
 def look_here() -> dict[str, Any]:
-    """What GpuNode has of the machine that this process runs on."""
+    """Return the fields of GpuNode for the machine of this process."""
     return {
         "built_for": built_for(),
         "gpu_memory": smallest_gpu_memory(),
@@ -102,16 +104,19 @@ def look_here() -> dict[str, Any]:
 
 
 def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
-    """cpu or cuda: scaling.device, or what the cluster has.
+    """Return cpu or cuda: scaling.device or, with auto, the device of the cluster.
 
     Args:
-        nodes: those with GPUs.
+        config: Configuration of the run.
+        nodes: Nodes with GPUs.
+        console: Console that shows notes.
 
     Raises:
-        ConfigError: fewer GPUs or CPUs than the workers and their readers need, and no autoscaler that could
-            start more: Ray would wait for ever. Or there is one, and scaling.device is not set. Or
-            scaling.device is cuda, and the packages of a node with GPUs are for CPUs. Or FBGEMM has no code
-            for any of the GPUs. Or train.compile is graphs, and there are none.
+        ConfigError: The workers and their readers need more GPUs or CPUs than the cluster has, and no
+            autoscaler could start more: Ray would wait forever. Or the cluster has an autoscaler and no GPUs
+            now, and scaling.device is not set. Or scaling.device is cuda, and the packages of a node with
+            GPUs are for CPUs. Or FBGEMM has no code for any of the GPUs. Or train.compile is graphs, and
+            training is on CPUs.
     """
     scaling, grows = config.scaling, starts_nodes()
     if grows and not nodes and scaling.device == "auto":
@@ -142,10 +147,10 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
             expected="GPUs that Ray knows of, and the packages for them",
             do="set train.compile=true",
         )
-    if not grows:  # else the run reports for how many workers there is room, while it waits
+    if not grows:  # otherwise the run waits, and reports for how many workers there is room
         refusals = [not_served(kind, node.address) for node in nodes for kind in node.kinds]
         if device == "cuda" and refusals and all(refusals) and all(node.kinds for node in nodes):
-            raise refusals[0]  # else workers check the GPUs that they get
+            raise refusals[0]  # otherwise workers check their own GPUs
         _check_room(config, device, sum(node.gpus for node in nodes))
     names = sorted({name for node in nodes for name, _ in node.kinds if not known_gpu(name)})
     if device == "cuda" and names:
@@ -154,10 +159,10 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
 
 
 def _check_room(config: RunConfig, device: str, gpus: int) -> None:
-    """Whether the nodes, were nothing else there, hold the least number of workers.
+    """Check that the nodes, without other work, can hold the minimum number of workers.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: The nodes cannot hold them.
     """
     least, places = config.scaling.min_workers, bundle(config, device, reads_elsewhere(config, device))
     if device == "cuda" and gpus < least:
@@ -181,7 +186,7 @@ def _check_room(config: RunConfig, device: str, gpus: int) -> None:
 
 
 def reads_elsewhere(config: RunConfig, device: str) -> bool:
-    """Whether nodes without GPUs read all that workers with GPUs train on, or may be started for it."""
+    """Return True if nodes without GPUs read all rows for workers with GPUs, or may be started for this."""
     if device != "cuda" or config.data.read_on != "auto":
         return device == "cuda" and config.data.read_on == "cpu_nodes"
     return (
@@ -196,7 +201,11 @@ def check_constraints(
     """Check that constraints can be kept with every number of workers, where hosts and memory are known.
 
     Args:
+        config: Configuration of the run.
+        schema: Schema of the run.
+        device: cpu or cuda.
         nodes: Nodes with GPUs.
+        console: Console that shows warnings.
     """
     least, most, local = config.scaling.min_workers, config.scaling.max_workers, is_local()
     memory = int(config.plan.memory_gib * GIB) if config.plan.memory_gib else None

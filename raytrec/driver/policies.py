@@ -1,8 +1,8 @@
-"""After which failures, and with how many workers, a group restarts.
+"""Policies that decide after which failures, and with how many workers, a group restarts.
 
-Ray Train's controller (ray 2.60.0, ray/train/v2/_internal) asks a FailurePolicy and a ScalingPolicy. Its own
-count what the autoscaling coordinator has noted at its last tick (every 20 s, nodes that have gone included),
-retry errors that come again for certain, and resize a running group without a checkpoint.
+Ray Train's controller (ray 2.60.0, ray/train/v2/_internal) asks a FailurePolicy and a ScalingPolicy. Ray's
+own policies count the nodes at the last tick of the autoscaling coordinator (every 20 s, lost nodes
+included). They also retry errors that are certain to recur, and resize a running group without a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from raytrec.compat.ray_train import (
 from raytrec.driver.failure_analysis import Cause, Kind, find_cause
 
 FIGURE = re.compile(r"\d[\d.]*( bytes| [KMGT]iB)?")
-SETTLE_S = 2.0  # after a failure, until what has gone is no longer counted, and what comes back is
+SETTLE_S = 2.0  # after a failure, until lost nodes are no longer counted and returning ones are
 CONNECT_S = 1.0
 FREE_GPU_S = 10.0  # until the processes of the group have released their GPUs
-GIVE_UP_S = 10.0  # then the old group is given up, whatever seems to be free
+GIVE_UP_S = 10.0  # after this time the old group is given up, even without free room
 SCALE_UP_INTERVAL_S = 15.0  # between two attempts to add workers, while fewer than the maximum run
 
 
 class FailedGpus:
     """Failed GPUs that this run leaves out until its controller ends.
 
-    Ray cannot take a GPU away from a node, so an actor holds it.
+    Ray cannot take a GPU away from a node, so an actor reserves it.
 
     Args:
-        least: Minimum number of workers. A run without as many other GPUs could only wait.
+        least: Minimum number of workers. A run with fewer other GPUs could only wait.
     """
 
     def __init__(self, least: int):
@@ -52,7 +52,10 @@ class FailedGpus:
         self._held: list[Any] = []
 
     def leave_out(self, failed: GpuFailed) -> bool:
-        """Reserve a failed GPU, so that no worker gets it. Return False if the run needs all GPUs."""
+        """Reserve a failed GPU, so that no worker gets it, and return True on success.
+
+        The result is False if the run needs all GPUs, or if the GPU is not free in time.
+        """
         gpus = sum(node["Resources"].get("GPU", 0) for node in alive_nodes())
         if gpus - len(self._held) - 1 < self._least and not starts_nodes():
             return False
@@ -60,7 +63,7 @@ class FailedGpus:
         holder = ray.remote(num_gpus=1)(_Holder).options(**on_node(node))
         others, until = [], monotonic() + FREE_GPU_S
         try:
-            # Ray chooses among the free GPUs: all are reserved until it is this one.
+            # Ray chooses among the free GPUs, so GPUs are reserved until the failed one is chosen.
             while (left := until - monotonic()) > 0:
                 others.append(holder.remote())
                 if ray.get(others[-1].gpu.remote(), timeout=left) == gpu:
@@ -80,11 +83,11 @@ class _Holder:
 
 
 class FailuresWithReason(FailurePolicy):
-    """Starts again after deaths and exceptions, `max_failures` times; at once gives up on errors for people.
+    """FailurePolicy that restarts a group after deaths and exceptions, `max_failures` times.
 
-    Nodes that go, and restarts that were asked for, are free. The same exception at the same step, twice in a
-    row, would come a third time; its figures may be others ("921.60 MiB" that a GPU had left). GPUs that have
-    failed are left out, as long as there are others.
+    Errors for people end the run at once. Lost nodes and requested restarts are not counted. The same
+    exception at the same step, twice in a row, ends the run as well, because it would recur. Numbers in its
+    text may differ ("921.60 MiB" that a GPU had left). Failed GPUs are left out as long as there are others.
     """
 
     def __init__(self, config: Any, coordinator: Any, max_failures: int, gpus: FailedGpus):
@@ -93,6 +96,7 @@ class FailuresWithReason(FailurePolicy):
         self._last: tuple[str, int] | None = None
 
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
+        """Decide whether the group restarts after a failure, and report the failure to the coordinator."""
         if isinstance(training_failed_error, ControllerError):
             return self._not_started(training_failed_error)
         cause = find_cause(training_failed_error.worker_failures)
@@ -116,11 +120,11 @@ class FailuresWithReason(FailurePolicy):
     def _step(self) -> int:
         try:
             return ray.get(self._coordinator.step.remote(), timeout=10)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # it is being started again
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # it is being restarted
             return -1
 
     def _not_started(self, error: ControllerError) -> FailureDecision:
-        """The group did not come up: a node may have gone, or out of reach, in that moment."""
+        """Decide about a group that did not start; a node may have left or become unreachable meanwhile."""
         failure = error.controller_failure
         cause = find_cause({0: failure})
         if isinstance(cause.error, GpuFailed) and self._gpus.leave_out(cause.error):
@@ -134,15 +138,18 @@ class FailuresWithReason(FailurePolicy):
 
 
 class RoomOnNodes(RequestingPolicy):
-    """As many workers as there is room for on nodes that stay, between the least and the most.
+    """ScalingPolicy with as many workers as remaining nodes have room for, between minimum and maximum.
 
-    A running group is never resized from here: it is asked to save and to end, so that no step is lost.
+    The policy never resizes a running group: it asks the group to save and end, so that no step is lost.
 
     Args:
-        least, most: workers.
-        cpus_beside: that an autoscaler is to have ready for reading, besides the workers' own: read tasks ask
-            for none themselves, see nodes.bundle.
-        asks: see RequestingPolicy.
+        scaling_config: Scaling configuration of Ray Train.
+        coordinator: Coordinator of the run.
+        least: Minimum number of workers.
+        most: Maximum number of workers.
+        cpus_beside: CPUs for reading that an autoscaler provides in addition to the workers' CPUs; read tasks
+            request none themselves (nodes.bundle).
+        asks: As in RequestingPolicy.
     """
 
     def __init__(
@@ -162,6 +169,7 @@ class RoomOnNodes(RequestingPolicy):
         self._told, self._asked_for = False, 0
 
     def make_decision_for_non_running_worker_group(self) -> NoopDecision | ResizeDecision:
+        """Decide with how many workers to start the group, or wait for room."""
         self.request_resources()
         first, now = not self._asked_for, monotonic()
         self._since = self._since or now
@@ -170,7 +178,7 @@ class RoomOnNodes(RequestingPolicy):
         if room < wanted and not first and waited < SETTLE_S:
             return NoopDecision()
         if room < self._least:
-            if waited > GIVE_UP_S and self._asked_for:  # its processes may hold what we wait for
+            if waited > GIVE_UP_S and self._asked_for:  # its processes may hold the resources
                 return self._resize(self._least)
             if not self._told:
                 self._told = True
@@ -179,6 +187,7 @@ class RoomOnNodes(RequestingPolicy):
         return self._resize(min(room, self._most))
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any):
+        """Ask for a restart if a node will be preempted or more workers fit; never resize the group."""
         self.request_resources()
         nodes = Counter(worker.metadata.node_id for worker in worker_group_state.workers)
         if nodes != self._held:
@@ -194,12 +203,15 @@ class RoomOnNodes(RequestingPolicy):
         return NoopDecision()
 
     def _look_for_more(self, nodes: Counter[str]) -> None:
-        """Room that is there at two looks in a row is not the pause of a reader."""
+        """Ask for a restart if two looks in a row find room for more workers.
+
+        Room that is found only once may be due to a pause of a reader.
+        """
         room = min(self._room(nodes), self._most)
         if room > nodes.total() and self._roomy:
             self._coordinator.ask.remote(Command.RESTART, f"there is room for {room} workers")
         elif room > nodes.total():
-            self._looked -= 0.9 * SCALE_UP_INTERVAL_S  # soon again
+            self._looked -= 0.9 * SCALE_UP_INTERVAL_S  # look again soon
         self._roomy = room > nodes.total()
 
     def _resize(self, workers: int) -> ResizeDecision:
@@ -207,11 +219,11 @@ class RoomOnNodes(RequestingPolicy):
         return ResizeDecision(workers, self.resources_per_worker)
 
     def _room(self, held: Counter[str]) -> int:
-        """Workers for which there is room next to other work, counting our own places as free."""
+        """Return how many workers have room next to other work; the group's own places count as free."""
         bundle = self.resources_per_worker
         free, going, room = available_resources(), draining_nodes(), 0
         for node in alive_nodes():
-            # Ray counts a node for seconds after it has gone; its raylet then takes no connections.
+            # Ray counts a node for seconds after its end; its raylet then takes no connections.
             if node["NodeID"] in going or not listens(
                 node["NodeManagerAddress"], node["NodeManagerPort"], CONNECT_S
             ):

@@ -1,4 +1,4 @@
-"""Refuses configurations that do not fit their schema or machine; `raytrec plan` predicts for other ones."""
+"""Checks of a configuration against its schema and machine, and `raytrec plan` for other machines."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from raytrec.tracking.store import check_address
 from raytrec.worker.loop import total_steps
 
 PRICES = TypeAdapter(Annotated[dict[str, NonNegativeFloat], Field(min_length=1)])
-ANY = "any"  # --on: of every machine as many as it takes
+ANY = "any"  # --on any: as many of every known machine as needed
 
 
 def check_plan(plan: RunPlan) -> list[str]:
-    """Refuses a run that cannot work; warnings about one that can.
+    """Check that a run can work, and return warnings.
 
     Raises:
-        ConfigError, SchemaError: as in `check_fit`; or the weights of warm_start.from do not fit.
-        DataError: as in `check_constant_labels`.
+        ConfigError, SchemaError: As in `check_fit`; or the weights of warm_start.from do not fit.
+        DataError: As in `check_constant_labels`.
     """
     config, schema, train = plan.config, plan.schema, plan.datasets["train"]
     lines = copied_numbers(config, schema, total_steps(config, train.rows))
@@ -57,18 +57,20 @@ def check_plan(plan: RunPlan) -> list[str]:
 
 
 def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
-    """Refuses a configuration that cannot work with its schema.
+    """Check that a configuration can work with its schema.
 
     Args:
-        here: whether the workers run on this machine, with its memory.
+        config: Configuration to check.
+        schema: Schema of the data.
+        here: True if the workers run on this machine, with its memory.
 
     Raises:
-        ConfigError, SchemaError: tasks, metrics, dims or features that the model cannot take; tables in
-            plan.tables or optim.tables that the schema does not have; weight decay that kernels do
-            not keep; train.compile without a compiler, or with graphs of sizes that change; tables larger
-            than the machine; an address that no MLflow store has.
+        ConfigError, SchemaError: The model cannot use the tasks, metrics, dims or features; plan.tables or
+            optim.tables name tables that the schema lacks; kernels do not support the weight decay;
+            train.compile has no compiler, or is graphs with varying sizes; the tables are larger than the
+            machine; or no MLflow store has the address.
     """
-    # With `auto` on GPUs there is also adam to refuse, by the workers: only they know.
+    # With `auto` on GPUs, the workers also refuse adam: only they know the device.
     device = "cuda" if config.scaling.device == "cuda" else "cpu"
     check_decay(resolve_constraints(config, schema), table_optimizers(config, schema), device)
     check_drawn(config, schema)
@@ -100,10 +102,10 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
 
 
 def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -> None:
-    """Refuses what is not made for rows that are requests with candidates.
+    """Check that no setting is incompatible with rows that are requests with candidates.
 
     Raises:
-        ConfigError: names the key.
+        ConfigError: A setting is incompatible; the message names its key.
     """
     refused = {
         "model.lookup_l2": bool(config.model.l2_factors(schema)),
@@ -121,13 +123,13 @@ def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -
 
 
 def check_drawn(config: RunConfig, schema: Schema) -> list[str]:
-    """Check that ids drawn for rows (do: sample, rows) are in range of the tables that look them up.
+    """Check that sampled ids (do: sample, rows) are in range of the tables that look them up.
 
     Returns:
-        A warning for each table of which not all rows are drawn.
+        A warning for each table of which not all rows can be sampled.
 
     Raises:
-        ConfigError: Some would be out of range.
+        ConfigError: Some sampled ids would be out of range.
     """
     lines, transforms = [], enumerate(config.data.transforms)
     for place, sample in [(n, each) for n, each in transforms if isinstance(each, Sample) and each.rows]:
@@ -152,11 +154,12 @@ def check_drawn(config: RunConfig, schema: Schema) -> list[str]:
 
 
 def check_memory(config: RunConfig, schema: Schema) -> None:
-    """Whether this machine's memory and disk can hold the tables and their optimizer state, where all is on
-    CPUs.
+    """Check that memory and disk of this machine can hold the tables and their optimizer state.
+
+    The check is skipped if the tables may be on GPUs.
 
     Raises:
-        ConfigError: they cannot, whatever the plan.
+        ConfigError: The tables do not fit under any plan.
     """
     if config.scaling.device == "cuda" or (config.scaling.device == "auto" and built_for() != "cpu"):
         return
@@ -185,6 +188,8 @@ def copied_numbers(config: RunConfig, schema: Schema, steps: int) -> list[str]:
     """Return a warning for each number that does not fit the tables or the run.
 
     Args:
+        config: Configuration of the run.
+        schema: Schema of the run.
         steps: Number of steps of the whole run.
     """
     lines = check_drawn(config, schema)
@@ -199,13 +204,13 @@ def copied_numbers(config: RunConfig, schema: Schema, steps: int) -> list[str]:
 
 
 def check_constant_labels(plan: RunPlan) -> list[str]:
-    """Check in the footers that labels of data.train differ where a loss compares predictions with them.
+    """Check in the footers that labels of data.train vary where a loss compares predictions with them.
 
     Returns:
         A warning for each task whose label has one value.
 
     Raises:
-        DataError: a new run would learn to classify by a label of one class.
+        DataError: A new run would train a classifier on a label with a single class.
     """
     lines, constant = [], plan.datasets["train"].constant_labels
     for section, task in zip(plan.config.tasks, resolve_tasks(plan.config.tasks, plan.schema), strict=True):
@@ -235,19 +240,19 @@ def plan(
     rates: str | Path | None = None,
     prices: str | Path | None = None,
 ) -> Plans:
-    """Predict memory and time of a configuration on machines. Only its schema is read, no data.
+    """Predict memory and time of a configuration on machines, from its schema and without its data.
 
     Args:
         source: Config file or its values; data.schema, or schema.yaml above data.train, must exist.
         overrides: `section.key=value` strings.
-        on: Machines, separated by commas: 2x8xh100-sxm,4x48gib (machines.cluster_of); any: of every known
-            machine as many as it takes; default without prices: as many GPUs, or workers on CPU, as
+        on: Machines, separated by commas: 2x8xh100-sxm,4x48gib (machines.cluster_of); any: as many of every
+            known machine as needed; default without prices: as many GPUs, or workers on CPU, as
             scaling.num_workers, with 80 GiB each and at most 8 on a host.
-        rates: File of Rates; default: data sheets of named machines, and no times of others.
+        rates: File of Rates; default: data sheets of named machines, and no times for other machines.
         prices: File of machine → price per hour; the smallest and the cheapest cluster are chosen.
 
     Raises:
-        ConfigError, SchemaError: The input is wrong.
+        ConfigError, SchemaError: The input is invalid.
     """
     from raytrec.worker.build import unsharded
 

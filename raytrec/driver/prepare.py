@@ -1,4 +1,4 @@
-"""A run before it starts: resolved configuration, data, folder."""
+"""Preparation of a run: resolved configuration, data, folder."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ OF_START = (METRICS, RANKS, CHECKS, EVENTS, DELIVERED, DRIVER)  # records that a
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run before it starts.
+    """Run before its start.
 
     Attributes:
-        config: resolved (`resolve`).
-        datasets: "train", "valid", "test" and "items" (eval.retrieval) → Dataset, as far as the run has them.
+        config: Resolved configuration (`resolve`).
+        schema: Schema of the run.
+        datasets: "train" → Dataset; also "valid", "test" and "items" (eval.retrieval) if the run has them.
         start: new, warm (with the weights of warm_start.from), or resumed (the folder is config.run.dir).
     """
 
@@ -49,10 +50,10 @@ class RunPlan:
 
 
 def open_run(config: RunConfig, resumed: bool) -> RunPlan:
-    """Opens the schema and the data of a resolved configuration; nothing is written.
+    """Open the schema and the data of a resolved configuration, without writing anything.
 
     Raises:
-        ConfigError, SchemaError, DataError: what is wrong with the input.
+        ConfigError, SchemaError, DataError: The input is invalid.
     """
     check_nothing_hidden(config)
     schema, datasets = open_data(config)
@@ -68,15 +69,19 @@ def resolve_config(
     resume_latest: bool = False,
     allow_code: bool = False,
 ) -> tuple[RunConfig, bool]:
-    """(the resolved configuration, whether it is an interrupted run's).
+    """Return the resolved configuration, and True if it is the configuration of an interrupted run.
 
     Args:
-        source, start_from, resume, resume_latest, allow_code: as in run.train.
+        source: As in `run.train`.
         overrides: `section.key=value` strings.
+        start_from: As in `run.train`.
+        resume: As in `run.train`.
+        resume_latest: As in `run.train`.
+        allow_code: As in `run.train`.
 
     Raises:
-        ConfigError: what is wrong with the input. RunError: a run to resume that does not exist, or has
-            finished.
+        ConfigError: The input is invalid.
+        RunError: The run to resume does not exist, or has finished.
     """
     if not resume and source is None:
         config, name = config_from(start_from, overrides, allow_code=allow_code)
@@ -93,7 +98,10 @@ def resolve_config(
 
 
 def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
-    """Names, folders and stores filled in; every path absolute, because workers run elsewhere."""
+    """Return a copy of a configuration with names, folders and stores filled in.
+
+    Every path becomes absolute, because workers run elsewhere.
+    """
     config = config.model_copy(deep=True)
     run, data, tracking = config.run, config.data, config.tracking
     stem = Path(source).stem if isinstance(source, (str, Path)) else "run"
@@ -118,15 +126,16 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
             setattr(section, key, place(value) if isinstance(value, str) else [*map(place, value)])
     if config.warm_start.from_:
         config.warm_start.from_ = find(config.warm_start.from_)[0]
-    server = os.environ.get("MLFLOW_TRACKING_URI")  # which a cluster's nodes can have
+    server = os.environ.get("MLFLOW_TRACKING_URI")  # nodes of a cluster may set it
     tracking.uri = tracking.uri or server or f"sqlite:///{Path(run.dir).parent}/mlflow.db"
     return config
 
 
 def check_nothing_hidden(config: RunConfig) -> None:
-    """
+    """Check that a configuration has no redacted values.
+
     Raises:
-        ConfigError: values are missing because they were redacted where the configuration comes from.
+        ConfigError: Values are missing, because they were redacted in the source of the configuration.
     """
     if keys := hidden_keys(config.model_dump(by_alias=True, mode="json")):
         raise ConfigError(
@@ -137,12 +146,12 @@ def check_nothing_hidden(config: RunConfig) -> None:
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
-    """Writes a run's config.yaml, and marks it as this user's (trust.py)."""
+    """Write config.yaml of a run, and mark the file as this user's (trust.py)."""
     write_marked(folder / "config.yaml", config.to_yaml())
 
 
 def write_marked(file: Path, text: str) -> None:
-    """Write a file of settings, and mark it as this user's (trust.py)."""
+    """Write a file of settings, and mark the file as this user's (trust.py)."""
     write_text(file, text)
     mark(file)
 
@@ -151,7 +160,7 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
     """Prepare the folder of a new run, without the records of an earlier start that left no checkpoint.
 
     Raises:
-        RunError: the folder holds a finished run or checkpoints, or cannot be written.
+        RunError: The folder contains a finished run or checkpoints, or cannot be written.
     """
     if (folder / RESULT).exists():
         raise RunError(
@@ -185,19 +194,20 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
 def config_from(
     place: str | Path, overrides: list[str], *, allow_code: bool = False
 ) -> tuple[RunConfig, str]:
-    """The configuration of a checkpoint for a new run, and that run's name without its time.
+    """Return the configuration of a checkpoint for a new run, and the run's name without date and time.
 
     Args:
-        place: run folder or checkpoint folder; its schema stays the schema.
+        place: Run folder or checkpoint folder; its schema is kept.
         overrides: `section.key=value` strings, at least a new data.train.
-        allow_code: the configuration may name code (trust.py).
+        allow_code: True if the configuration may name code (trust.py).
 
     Raises:
-        RunError: no checkpoint there. ConfigError: as in `load_config`.
+        RunError: There is no checkpoint in `place`.
+        ConfigError: As in `load_config`.
     """
     folder, index = find(place)
     stored = index["about"]["config"]
-    config = load_config(stored, allow_code=True)  # nothing of it runs before it is loaded again
+    config = load_config(stored, allow_code=True)  # none of its code runs before it is loaded again
     name = re.sub(r"-\d{8}-\d{6}$", "", config.run.name or "run")
     config.run.name = config.run.dir = config.checkpoint.dir = None
     own = [f"warm_start.from={json.dumps(folder)}", f"data.schema={json.dumps(join_uri(folder, INDEX))}"]

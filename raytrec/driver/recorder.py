@@ -1,4 +1,4 @@
-"""Shows the workers' messages and keeps them in the run folder."""
+"""Display of the workers' messages, and their record in the run folder."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from raytrec.tracking.history import StepGroups
 from raytrec.tracking.journal import Journal, write_whole
 from raytrec.tracking.run_folder import PLAN, RESULT, messages_of
 
-WAIT_S = 0.5  # from one look whether a group is over to the next
-CALL_S = 5.0  # that a call waits for messages of the coordinator, for each costs both a few milliseconds
+WAIT_S = 0.5  # interval between checks for the end of a group
+CALL_S = 5.0  # wait of one call for messages of the coordinator; each call takes both a few milliseconds
 
 
 class Watch:
-    """Reads the messages of ranks and coordinator while Ray Train runs, and passes them on.
+    """Reader of the messages of ranks and coordinator while Ray Train runs.
 
     Args:
-        console: shows them.
-        record: keeps them; None where nothing is trained.
-        ended: called when the result is there, while the workers are still to end.
+        console: Console that shows the messages.
+        record: Record that stores the messages; None if nothing is trained.
+        ended: Called when the result has arrived, before the workers end.
 
     Attributes:
-        result: the figures of rank 0, once the group has ended well.
-        unsaved: why the trained model could not be saved; None: it was.
-        stopped_at: the step at which the run has been stopped.
-        ended_early_at: the step at which its evaluations have ended training (train.early_stopping).
+        result: Figures of rank 0; None until the group has ended successfully.
+        unsaved: Error because of which the trained model could not be saved; None if it was saved.
+        stopped_at: Step at which the run was stopped.
+        ended_early_at: Step at which evaluations ended training (train.early_stopping).
     """
 
     def __init__(self, console: Any, record: Record | None = None, ended: Callable[[], None] = lambda: None):
@@ -55,10 +55,10 @@ class Watch:
 
     @contextmanager
     def reading(self, coordinator: Any) -> Iterator[None]:
-        """Read the coordinator's messages in a thread while the block runs; at its end none is left.
+        """Read the coordinator's messages in a thread while the block runs, then read all remaining ones.
 
-        No call of the thread to Ray lasts: a thread that is still in a call while Ray is shut down, after a
-        part of Ray was lost, crashes the process.
+        Every call of the thread to Ray has a short timeout: a thread that is still in a call while Ray is
+        shut down, after a part of Ray was lost, crashes the process.
         """
         import ray
 
@@ -67,7 +67,7 @@ class Watch:
         thread.start()
         try:
             yield
-        except RayLost:  # the coordinator is gone, too, and Ray may not report it
+        except RayLost:  # the coordinator is lost as well, which Ray may not report
             lost.set()
             raise
         finally:
@@ -86,11 +86,11 @@ class Watch:
                 self.receive(message)
 
     def failed(self, cause: str, again: bool) -> None:
-        """Notes that all workers have ended, which no coordinator could report."""
+        """Record that all workers have ended, which no coordinator could report."""
         self.receive(messages.Event(event="failed", details={"cause": cause, "rank": None, "again": again}))
 
     def receive(self, message: Message) -> None:
-        """Shows and keeps one message."""
+        """Show and record one message."""
         if isinstance(message, messages.Result):
             self.result = null_nonfinite(message.figures)
             self.unsaved = RunError(**message.unsaved) if message.unsaved else None
@@ -107,7 +107,10 @@ class Watch:
             show(**{name: value for name, value in message.values().items() if name != "unix_s"})
 
     def _keep(self, message: Message) -> list[str]:
-        """Keeps a message; sentences for people. Whatever goes wrong with one, the next must be read."""
+        """Record a message, and return sentences for people.
+
+        Any exception becomes a warning, because later messages must still be read.
+        """
         try:
             return self._record.keep(message)
         except Exception as error:
@@ -118,14 +121,14 @@ class Watch:
 
 
 class Record:
-    """Writes messages into the run folder, from which MLflow gets them.
+    """Writer of messages into the run folder, from which they are delivered to MLflow.
 
     Args:
-        folder: of the run.
+        folder: Run folder.
 
     Attributes:
-        checks: how many have passed (True) and failed; of a resumed run, since its beginning.
-        times: of the steps so far, likewise.
+        checks: Numbers of passed (True) and failed (False) checks since the beginning of the run.
+        times: Times of all steps since the beginning of the run.
     """
 
     def __init__(self, folder: Path):
@@ -135,19 +138,20 @@ class Record:
             self.times.add(line)
         self._folder = folder
         self._groups, self._advised = StepGroups(), set()
-        self._warnings: list[str] = []  # about the run folder
+        self._warnings: list[str] = []  # warnings about the run folder
         self._journal = Journal(folder, self._warnings.append)
-        self._attempt: int | None = None  # whose first interval is over
-        self._lately: list[RankLine] = []  # of each rank its intervals since then, or of SURE_S seconds
+        self._attempt: int | None = None  # attempt whose first interval has ended
+        self._lately: list[RankLine] = []  # each rank's intervals since then, up to SURE_S seconds
 
     def result(self, metrics: dict[str, Any], unsaved: RunError | None) -> RunError | None:
-        """Writes result.json, by which a run counts as finished, if the trained model has been saved.
+        """Write result.json, which marks a run as finished, if the trained model has been saved.
 
         Args:
-            unsaved: why it has not.
+            metrics: Figures of the run.
+            unsaved: Error because of which the model could not be saved; None if it was saved.
 
         Returns:
-            Why there is no result.json; the run can be resumed then.
+            Error because of which result.json is missing and the run can be resumed; None on success.
         """
         figures = {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
         self._append(messages.Result(step=metrics["train.steps"], unix_s=time(), figures=figures))
@@ -165,12 +169,12 @@ class Record:
         return None
 
     def close(self) -> list[str]:
-        """Writes waiting lines; sentences about what is missing in the end."""
+        """Write waiting lines, and return sentences about lines that could not be written."""
         missing = self._journal.missing()
         return [*self._take_warnings(), *filter(None, [missing])]
 
     def keep(self, message: Message) -> list[str]:
-        """Writes one message; sentences for people."""
+        """Write one message, and return sentences for people."""
         if message.FILE and message.values().get("unix_s") is None:
             message = replace(message, unix_s=time())  # type: ignore[call-arg]
         if message.FILE:
@@ -186,11 +190,11 @@ class Record:
         return [*self._take_warnings(), *advice]
 
     def _advise(self, line: RankLine) -> list[str]:
-        """Advice from the lines of all ranks, once they are there; each kind of advice is given once."""
+        """Return advice when the lines of all ranks are complete; each kind of advice is given once."""
         lines = self._groups.add(line)
         if lines is None:
             return []
-        if line.attempt != self._attempt:  # the first interval waits for readers that are only starting
+        if line.attempt != self._attempt:  # in the first interval, ranks wait for readers that are starting
             self._attempt, self._lately = line.attempt, []
             return []
         if any(each.seconds >= SURE_S for each in self._lately):
@@ -204,7 +208,7 @@ class Record:
         return found
 
     def _append(self, message: Message) -> None:
-        """A line of JSON, which has no NaN, in the run folder."""
+        """Append a message to its file in the run folder as a line of JSON; NaN becomes null."""
         self._journal.add(message.FILE, hide_all(null_nonfinite(message.line())))
 
     def _take_warnings(self) -> list[str]:
@@ -213,7 +217,7 @@ class Record:
 
 
 def _messages(coordinator: Any, wait_s: float, over: Event, lost: Event) -> list[Message]:
-    """Return the messages that the coordinator has, or gets within this time."""
+    """Return the coordinator's messages; wait for the first one at most `wait_s` seconds."""
     import ray
 
     try:
@@ -227,11 +231,14 @@ def _messages(coordinator: Any, wait_s: float, over: Event, lost: Event) -> list
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Written whole or not at all."""
+    """Write values as JSON to a file, either completely or not at all."""
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Written whole or not at all; a configuration that holds a password, for this user alone to read."""
+    """Write a text to a file, either completely or not at all.
+
+    A configuration that contains a password is readable by this user alone.
+    """
     shown = hide_yaml(text) if path.suffix == ".yaml" else text
     write_whole(path, text.encode(), 0o666 if shown == text else 0o600)

@@ -1,5 +1,4 @@
-"""What a run continues: an interrupted run, or the weights of a checkpoint. Changes that do not fit are
-refused."""
+"""Resuming of interrupted runs, and warm starts from checkpoints; incompatible changes are refused."""
 
 from __future__ import annotations
 
@@ -24,23 +23,24 @@ from raytrec.driver.recorder import RESULT, write_json
 from raytrec.embeddings.constraints import table_optimizers
 from raytrec.tracking.run_folder import DATA, LISTED_FILES, SCHEMA
 
-MAY_CHANGE, MUST_STAY = keys_with(Mark.FREE), keys_with(Mark.FIXED)  # in mid-run
+MAY_CHANGE, MUST_STAY = keys_with(Mark.FREE), keys_with(Mark.FIXED)  # on resume
 
 
 def resume_config(
     place: str | Path, source: Any, overrides: list[str], allow_code: bool = False
 ) -> RunConfig:
-    """The configuration of a run that is not finished, with what may be changed in it changed.
+    """Return the configuration of an unfinished run, with permitted changes applied.
 
     Args:
-        place: the run folder.
-        source: a config to hold it to; None: the run's own.
+        place: Run folder.
+        source: Config that takes the place of the run's own, within permitted changes; None: the run's own.
         overrides: `section.key=value` strings.
-        allow_code: a configuration that is not the user's own may name code (trust.py): a source out of a
-            URI, or that of a run folder that another user has written.
+        allow_code: True if a configuration that is not the user's own may name code (trust.py): a source from
+            a URI, or the configuration in a run folder that another user has written.
 
     Raises:
-        RunError: no run there, or a finished one. ConfigError: a change that would make it another run.
+        RunError: The folder contains no run, or a finished one.
+        ConfigError: A change would affect the result.
     """
     folder = Path(absolute(str(place)))
     file = folder / "config.yaml"
@@ -52,7 +52,7 @@ def resume_config(
             expected="the folder of a run, with its config.yaml",
             do="give the folder that `raytrec train` printed (run.dir)",
         )
-    before = load_config(file, allow_code=True)  # nothing of it runs until it is allowed
+    before = load_config(file, allow_code=True)  # none of its code runs until it is allowed
     strange = {} if allow_code or is_ours(file) else code_in(before.model_dump(by_alias=True))
     elsewhere = not_ours(file) if strange and source is None else None
     config = load_config(
@@ -64,7 +64,7 @@ def resume_config(
             setattr(part, key, getattr(getattr(before, section), key))
     kept = {key: named for key, named in strange.items() if key in ("warm_start.from", "checkpoint.dir")}
     refuse_code(kept, config.model_dump(by_alias=True), not_ours(file))
-    config.run.dir = str(folder)  # it may have been moved since
+    config.run.dir = str(folder)  # the folder may have been moved
     if "tracking.uri" not in strange:
         config.tracking.uri = config.tracking.uri or before.tracking.uri
     if changed := _differences(before, config):
@@ -78,7 +78,7 @@ def resume_config(
 
 
 def check_unfinished(folder: Path) -> None:
-    """Raises a RunError when the run in a folder has finished."""
+    """Raise a RunError if the run in a folder has finished."""
     if (folder / RESULT).exists():
         raise RunError(
             "this run has finished",
@@ -89,15 +89,12 @@ def check_unfinished(folder: Path) -> None:
 
 
 def interrupted(config: RunConfig, named: bool) -> Path | None:
-    """The run that the same command has begun before and that has not finished.
+    """Return the folder of the unfinished run that the same command has started before, or None.
 
     Args:
-        config: resolved, as of a new run.
-        named: whether the user has chosen its name or folder. Else it is the newest run of this name and
-            another time whose configuration and data are the same.
-
-    Returns:
-        Its folder, or None.
+        config: Resolved configuration of a new run.
+        named: True if the user has chosen the run's name or folder. Otherwise, the newest run with the same
+            name (except date and time), configuration and data is returned.
     """
     found = (each for each in earlier_folders(config, named) if (each / "config.yaml").is_file())
     unfinished = (each for each in found if not (each / RESULT).exists())
@@ -105,11 +102,11 @@ def interrupted(config: RunConfig, named: bool) -> Path | None:
 
 
 def earlier_folders(config: RunConfig, named: bool) -> list[Path]:
-    """Return the folders in which the same command may have begun before, the newest first.
+    """Return the folders in which the same command may have started before, newest first.
 
     Args:
-        config: resolved, as of a new run or search.
-        named: True if the user has chosen its name or folder. Otherwise names end in date and time.
+        config: Resolved configuration of a new run or search.
+        named: True if the user has chosen the name or folder. Otherwise names end in date and time.
     """
     folder, stem = Path(config.run.dir), config.run.name.rsplit("-", 2)[0]  # NAME-date-time
     return [folder] if named else sorted(folder.parent.glob(f"{stem}-*"), reverse=True)
@@ -117,15 +114,15 @@ def earlier_folders(config: RunConfig, named: bool) -> list[Path]:
 
 def _is_same(folder: Path, after: RunConfig) -> bool:
     try:
-        before = load_config(folder / "config.yaml", allow_code=True)  # which is only compared
-    except ConfigError:  # of another version, or damaged: not this one
+        before = load_config(folder / "config.yaml", allow_code=True)  # it is only compared
+    except ConfigError:  # written by another version, or damaged
         return False
     data = all(getattr(before.data, part) == getattr(after.data, part) for part in ("train", "valid", "test"))
     return data and not _differences(before, after)
 
 
 def note_data(folder: Path, datasets: dict[str, Dataset], contents: dict[str, list[Content]]) -> None:
-    """Write the files and contents of the datasets to the run folder, if there is room, for a resume."""
+    """Write the files and contents of the datasets to the run folder for a resume; ignore OS errors."""
     noted: dict[str, Any] = {name: [asdict(each) for each in found] for name, found in contents.items()}
     noted[LISTED_FILES] = {name: d.listing.record() for name, d in datasets.items() if d.listing.files}
     with suppress(OSError):
@@ -135,16 +132,20 @@ def note_data(folder: Path, datasets: dict[str, Dataset], contents: dict[str, li
 def check_same_data(
     folder: Path, root: str, schema: Schema, datasets: dict[str, Dataset], contents: dict[str, list[Content]]
 ) -> list[str]:
-    """Checks that the cursor in the newest checkpoint still means the same rows.
+    """Check that the position in the newest checkpoint still refers to the same rows.
 
     Args:
-        contents: of each dataset, as it is now.
+        folder: Run folder.
+        root: Folder of the run's checkpoints.
+        schema: Current schema.
+        datasets: Current datasets by name.
+        contents: Current contents of each dataset's files.
 
     Returns:
-        Warnings: what has changed in other data.
+        Warnings about changes in other datasets, and about files that were written again.
 
     Raises:
-        ConfigError, DataError: a change that would alter the result.
+        ConfigError, DataError: A change of the schema or of data.train would alter the result.
     """
     if _trained(schema) != _trained(stored_schema(folder)):
         file = folder / SCHEMA
@@ -156,7 +157,7 @@ def check_same_data(
         )
     _, index = newest(root)
     if not index:
-        return []  # nothing has been kept that was trained on other data
+        return []  # no checkpoint depends on earlier data
     before, lines = _noted(folder), []
     if index["about"]["data"] != fingerprint(contents["train"]):
         found = differences(before.get("train", []), contents["train"]) if before.get("train") else []
@@ -188,7 +189,7 @@ def _trained(schema: Schema) -> str:
 
 
 def _noted(folder: Path) -> dict[str, list[Content]]:
-    """What the datasets held when the run began; empty where nothing of use was written down."""
+    """Return the contents of the datasets when the run began; empty if no usable record exists."""
     try:
         noted = json_values(read_bytes(folder / DATA))
         return {n: [Content(**values) for values in found] for n, found in noted.items() if n != LISTED_FILES}
@@ -197,10 +198,11 @@ def _noted(folder: Path) -> dict[str, list[Content]]:
 
 
 def stored_schema(folder: Path) -> Schema:
-    """The schema of a run.
+    """Read the schema in a run folder.
 
     Raises:
-        RunError: it cannot be read. SchemaError: it is not a schema.
+        RunError: The file cannot be read.
+        SchemaError: The file is not a schema.
     """
     file = folder / SCHEMA
     with os_errors(
@@ -228,7 +230,7 @@ def _differences(before: RunConfig, after: RunConfig) -> list[str]:
 
 
 def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
-    """Return warnings about weights of warm_start.from that this model and schema do not take over.
+    """Return warnings about weights of warm_start.from that this model and schema do not use.
 
     Raises:
         ConfigError, SchemaError: A difference that warm_start.tables and warm_start.dense do not allow.

@@ -1,4 +1,4 @@
-"""`raytrec train`: a run from the driver's side."""
+"""Driver side of `raytrec train`."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ from raytrec.tracking.run_folder import TAGS, RunFolder
 from raytrec.tracking.translate import run_tags
 from raytrec.worker.loop import total_steps, train_worker
 
-PATIENCE_S = 60.0  # beyond scaling.shutdown_grace_s, for the driver of before to end
+PATIENCE_S = 60.0  # time for an earlier driver to end, in addition to scaling.shutdown_grace_s
 
 
 class Unfinished(RunError):
-    """A run has been trained to its end, but its model or its result could not be kept, and it can be
-    resumed; or its MLflow store could not be opened.
+    """Error of a run that is completely trained, but whose model or result could not be written.
+
+    The run can be resumed. The error is also raised if the MLflow store of the run could not be opened.
 
     Attributes:
-        result: its figures.
+        result: Figures of the run.
     """
 
     result: Result | None = None
@@ -56,24 +57,25 @@ def train(
     resume_latest: bool = False,
     allow_code: bool = False,
 ) -> Result:
-    """Trains, evaluates and saves a run.
+    """Train, evaluate and save a run.
 
     Args:
-        source: a config file, its values, or a RunConfig; None: that of `start_from` or `resume`.
-        overrides: `section.key=value` strings, or a mapping: {"train.epochs": 3}.
-        start_from: a run or checkpoint folder whose weights training begins with (warm_start.from).
-        resume: the folder of an interrupted run, to resume.
-        resume_latest: resume the newest interrupted run of the same config and data, if there is one.
-        allow_code: a config from a URI, or out of `start_from`, may name code (raytrec/config/trust.py).
+        source: Config file, its values, or a RunConfig; None: the configuration of `start_from` or `resume`.
+        overrides: `section.key=value` strings, or a mapping such as {"train.epochs": 3}.
+        start_from: Run or checkpoint folder that provides the initial weights (warm_start.from).
+        resume: Folder of an interrupted run to resume.
+        resume_latest: True to resume the newest interrupted run of the same config and data, if there is one.
+        allow_code: True if a config from a URI or `start_from` may name code (raytrec/config/trust.py).
 
     Returns:
-        Result: figures of the final evaluation (data.test, else data.valid) and of training.
+        Result: Figures of the final evaluation (data.test, else data.valid) and of training.
 
     Raises:
-        ConfigError, SchemaError, DataError: what is wrong with the input, before or during training.
-        RunError: workers failed more often than scaling.max_failures; error.txt in the run folder has the
-            traceback. Interrupted: Ctrl-C or SIGTERM; the run can be resumed. Unfinished: the trained model
-            or the result could not be written.
+        ConfigError, SchemaError, DataError: The input is invalid; raised before or during training.
+        RunError: Workers failed more often than scaling.max_failures. The traceback is in error.txt of the
+            run folder.
+        Interrupted: Ctrl-C or SIGTERM ended the run, which can be resumed.
+        Unfinished: The trained model or the result could not be written.
 
     Example:
         >>> result = raytrec.train("films.yaml", ["train.epochs=3", "run.dir=runs/films"])
@@ -105,10 +107,14 @@ def train(
 def _drive(
     plan: RunPlan, contents: Future[dict[str, list[Content]]], console: RunConsole, began: float
 ) -> Result:
-    """The run itself, in a folder that is ready: Ray, workers, result.
+    """Start Ray, train, and write the result of a run whose folder is ready.
 
     Args:
-        began: by perf_counter; for a resumed run, as if the drivers of before had ended just then.
+        plan: Run to train.
+        contents: Contents of each dataset's files, computed in the background.
+        console: Console that shows the run.
+        began: Start of the run by perf_counter; for a resumed run, shifted back by the duration of earlier
+            drivers.
     """
     config, datasets = plan.config, plan.datasets
     folder, status, page = Path(config.run.dir), "FAILED", None
@@ -181,6 +187,8 @@ def with_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> Ra
     """Return the error that ended a run, with advice if all steps are trained and saved.
 
     Args:
+        error: Error that ended the run.
+        config: Configuration of the run.
         steps: Number of steps of the whole run.
     """
     try:
@@ -202,7 +210,10 @@ def with_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> Ra
 
 
 def _store_error(follower: Follower, folder: Path) -> RaytrecError | None:
-    """Why the store cannot be opened, of a run that has been trained: it is not lost for that."""
+    """Return the error if the MLflow store of a trained run cannot be opened, else None.
+
+    The error is returned and not raised, so that the result of the run is still written.
+    """
     try:
         follower.ready()
     except ConfigError as error:
@@ -228,8 +239,10 @@ def _next_steps(config: RunConfig, code: list[str] | None, page: Path | None) ->
 
 
 def _write_report(drawing: EarlyDrawing, console: RunConsole) -> Path | None:
-    """Writes the report and its pictures into the run folder; its path, or None where that is not possible: a
-    run does not fail for it."""
+    """Write the report and its pictures into the run folder, and return the path of the report.
+
+    If this fails, print a warning and return None: a missing report does not fail the run.
+    """
     try:
         return drawing.write()[0]
     except Exception as error:
@@ -239,12 +252,15 @@ def _write_report(drawing: EarlyDrawing, console: RunConsole) -> Path | None:
 
 
 def short(uri: str) -> str:
-    """A local store's address, relative to the current folder."""
+    """Return the URI of a local store relative to the current folder; other URIs are unchanged."""
     return uri.replace(f"sqlite:///{Path.cwd()}/", "sqlite:///")
 
 
 def _import_early() -> None:
-    """Imports Ray, and in a thread, while Ray starts, what takes a second and is needed only then."""
+    """Import Ray, and import raytrec.driver.policies in a thread while Ray starts.
+
+    The import of that module takes a second, and the module is needed only after the start.
+    """
     import ray  # noqa: F401
 
     Thread(target=import_module, args=("raytrec.driver.policies",), daemon=True).start()

@@ -19,26 +19,27 @@ from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.trust import is_ours, not_ours
 from raytrec.tracking.run_folder import CONFIG, existing_run
 
-SERVER_ANSWER_S = 5.0  # at the end of a run, for a server that has not answered yet; a file always answers
+SERVER_ANSWER_S = 5.0  # wait for a silent server at the end of a run; a file always answers
 FILE_S = 60.0
-DELIVERY_S = 30.0  # at the end of a run, for all that is missing
-AWAY_S = 15.0  # for a server that does not answer `raytrec track`
+DELIVERY_S = 30.0  # time to deliver missing records at the end of a run
+AWAY_S = 15.0  # time that `raytrec track` waits for a silent server
 NICE = 19
-# It computes nothing, so threads and arenas of memory would only make it larger.
+# The process computes nothing: threads and memory arenas would only make it larger.
 SMALL = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 
 class Follower:
-    """The process that delivers a run to MLflow while it is trained (tracking.delivery.follow).
+    """Process that delivers a run to MLflow while the run is trained (tracking.delivery.follow).
 
-    It runs at low priority and ends with this process, however that ends. Without tracking.enabled there is
-    none. No call but `ready` and `close` waits.
+    The process runs at low priority, and ends with this process in any case. Without tracking.enabled, it is
+    not started. Only `ready` and `close` block.
 
     Args:
-        notify: called with sentences for people, by `check`, `ready` and `close`.
+        config: Configuration of the run.
+        notify: Called with sentences for people by `check`, `ready` and `close`.
 
     Attributes:
-        run_id: of the MLflow run; None: not known yet.
+        run_id: Id of the MLflow run; None: not known yet.
     """
 
     def __init__(self, config: RunConfig, notify: Callable[[str], None]):
@@ -52,35 +53,36 @@ class Follower:
     def _start(self) -> subprocess.Popen:
         command = [sys.executable, "-P", "-m", "raytrec", "track", str(self._folder), "--follow"]
         process = subprocess.Popen(
-            [*command, "--allow-code"],  # which the configuration may have: this process has judged that
+            [*command, "--allow-code"],  # this process has already judged the configuration
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**SMALL, **os.environ},
-            start_new_session=True,  # Ctrl-C is for this process alone
+            start_new_session=True,  # Ctrl-C must not reach it
         )
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
         return process
 
     def check(self) -> None:
-        """Passes on reports of the process.
+        """Pass on reports of the process.
 
         Raises:
-            ConfigError: the store cannot be opened: a wrong address, a server that wants another user.
+            ConfigError: The store cannot be opened, for example a wrong address, or a server that wants
+                another user.
         """
         self._take(0.0)
         if self._refusal:
             raise self._refusal
 
     def ready(self) -> str | None:
-        """Waits until the store has answered, a server for some seconds.
+        """Wait until the store has answered; wait for a server only some seconds.
 
         Returns:
-            The MLflow run's id; None where a server does not answer.
+            Id of the MLflow run; None if a server does not answer.
 
         Raises:
-            ConfigError: as `check`.
+            ConfigError: As in `check`.
         """
         until = monotonic() + (FILE_S if self._uri.startswith("sqlite") else SERVER_ANSWER_S)
         while self._process and not self._answered and (left := until - monotonic()) > 0:
@@ -90,20 +92,21 @@ class Follower:
         return self.run_id
 
     def close(self, status: str, patience_s: float = DELIVERY_S) -> str | None:
-        """Has the process write the rest, and waits until it ends. Ctrl-C ends the waiting, too.
+        """Let the process write the remaining records, and wait for its end. Ctrl-C ends the wait as well.
 
         Args:
             status: FINISHED, FAILED or KILLED.
+            patience_s: Limit of the wait in seconds.
 
         Returns:
-            None, or what is missing in MLflow and how to deliver it (an error that `check` has raised is not
-            repeated).
+            None, or a sentence on missing records in MLflow and how to deliver them. An error that `check`
+                has raised is not repeated.
         """
         if self._process is None:
             return None
         until = monotonic() + patience_s
         try:
-            with suppress(OSError):  # it has ended before
+            with suppress(OSError):  # the process has already ended
                 self._process.stdin.write(status.encode())
                 self._process.stdin.close()
             while self._take(max(0.0, until - monotonic())):
@@ -120,7 +123,7 @@ class Follower:
         return f"{self._missing}; the run folder has everything: raytrec track {in_shell(self._folder)}"
 
     def _take(self, wait_s: float) -> bool:
-        """Takes reports of the process within so many seconds; False once it has ended."""
+        """Handle reports that arrive within `wait_s` seconds. Return False if the process has ended."""
         while self._process and select([self._process.stdout], [], [], wait_s)[0]:
             if not (data := os.read(self._process.stdout.fileno(), 1 << 16)):
                 return False
@@ -132,7 +135,7 @@ class Follower:
         return True
 
     def _report(self, **values) -> None:
-        """One line of tracking.delivery.follow."""
+        """Handle one line of tracking.delivery.follow."""
         self._answered = True
         if "note" in values:
             self._notify(values["note"])
@@ -143,35 +146,35 @@ class Follower:
 
 
 def tracked_config(run: str | Path, allow_code: bool) -> RunConfig:
-    """The configuration of a run that is tracked; its run.dir is where the run is now.
+    """Return the configuration of a tracked run; run.dir is the current folder of the run.
 
     Raises:
-        RunError, ConfigError: as `track`.
+        RunError, ConfigError: As in `track`.
     """
     folder = existing_run(run).absolute()
     file = folder / CONFIG
     elsewhere = None if is_ours(file) else not_ours(file)
     config = load_config(file, elsewhere=elsewhere, allow_code=allow_code)
-    config.run.dir = str(folder)  # it may have been moved since
+    config.run.dir = str(folder)  # the folder may have been moved
     if not config.tracking.enabled:
         raise ConfigError("this run is not tracked", where=str(folder), expected="tracking.enabled=true")
     return config
 
 
 def track(run: str | Path, allow_code: bool = False, follow: bool = False) -> RunConfig:
-    """Writes into a run's MLflow run whatever the store lacks of the run folder; once more, nothing.
+    """Deliver the records of a run folder that the MLflow store lacks. A second call delivers nothing.
 
     Args:
-        run: the run folder.
-        allow_code: its configuration, where another user has written it, may name a server and code.
-        follow: until standard input ends, while another process trains the run.
+        run: Run folder.
+        allow_code: True if a configuration written by another user may name a server and code.
+        follow: True to deliver until standard input ends, while another process trains the run.
 
     Returns:
-        The run's configuration.
+        Configuration of the run.
 
     Raises:
-        RunError: no run there, one that is being trained, or MLflow does not take all of it.
-        ConfigError: tracking.enabled is false; or the store cannot be opened.
+        RunError: There is no run, the run is being trained, or MLflow does not take all records.
+        ConfigError: tracking.enabled is false, or the store cannot be opened.
     """
     from raytrec.tracking import delivery
 

@@ -1,6 +1,6 @@
-"""Each table's optimizer and constraints of its plan, as configured. Checked in validation.py.
+"""Optimizer and plan constraints of each table, as configured. validation.py checks them.
 
-No torch here: the driver asks before any worker starts.
+This module does not import torch: the driver uses it before any worker starts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tables import EmbeddingOptim
 
-# What TorchRec (1.8.0) has for tables that give the vector of each id.
+# Sharding types of TorchRec (1.8.0) for tables that produce one vector per id.
 BY_ID_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
-# Of tables that give sums of bags: ranks hold parts of each sum, which a reduce-scatter adds up.
+# For tables that produce sums of bags: ranks hold parts of each sum, and a reduce-scatter adds them up.
 SUMMED_TYPES = ("row_wise", "table_row_wise", "grid_shard")
 COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 WHOLE_TYPES = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
-# Why other ways are refused, and what is expected.
+# Reason for rejecting other sharding types, and the expected ones.
 OF_SEQUENCES = (
     "of a table with a sequence that the model reads id by id",
     f"one of {', '.join(BY_ID_TYPES)}: TorchRec shards such a table in no other way",
@@ -38,14 +38,14 @@ WITH_INT8 = (
 
 @dataclass(frozen=True)
 class TableConstraint:
-    """What the plan of one table must keep to.
+    """Constraints on the plan of one table.
 
     Attributes:
-        sharding: the ways of sharding that are allowed.
-        ranks: the ranks that must hold it, in the order of its shards; None: as planned.
-        kernel: the compute kernel; None: as planned.
+        sharding: Allowed sharding types.
+        ranks: Ranks that must hold the table, in the order of its shards, or None if the planner chooses.
+        kernel: Compute kernel, or None if the planner chooses.
         dtype: fp32 or fp16.
-        group: index of the plan.colocate group that it belongs to, or None.
+        group: Index of the table's plan.colocate group, or None.
     """
 
     sharding: tuple[str, ...]
@@ -56,10 +56,10 @@ class TableConstraint:
 
 
 def matching_tables(pattern: str, schema: Schema, where: str) -> list[str]:
-    """The tables that a name or a pattern such as 'item*' means.
+    """Return the tables that match a name or a pattern such as 'item*'.
 
     Raises:
-        ConfigError: there are none; its place is `where`.
+        ConfigError: No table matches; the error's place is `where`.
     """
     tables = [table for table in schema.tables if fnmatchcase(table, pattern)]
     if not tables:
@@ -72,10 +72,10 @@ def matching_tables(pattern: str, schema: Schema, where: str) -> list[str]:
 
 
 def table_optimizers(config: RunConfig, schema: Schema) -> dict[str, EmbeddingOptim]:
-    """Table → its optimizer: optim.embeddings, with what the lines of optim.tables that match it override.
+    """Return the optimizer of each table: optim.embeddings, overridden by the matching keys of optim.tables.
 
     Raises:
-        ConfigError: a line that no table matches.
+        ConfigError: No table matches a key of optim.tables.
     """
     default = config.optim.embeddings.model_dump()
     values = {table: dict(default) for table in schema.tables}
@@ -86,10 +86,10 @@ def table_optimizers(config: RunConfig, schema: Schema) -> dict[str, EmbeddingOp
 
 
 def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableConstraint]:
-    """The constraint of every table of the schema, in its order.
+    """Return the constraint of every table, in the schema's order.
 
     Raises:
-        ConfigError: names that no table has, and settings that contradict each other.
+        ConfigError: No table matches a name, or settings contradict each other.
     """
     constraints: dict[str, dict] = {table: {} for table in schema.tables}
     for pattern, given in config.plan.tables.items():
@@ -120,11 +120,7 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
 def _possible(
     table: str, sharding: tuple[str, ...], kinds: tuple[str, ...], why: str, expected: str
 ) -> tuple[str, ...]:
-    """Those ways of sharding that are among `kinds`.
-
-    Raises:
-        ConfigError: none.
-    """
+    """Return the sharding types that are among `kinds`; raise ConfigError if none is."""
     possible = tuple(kind for kind in sharding if kind in kinds)
     if not possible:
         raise refused(table, f"{' or '.join(sharding)} {why}", expected)
@@ -142,7 +138,7 @@ def _groups(config: RunConfig, schema: Schema) -> dict[str, int]:
 
 
 def _with_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, TableConstraint]:
-    """Where one table of a group has its rank given, the others follow."""
+    """Copy the configured rank of a group's table to the other tables of the group."""
     ranks_of: dict[int, tuple[int, ...]] = {}
     for table, each in constraints.items():
         if each.group is None or not each.ranks:
@@ -161,9 +157,10 @@ def _with_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, Tabl
 
 
 def column_parts(dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | None, world: int, local: int):
-    """Into how many column shards a table is cut under these ways of sharding (1: it is not).
+    """Return the number of column shards of a table under these sharding types, 1 if columns are not cut.
 
-    As many as there are ranks that can take one, as far as widths stay equal and multiples of 4 (FBGEMM).
+    There is one column shard per eligible rank, or fewer if widths would not be equal multiples of 4
+    (FBGEMM).
     """
     if "grid_shard" in sharding:
         most = (len(ranks) if ranks else world) // local
@@ -177,7 +174,7 @@ def column_parts(dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | N
 
 
 def refused(table: str, what: str, expected: str) -> ConfigError:
-    """A constraint that no plan can keep to."""
+    """Return the error for a constraint that no plan can satisfy."""
     return ConfigError(f"no plan for table {table}: {what}", where="plan", expected=expected)
 
 
@@ -188,23 +185,26 @@ IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 
 
 def kernel_on(device: str, kernel: str | None) -> str | None:
-    """A table's kernel as this device has it; None: the one that keeps all on the device, which on CPU, where
-    there is no other memory, UVM kernels are, too.
+    """Return the kernel of a table on a device, or None if the device's memory holds the whole table.
+
+    On CPU there is no other memory, so UVM kernels are None as well.
 
     Args:
         device: cpu or cuda.
+        kernel: Configured compute kernel, or None.
     """
     places = (*UVM_KERNELS, MMAP_KERNEL) if device == "cuda" else (MMAP_KERNEL,)
     return kernel if kernel in places else None
 
 
 def kernels_to_choose(config: RunConfig, device: str, managed: bool) -> list[str]:
-    """TorchRec's compute kernels that the planner may choose from on a device, where a table's is not set.
+    """Return TorchRec's compute kernels that the planner may choose from if a table's kernel is not set.
 
     Args:
+        config: Configuration of the run.
         device: cpu or cuda.
-        managed: of a table with managed ids, which has no cache: initial values of new ids are written to its
-            rows, and a cached row would keep those of the id before.
+        managed: True if the table has managed ids. Caching is then excluded: initial values of new ids are
+            written to the rows, and a cached row would keep the previous id's values.
     """
     if device == "cpu":
         return ["fused"]
@@ -213,26 +213,28 @@ def kernels_to_choose(config: RunConfig, device: str, managed: bool) -> list[str
 
 
 def mmap_folder(config: RunConfig) -> Path:
-    """Where this machine has these tables' files, which have no names: plan.mmap_dir, else the run folder.
-    Where there is none of that name, the nearest folder above it, which is on the same disk."""
+    """Return the folder of this machine's (nameless) table files: plan.mmap_dir, or else the run folder.
+
+    If the folder does not exist, the nearest existing parent is returned, which is on the same disk.
+    """
     folder = Path(config.plan.mmap_dir or config.run.dir or tempfile.gettempdir()).absolute()
     return next(place for place in (folder, *folder.parents) if place.is_dir())
 
 
 def free_disk(config: RunConfig) -> int:
-    """Bytes that are free there."""
+    """Return the number of free bytes on the disk of `mmap_folder`."""
     return shutil.disk_usage(mmap_folder(config)).free
 
 
 def make_room(config: RunConfig) -> str:
-    """What to do about a disk without room for these tables; in a run that has begun, with --resume."""
+    """Return advice for a disk without room for table files, with the resume command if a run has begun."""
     do, run = "make room, or set plan.mmap_dir to a folder on another disk", Path(config.run.dir or "")
     begun = config.run.dir and (run / "config.yaml").is_file()
     return f"{do}; then resume the run: raytrec train --resume {in_shell(relative(run))}" if begun else do
 
 
 def memory_filesystem(folder: Path) -> str | None:
-    """The type of the file system that a folder is on, if that keeps its files in memory; Linux only."""
+    """Return the type of a folder's file system if it keeps files in memory, otherwise None; Linux only."""
     device = os.stat(folder).st_dev
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()

@@ -1,12 +1,11 @@
-"""Hashes of integers, initial values that follow from them, and ids as keys of tables, on any device.
+"""Hashes of integers, initial values derived from hashes, and keys of managed ids, on any device.
 
-Arithmetic of int64 wraps around on CPU and GPU, and nothing is rounded, so both give the same bits.
+int64 arithmetic wraps around on CPU and GPU, and no value is rounded, so both produce the same bits.
 data/ids.py does the same in NumPy.
 
-The key of an id is its hash by splitmix64, which maps the integers of 64 bits one to one, so that keys are
-spread evenly whatever the ids are, and an id is found again from its key (`unhash_bits`). Ranks own equal
-spans of keys in their order: what is in the order of keys on each rank is so over all ranks, however many
-there are.
+The key of an id is its splitmix64 hash, a bijection of the 64-bit integers. Keys are therefore spread evenly
+for any ids, and an id can be recovered from its key (`unhash_bits`). Ranks own equal, ascending spans of
+keys: an order by key on each rank is an order over all ranks, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from math import sqrt
 import numpy as np
 import torch
 
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # constants of 64 bits as torch's signed integers have them
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 64-bit constants as torch's signed integers
 FIRST, SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 UNDO_FIRST, UNDO_SECOND = 0x96DE1B173F119089 - 2**64, 0x319642B2D24D8EC3  # their inverses
-NO_KEY = -(2**63)  # in the place of a key where there is none
-BLOCK_VALUES = 2**19  # made at once: few enough for a processor's cache, enough to keep a GPU busy
-_BITS = 32  # of a key that decide on its owner
+NO_KEY = -(2**63)  # marks an empty slot
+BLOCK_VALUES = 2**19  # values made at once: they fit a CPU cache and keep a GPU busy
+_BITS = 32  # bits of a key that determine its owner
 
 
 def hash_bits(values: torch.Tensor) -> torch.Tensor:
-    """splitmix64 (Steele, Lea, Flood 2014): int64 [...] → well-mixed int64 [...], one to one."""
+    """Return the splitmix64 hashes of integers (Steele, Lea, Flood 2014), int64 [...], one to one."""
     bits = values + GOLDEN
     bits ^= _shifted(bits, 30)
     bits *= FIRST
@@ -39,33 +38,36 @@ def hash_bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def unhash_bits(hashed: torch.Tensor) -> torch.Tensor:
-    """What `hash_bits` has made these of: int64 [...] → int64 [...]."""
+    """Return the integers whose hashes by `hash_bits` are these, int64 [...]."""
     bits = _unshifted(hashed, 31) * UNDO_SECOND
     bits = _unshifted(bits, 27) * UNDO_FIRST
     return _unshifted(bits, 30) - GOLDEN
 
 
 def _unshifted(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """x of x ^ (x shifted by 22 to 31 bits)."""
+    """Return x, given x ^ (x shifted right by 22 to 31 bits)."""
     return bits ^ _shifted(bits, count) ^ _shifted(bits, 2 * count)
 
 
 def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """To the right, with zeros from the left: torch's own shift repeats the sign."""
+    """Shift right and fill with zeros; torch's own shift repeats the sign."""
     return (bits >> count).bitwise_and_(2 ** (64 - count) - 1)
 
 
 def initial_values(seed: int, table: str, ids: torch.Tensor, columns: range, rows: int) -> torch.Tensor:
-    """Return the initial values of the rows of ids, uniform in ±1/√rows, made on the device of the ids.
+    """Return the initial values of the rows of ids, uniform in ±1/√rows, on the device of the ids.
 
-    Each is a function of (seed, table, id, column) alone, with the same bits on CPU and GPU: an id starts a
-    sequence of splitmix64, and each number of it gives 32 bits to two columns. The first 25 of those, the
-    last one set, are a whole number that float32 can hold; only its one multiplication is rounded.
+    Each value is a function of (seed, table, id, column) alone, with the same bits on CPU and GPU. An id
+    starts a splitmix64 sequence, and each number of this sequence provides 32 bits for each of two columns.
+    The first 25 of these bits, the last one set, are an integer that float32 represents exactly. Only the one
+    multiplication rounds.
 
     Args:
-        ids: int64 [n], any values; row numbers, where a table's rows are its ids.
-        columns: of the table, [start, stop).
-        rows: of the whole table; the bound follows from them.
+        seed: run.seed.
+        table: Name of the table.
+        ids: Ids of any value, int64 [n]; row numbers if a table's rows are its ids.
+        columns: Columns of the table.
+        rows: Number of rows of the whole table, which determines the bound.
 
     Returns:
         float32 [n, len(columns)].
@@ -81,36 +83,42 @@ def initial_values(seed: int, table: str, ids: torch.Tensor, columns: range, row
 
 
 def keys_of(ids: torch.Tensor) -> torch.Tensor:
-    """The keys of ids: int64 [...] → int64 [...], none of them NO_KEY.
+    """Return the keys of ids, int64 [...], none of which is NO_KEY.
 
-    Of the 2⁶⁴ ids two have the same key, that of NO_KEY's neighbour; all others have different keys.
+    Two of the 2⁶⁴ ids share the key next to NO_KEY; all other ids have different keys.
     """
     return hash_bits(ids).clamp_(min=NO_KEY + 1)
 
 
 def shares(keys: torch.Tensor, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the rank that owns each key, where in that rank's span of keys it is: 0 to 2³² - 1); both int64, and
-    both together ascend with the keys."""
+    """Return the rank that owns each key and the key's position in that rank's span, 0 to 2³² - 1.
+
+    Both are int64, and (rank, position) ascends with the key.
+    """
     scaled = ((keys >> _BITS) + 2 ** (_BITS - 1)) * world
     return scaled >> _BITS, scaled & (2**_BITS - 1)
 
 
 def fallback_of(keys: torch.Tensor, first: int | torch.Tensor, rows: int | torch.Tensor) -> torch.Tensor:
-    """The row that each key [n] has as long as it has no own row: int64 [n].
+    """Return the fallback row of each key [n], used while the key has no row, int64 [n].
 
     Args:
-        first: of the fallback's rows. rows: how many there are. Of all keys, or of each: int64 [n].
+        keys: Keys, int64 [n].
+        first: First fallback row, for all keys or for each key (int64 [n]).
+        rows: Number of fallback rows, for all keys or for each key (int64 [n]).
     """
     return first + keys.remainder(rows)
 
 
 @dataclass(frozen=True)
 class Distinct:
-    """Keys without repetitions, ascending by their table's number, then by key.
+    """Distinct keys, ascending by the number of their table, then by key.
 
     Attributes:
-        tables, keys: int64 [n]. counts: int64 [n], occurrences of each.
-        places: int64 [N], which of them each key was that this was made of.
+        tables: Table number of each distinct key, int64 [n].
+        keys: Distinct keys, int64 [n].
+        counts: Occurrences of each distinct key, int64 [n].
+        places: Index into `keys` of each original key, int64 [N].
     """
 
     tables: torch.Tensor
@@ -122,13 +130,15 @@ class Distinct:
     def of(
         cls, tables: torch.Tensor, keys: torch.Tensor, count: int, counts: torch.Tensor | None = None
     ) -> Distinct:
-        """Of N keys, the tables of which ascend.
+        """Return the distinct keys among N keys whose tables ascend.
 
         Args:
-            count: of tables.
-            counts: occurrences, which add up where keys are equal; default: of each one.
+            tables: Table number of each key, int64 [N], ascending.
+            keys: Keys, int64 [N].
+            count: Number of tables.
+            counts: Occurrences of each key, which are summed for equal keys; default: 1 each.
         """
-        if count == 1:  # quicker on a CPU
+        if count == 1:  # faster on a CPU
             distinct, places = torch.unique(keys, return_inverse=True)
             of_distinct = torch.zeros_like(distinct)
         else:
@@ -144,29 +154,35 @@ class Distinct:
 
 
 def count_by_owner(tables: torch.Tensor, keys: torch.Tensor, count: int, world: int) -> torch.Tensor:
-    """How many of these keys each rank owns of each table: int64 [count, world].
+    """Return the number of keys by table and owning rank, int64 [count, world].
 
     Args:
-        tables: int64 [n], of each key, ascending; keys ascend within a table. count: of tables.
+        tables: Table number of each key, int64 [n], ascending.
+        keys: Keys, int64 [n], ascending within each table.
+        count: Number of tables.
+        world: Number of ranks.
     """
     return count_tables(tables * world + shares(keys, world)[0], count * world).view(count, world)
 
 
 def count_tables(tables: torch.Tensor, count: int) -> torch.Tensor:
-    """How many there are of each number below `count`: int64 [count]; not by bincount, for which the host
-    would wait.
+    """Return the number of occurrences of each table number below `count`, int64 [count].
+
+    torch.bincount would make the host wait.
 
     Args:
-        tables: int64 [n], ascending.
+        tables: Table numbers, int64 [n], ascending.
+        count: Number of tables.
     """
     return torch.searchsorted(tables, torch.arange(count + 1, device=tables.device)).diff()
 
 
 def in_order(tables: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keys in their order within each table, the places of them): int64 [n] each.
+    """Return the keys sorted within each table, and their original places, int64 [n] each.
 
     Args:
-        tables: int64 [n], ascending. keys: int64 [n].
+        tables: Table number of each key, int64 [n], ascending.
+        keys: Keys, int64 [n].
     """
     if keys.device.type != "cpu":
         ordered, order = keys.sort()
@@ -175,7 +191,7 @@ def in_order(tables: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, to
     if not len(keys) or tables[0] == tables[-1]:
         ordered, order = keys.sort()
         return ordered, order
-    # Tables one by one, which is quicker where nothing has to be launched.
+    # On a CPU, which launches no kernels, sorting table by table is faster.
     starts = torch.searchsorted(tables, torch.arange(int(tables[-1]) + 2)).tolist()
     parts = [keys[start:end].sort() for start, end in pairwise(starts)]
     orders = [order.add_(start) for (_, order), start in zip(parts, starts, strict=False)]
@@ -183,9 +199,10 @@ def in_order(tables: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def of_table(values_T: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """The value of each table in its place: [n], or [1], which is as good, where there is one table.
+    """Return the value of each entry's table, [n], or [1] (which broadcasts) if there is only one table.
 
     Args:
-        values_T: of each table. tables: int64 [n].
+        values_T: Value of each table.
+        tables: Table number of each entry, int64 [n].
     """
     return values_T.index_select(0, tables) if len(values_T) > 1 else values_T

@@ -1,9 +1,9 @@
 """Tables in files on a node's disk (compute_kernel fused_mmap).
 
-The same kernel updates them that updates tables in memory, through pages of the file that the system brings
-in, and writes back when it wants their memory for something else.
+The kernel that updates tables in memory also updates these tables, through memory-mapped pages. The operating
+system reads the pages on demand and writes them back when it needs their memory.
 
-The rows that training looks up most are in memory, too (HotRows).
+The rows that training looks up most are also kept in memory (HotRows).
 """
 
 from __future__ import annotations
@@ -26,43 +26,44 @@ from raytrec.embeddings.constraints import MMAP_KERNEL, make_room, memory_filesy
 from raytrec.embeddings.optimizers import optimizer_of
 from raytrec.embeddings.pooling import Collection, tables_in
 
-SIGHTINGS = 3  # fewer make rows that are looked up seldom take the places of others; more fill them later
-WINDOW = 4096  # places that the hand looks at, at least
-PAGES_LOOKED_AT = 32  # pages, or up to twice as many
-BLOCK_ROWS = 65_536  # that are written back at once
-# What a place takes in addition to its row, and what each row of the table takes.
+SIGHTINGS = 3  # if lower, rarely used rows displace others; if higher, the places fill more slowly
+WINDOW = 4096  # minimum number of places that the hand inspects at once
+PAGES_LOOKED_AT = 32  # number of sampled pages; up to twice as many
+BLOCK_ROWS = 65_536  # rows written back at once
+# Memory of a place in addition to its row, and of each row of the table.
 PLACE_BYTES, ROW_BYTES = 10, 4
 
 
 class MappedFiles:
-    """Makes the files of this rank's tables.
+    """Factory of the files of this rank's tables.
 
-    They have no names, and are gone when the process ends, however it ends: checkpoints are what is kept.
+    The files have no names and disappear when the process ends for any reason; only checkpoints are kept.
 
     Args:
-        config: has the folder (plan.mmap_dir).
-        share: of their rows, how many are in memory, too (HotRows).
+        config: Configuration of the run, with the folder of the files (plan.mmap_dir).
+        share: Share of the tables' rows that are also kept in memory (HotRows).
     """
 
     def __init__(self, config: RunConfig, share: float = 0.0):
         self._config, self._folder, self.share = config, mmap_folder(config), share
 
     def in_memory(self, whole: list[torch.Tensor], rows: int) -> HotRows:
-        """See HotRows."""
+        """Return the HotRows of a shard."""
         return HotRows(whole, rows)
 
     def zeros(self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0) -> torch.Tensor:
-        """Values in a new file, all 0: [count + more], shared with the file but for the last ones.
+        """Return zeros [count + more] whose first `count` values are shared with a new file.
 
-        Its place on the disk is reserved at once: a disk that is full would end the process when a page is
-        written back.
+        Disk space is reserved at once: on a full disk, writing a page back would otherwise kill the process.
 
         Args:
-            tables: which they are of, for people.
-            more: values behind them that are in memory alone.
+            tables: Names of the tables, for error messages.
+            count: Number of values in the file.
+            dtype: Dtype of the values.
+            more: Number of values after them that exist only in memory.
 
         Raises:
-            RunError: the folder cannot be written to, has no room, or is itself in memory.
+            RunError: The folder is not writable, has no room, or is itself in memory.
         """
         size, folder = count * dtype.itemsize, self._folder
         try:
@@ -72,7 +73,7 @@ class MappedFiles:
                 os.posix_fallocate(file.fileno(), 0, size)
                 file.truncate(size + more * dtype.itemsize)
                 pages = mmap.mmap(file.fileno(), size + more * dtype.itemsize)
-            pages.madvise(mmap.MADV_RANDOM)  # a row brings in its page, not the megabytes around it
+            pages.madvise(mmap.MADV_RANDOM)  # read only the page of a row, not the megabytes around it
             values = torch.frombuffer(pages, dtype=dtype)
             if more:
                 begin = size - size % mmap.PAGESIZE
@@ -96,12 +97,13 @@ def mark_mapped(
     optimizers: Mapping[str, EmbeddingOptim],
     hot: bool = False,
 ) -> None:
-    """Marks the tables that a plan gives to fused_mmap, before they are sharded.
+    """Mark the tables that a plan assigns to fused_mmap. Call before sharding.
 
     Args:
-        collections: PooledEmbeddings.collections, marked by optim.fuse.
-        optimizers: of every table (constraints.table_optimizers).
-        hot: whether any rank has rows of theirs in memory, too; the same on all ranks.
+        collections: Collections of PooledEmbeddings, marked by optim.fuse.
+        plan: Sharding plan.
+        optimizers: Optimizer of every table (constraints.table_optimizers).
+        hot: True if any rank also keeps rows of these tables in memory; the same on all ranks.
     """
     kernels = {table: spec.compute_kernel for module in plan.plan.values() for table, spec in module.items()}
     for collection in collections:
@@ -112,41 +114,41 @@ def mark_mapped(
 
 
 class HotRows:
-    """Rows of a table's shard that have a place in memory. Their place in the file is out of date then.
+    """Rows of a table's shard that have a place in memory, while their values in the file are out of date.
 
-    Which rows they are follows from the lookups of the run itself. A row that has been looked up in SIGHTINGS
-    steps gets a place in memory; if none is left, that of a row which was not looked up since a hand last
-    came by (the CLOCK of page caches). Of rows spread over a file a page cache keeps 4 KiB for each; this
-    keeps the row alone, and writes nothing back while the row is used.
+    The lookups of the run determine the rows. A row that has been looked up in SIGHTINGS steps gets a place.
+    If all places are taken, the row replaces one that was not looked up since a hand last passed it (CLOCK,
+    as in page caches). For rows spread over a file, a page cache keeps 4 KiB each. HotRows keeps only the
+    row, and writes nothing back while the row is used.
 
     Args:
-        whole: the lookup's weights [rows + places, columns], and its optimizer state, likewise or [rows +
-            places]. Those of the file come first; those of places are in memory.
-        rows: of the shard.
+        whole: Weights of the lookup, [rows + places, columns], and its optimizer state, of that shape or
+            [rows + places]. Values of the file come first, then those of the places in memory.
+        rows: Number of rows of the shard.
     """
 
     def __init__(self, whole: list[torch.Tensor], rows: int):
         self._whole, self._rows, self._count = whole, rows, len(whole[0]) - rows
         self._of = {values.data_ptr(): values for values in whole}
-        # Of each row its place, or below 0: −1 − steps in which it was looked up.
+        # For each row its place, or if it has none, −1 − number of steps in which it was looked up.
         self._places = torch.full((rows,), -1, dtype=torch.int32)
-        # Of each place:
+        # For each place its row, and two flags:
         self._row = torch.zeros(self._count, dtype=torch.int64)
-        self._used = torch.zeros(self._count, dtype=torch.bool)  # since the hand last came by
+        self._used = torch.zeros(self._count, dtype=torch.bool)  # since the hand last passed
         self._changed = torch.zeros(self._count, dtype=torch.bool)  # since it was last written back
         self._filled, self._hand = 0, 0
         self._looked_up, self._found = 0, 0
 
     @torch.no_grad()
     def look_up(self, rows: torch.Tensor, *, trains: bool) -> torch.Tensor:
-        """Where rows are that are looked up next: int [n], places in `whole`.
+        """Return the positions in `whole` of rows that are about to be looked up, int [n].
 
-        The pages of those in the file are asked for all at once. Places do not change before the next call
-        with `trains`.
+        The pages of rows in the file are prefetched together. Places do not change before the next call with
+        `trains`.
 
         Args:
-            rows: int [n], of the shard.
-            trains: whether they are going to be updated; rows get places then.
+            rows: Rows of the shard, int [n].
+            trains: True if the rows will be updated; only then can rows get places.
         """
         places = self._places[rows]
         cold = rows[places < 0].long().unique()
@@ -163,39 +165,40 @@ class HotRows:
         return torch.where(places >= 0, places.to(rows.dtype) + self._rows, rows)
 
     def share_found(self) -> float | None:
-        """The share of lookups in training that were of rows in memory since the last call; None: there were
-        none."""
+        """Return the share of training lookups found in memory since the last call; None without lookups."""
         share = self._found / self._looked_up if self._looked_up else None
         self._looked_up = self._found = 0
         return share
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Writes all rows in memory back to the file; they stay in memory."""
+        """Write all rows in memory back to the file; they stay in memory."""
         places = self._changed[: self._filled].nonzero().squeeze(1)
         for some in places[self._row[places].argsort()].split(BLOCK_ROWS):
             self._write_back(some)
 
     def purge(self) -> None:
-        """Forgets all rows in memory without writing them back."""
+        """Discard all rows in memory without writing them back."""
         self._places.fill_(-1)
         self._changed.zero_()
         self._filled = self._hand = 0
 
     def read(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The current values of some rows.
+        """Return the current values of some rows.
 
         Args:
-            values: those of `whole`, without the places.
-            rows: int64 [n].
+            values: Tensor of `whole` without the places; selects weights or a kind of state.
+            rows: Rows of the shard, int64 [n].
         """
         return self._of[values.data_ptr()].index_select(0, self._at(rows))
 
     def write(self, values: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
-        """Replaces the values of some rows.
+        """Replace the values of some rows.
 
         Args:
-            values, rows: as in `read`. new: of these rows, of the dtype of `values`.
+            values: Tensor to write to, as in `read`.
+            rows: Rows of the shard, int64 [n].
+            new: New values of these rows, of the dtype of `values`.
         """
         at = self._at(rows)
         self._of[values.data_ptr()].index_copy_(0, at, new)
@@ -206,10 +209,10 @@ class HotRows:
         return torch.where(places >= 0, places + self._rows, rows)
 
     def _admit(self, cold: torch.Tensor) -> bool:
-        """Gives places to rows that have now been looked up often enough; whether any got one.
+        """Give places to rows that have now been looked up often enough. Return True if any row got one.
 
         Args:
-            cold: int64 [n], distinct, without a place.
+            cold: Distinct rows without a place, int64 [n].
         """
         sightings = self._places[cold] - 1
         self._places[cold] = sightings
@@ -219,7 +222,7 @@ class HotRows:
         filled = min(self._count, self._filled + len(wanted))
         places = torch.arange(self._filled, filled)
         self._filled = filled
-        self._used[places] = True  # the hand passes over them
+        self._used[places] = True  # so that the hand skips them
         idle = self._idle(len(wanted) - len(places))
         self._bring_in(self._row[idle])
         self._write_back(idle[self._changed[idle]])
@@ -234,8 +237,10 @@ class HotRows:
         return len(places) > 0
 
     def _idle(self, count: int) -> torch.Tensor:
-        """Up to so many places whose rows have not been used since the hand last came by, which turns once at
-        most."""
+        """Return at most `count` places whose rows were not used since the hand last passed.
+
+        The hand makes at most one turn.
+        """
         found, left = [torch.zeros(0, dtype=torch.int64)], self._count
         while count and left:
             end = min(self._hand + max(4 * count, WINDOW), self._hand + left, self._count)
@@ -249,8 +254,11 @@ class HotRows:
         return torch.cat(found)
 
     def _write_back(self, places: torch.Tensor) -> None:
-        """To be called for rows that have changed since the last `flush`: a save that began with it has set
-        these aside (checkpoint/snapshot.py)."""
+        """Write the rows at these places back to the file.
+
+        Only rows that have changed since the last `flush` may be passed: a save that began with that flush
+        has already set them aside (checkpoint/snapshot.py).
+        """
         if not len(places):
             return
         rows = self._row[places]
@@ -265,8 +273,10 @@ class HotRows:
 
 
 def _bring_in_each(values: torch.Tensor, rows: torch.Tensor) -> None:
-    """Asks the system for the pages of some rows at once, where not all of a sample of them are in memory: as
-    they are touched, it would wait for each."""
+    """Prefetch the pages of these rows unless a sample shows that they are already in memory.
+
+    Without prefetching, each page fault blocks.
+    """
     begins, width = values.data_ptr() + rows * values[0].nbytes, values[0].nbytes
     pages = (torch.cat([begins, begins + (width - 1)]) // mmap.PAGESIZE).unique()
     sample = pages[:: max(1, len(pages) // PAGES_LOOKED_AT)].tolist()

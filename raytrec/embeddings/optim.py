@@ -1,7 +1,6 @@
-"""A run's optimizers, clipping, and averages of dense weights. Tables are updated in backward (fused), dense
-layers after it.
+"""Optimizers of a run, gradient clipping, and averages of dense weights.
 
-Tables that are updated in backward are fused.
+Fused tables are updated during backward, dense layers after it.
 """
 
 from __future__ import annotations
@@ -35,30 +34,30 @@ def _settings(config: EmbeddingOptim | DenseOptim) -> dict:
 
 
 def fuse(collections: Iterable[Collection], optimizers: Mapping[str, EmbeddingOptim], device: str) -> None:
-    """Marks the tables, before sharding, to be updated in backward, where there is a kernel for that.
+    """Mark the tables to be updated in backward, if the device has a kernel for that. Call before sharding.
 
-    TorchRec (1.8.0, group_tables) then puts tables of one collection, optimizer and learning rate into one
-    kernel.
+    TorchRec (1.8.0, group_tables) then puts tables with the same collection, optimizer and learning rate into
+    one kernel.
 
     Args:
-        collections: PooledEmbeddings.collections.
-        optimizers: of every table (constraints.table_optimizers).
+        collections: Collections of PooledEmbeddings.
+        optimizers: Optimizer of every table (constraints.table_optimizers).
         device: cpu or cuda.
     """
     for collection in collections:
         for table, module in tables_in(collection).items():
             known = optimizer_of(optimizers[table].name)
             if device in known.devices:
-                # No weight decay: validation.check_decay has refused it for these kernels.
+                # No weight decay: validation.check_decay rejects weight decay for these kernels.
                 settings = _settings(optimizers[table])
                 apply_optimizer_in_backward(known.torch_class(), module.parameters(), settings)
 
 
 class RunOptimizer(CombinedOptimizer):
-    """Every optimizer of a run as one.
+    """All optimizers of a run combined into one.
 
     Attributes:
-        names: table → the name of its optimizer in the configuration.
+        names: Name of each table's optimizer in the configuration.
     """
 
     def __init__(self, parts: list[tuple[str, KeyedOptimizer]], names: dict[str, str]):
@@ -67,18 +66,18 @@ class RunOptimizer(CombinedOptimizer):
 
 
 def combine(model: nn.Module, optimizers: Mapping[str, EmbeddingOptim], of_dense: DenseOptim) -> RunOptimizer:
-    """One optimizer over everything, after sharding.
+    """Return one optimizer for all weights of a sharded model.
 
-    It holds the fused ones, one for each optimizer and learning rate of tables that are not updated in
-    backward (data-parallel ones, those with a dense kernel, those of an optimizer without a kernel), and the
-    dense layers' one.
+    It contains the fused optimizers, the dense layers' optimizer, and one optimizer for each set of settings
+    of tables that are not updated in backward: data-parallel tables, tables with a dense kernel, and tables
+    whose optimizer has no kernel.
 
     Args:
-        model: the DistributedModelParallel.
-        optimizers: of every table (constraints.table_optimizers).
-        of_dense: of the dense layers.
+        model: DistributedModelParallel.
+        optimizers: Optimizer of every table (constraints.table_optimizers).
+        of_dense: Optimizer of the dense layers.
     """
-    # A row-wise table with fewer rows than ranks leaves some ranks an empty shard, with nothing to train.
+    # A row-wise table with fewer rows than ranks has empty shards on some ranks, with nothing to train.
     rest = {n: p for n, p in in_backward_optimizer_filter(model.named_parameters()) if p.numel()}
     parts = [("fused", model.fused_optimizer)]
     every = list(optimizers.values())
@@ -92,14 +91,19 @@ def combine(model: nn.Module, optimizers: Mapping[str, EmbeddingOptim], of_dense
 
 
 def in_one_kernel(weights: Iterable[torch.Tensor]) -> bool | None:
-    """Whether one kernel updates all of these weights: on GPUs, where there are several for each otherwise.
-    None: as torch chooses."""
+    """Return True if all weights are on GPUs, so that one kernel updates them, or None for torch's default.
+
+    By default, torch launches several kernels for each weight.
+    """
     return all(weight.is_cuda for weight in weights) or None
 
 
 def _in_one_pass(config: EmbeddingOptim, weights: Iterable[torch.Tensor]) -> dict[str, bool]:
-    """What has torch update tables on CPU in one pass over weights, gradients and state, instead of Adam's 6,
-    where FBGEMM has no kernel there for them, however large they are."""
+    """Return the option that makes torch update tables on CPU in one pass, or {} if unsupported.
+
+    The option applies to optimizers without an FBGEMM kernel on CPU, for tables of any size. One pass reads
+    and writes weights, gradients and state together; Adam takes 6 passes otherwise.
+    """
     known = optimizer_of(config.name)
     takes_it = "cpu" not in known.devices and "fused" in signature(known.torch_class()).parameters
     fits = all(weight.is_cpu and weight.dtype == torch.float32 for weight in weights)
@@ -116,7 +120,7 @@ def _wrap(
 
 @dataclass
 class _Cut:
-    """One lookup of one step: what went in, what came out, and the leaf that took its place downstream."""
+    """One lookup of one step: its input, its output, and the leaf that replaces the output downstream."""
 
     kernel: nn.Module
     features: KeyedJaggedTensor
@@ -125,25 +129,26 @@ class _Cut:
 
 
 class GlobalNormClip(OptimizerWrapper):
-    """Scales the whole gradient so that its L2 norm is at most `max_norm`, then steps.
+    """Optimizer wrapper that scales the whole gradient to an L2 norm of at most `max_norm` before each step.
 
-    The factor is min(1, max_norm ÷ (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_, and norm² is the sum
-    over dense parameters and data-parallel tables (once, not once a rank) and over the touched rows of all
-    sharded tables (each once, its gradient being the sum over the global batch).
+    The factor is min(1, max_norm ÷ (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. norm² is the sum
+    over dense parameters and data-parallel tables, counted once rather than once per rank, and over the
+    touched rows of all sharded tables. Each touched row counts once, with its gradient summed over the global
+    batch.
 
-    Tables that FBGEMM updates in backward have no gradient, and clipping them must come before that backward.
-    So the graph is cut where a rank's lookup hands its embeddings on: backward ends there, with the gradients
-    of the whole global batch for this rank's shards. From them and the ids follows the gradient of each
-    touched row; its norm joins that of the dense layers; then the cut gradients, scaled, enter the tables.
-    This works for every way of sharding and every kernel.
+    Tables that FBGEMM updates in backward have no gradient, and clipping must precede that backward. The
+    graph is therefore cut at the output of each rank's lookups. Backward ends there, with the gradients of
+    the whole global batch for this rank's shards. The gradient of each touched row follows from these and the
+    ids, and its norm is added to that of the dense layers. A second backward then passes the scaled gradients
+    to the tables. This works for every sharding type and kernel.
 
     Args:
-        optimizer: steps everything (optim.combine).
-        model: the DistributedModelParallel; its lookups are cut from now on while gradients are recorded.
-        max_norm: the largest norm.
+        optimizer: Optimizer of all weights (optim.combine).
+        model: DistributedModelParallel; from now on its lookups are cut while gradients are recorded.
+        max_norm: Largest norm.
 
     Attributes:
-        last_norm: of the last gradient before it was scaled: float64 scalar on the device; None before the
+        last_norm: Norm of the last gradient before scaling, a float64 scalar on the device; None before the
             first step.
     """
 
@@ -153,18 +158,20 @@ class GlobalNormClip(OptimizerWrapper):
         self.last_norm: torch.Tensor | None = None
         self._device = model.device
         self._cuts: list[_Cut] = []
-        # Of dense parameters and data-parallel tables every rank holds a copy, with the same gradient.
+        # Every rank holds a copy of dense parameters and data-parallel tables, with the same gradient.
         copies = {name for name, table in tables(model).items() if table.weight.replicated}
         self._replicated = [p for name, p in model.named_parameters() if table_of(name) in {None, *copies}]
         for kernel in sharded_kernels(model):
             kernel.register_forward_hook(self._cut)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
+        """Reset the gradients and discard the cuts of the last step."""
         self._cuts.clear()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        """Clip the gradient, run the second backward into the tables, and update all weights."""
         gradients = [p.grad for p in self._replicated if p.grad is not None]
         shards = torch.zeros((), dtype=torch.float64, device=self._device)
         cuts = [cut for cut in self._cuts if cut.leaf.grad is not None]
@@ -189,23 +196,24 @@ class GlobalNormClip(OptimizerWrapper):
 
 
 class DenseAverage(OptimizerWrapper):
-    """Keeps the exponential moving average of the dense weights. (Of tables it would be a copy of each.)
+    """Optimizer wrapper that keeps the exponential moving average of the dense weights.
 
-    With decay d and the weights w₁ … w_t after each step it is
+    Tables are not averaged, because an average needs a copy of each table.
+    With decay d and the weights w₁ … w_t after each step, the average is
 
         Σ d^(t−i) · w_i ÷ Σ d^(t−i)        over i = 1 … t
 
-    so that the initial weights have no part in it, however few steps there were. A step that is skipped
-    (worker.nonfinite.SkipBad, which is outside of this) does not count.
+    so the initial weights do not contribute, even after few steps. Steps skipped by worker.nonfinite.SkipBad,
+    which wraps this optimizer, are not counted.
 
     Args:
-        optimizer: steps everything (optim.combine, perhaps clipped).
-        model: the DistributedModelParallel.
-        decay: d, between 0 and 1.
+        optimizer: Optimizer of all weights (optim.combine), possibly wrapped for clipping.
+        model: DistributedModelParallel.
+        decay: Decay d, between 0 and 1.
 
     Attributes:
-        values: parameter of the dense layers → its average, on its device; the same on all ranks.
-        count: t, as float32 scalar in host memory.
+        values: Average of each dense parameter, on the parameter's device; the same on all ranks.
+        count: Number of steps t, a float32 scalar in host memory.
     """
 
     def __init__(self, optimizer: KeyedOptimizer, model: DistributedModelParallel, decay: float):
@@ -221,14 +229,15 @@ class DenseAverage(OptimizerWrapper):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        """Update the weights, then the averages."""
         super().step(closure)
         self.count += 1
-        share = (1 - self._decay) / (1 - self._decay ** int(self.count))  # of these weights in the average
+        share = (1 - self._decay) / (1 - self._decay ** int(self.count))  # of the current weights
         get_ema_multi_avg_fn(1 - share)([*self.values.values()], [*self._weights.values()], None)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A block in which the model has the averages in the place of its dense weights."""
+        """Replace the dense weights by their averages within the `with` block."""
         if not self.count:
             yield
             return
@@ -246,5 +255,5 @@ class DenseAverage(OptimizerWrapper):
 
 
 def average_of(optimizer: KeyedOptimizer) -> DenseAverage | None:
-    """The one among an optimizer's wrappers, if it has one."""
+    """Return the DenseAverage among an optimizer's wrappers, or None."""
     return next((layer for layer in layers(optimizer) if isinstance(layer, DenseAverage)), None)

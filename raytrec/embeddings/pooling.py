@@ -1,6 +1,6 @@
-"""Embedding tables of the schema, as collections that TorchRec shards, and the pooling of their vectors.
+"""Embedding tables of the schema, as collections that TorchRec shards, and pooling of their vectors.
 
-Means are the global sum ÷ the global bag length.
+Mean pooling divides the global sum by the global bag length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.embeddings.constraints import TableConstraint
 
-BY_ID = "by_id"  # of PooledEmbeddings: part of the names that TorchRec gives these tables' weights
+BY_ID = "by_id"  # attribute of PooledEmbeddings; part of the names that TorchRec gives these tables' weights
 Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 
 
@@ -30,14 +30,15 @@ def embedding_bags(
     constraints: Mapping[str, TableConstraint] | None = None,
     leave_out: Mapping[str, object] | None = None,
 ) -> EmbeddingBagCollection | None:
-    """The tables that give sums of bags, without memory (meta device), as TorchRec shards them.
+    """Return the tables that produce sums of bags, on the meta device, as TorchRec shards them.
 
-    Every table is declared SUM: TorchRec's sharded mean is wrong or differs under several sharding types, so
-    means are divided outside (`pooling.Inputs`).
+    Every table is declared SUM: TorchRec's sharded mean is wrong or differs under several sharding types.
+    `pooling.Inputs` computes the means.
 
     Args:
-        constraints: of every table, for its dtype; default: all fp32.
-        leave_out: tables that are not among them. None are left: None.
+        schema: Schema of the run.
+        constraints: Constraint of every table, used for its dtype; default: fp32 for all tables.
+        leave_out: Tables to exclude. If no table remains, None is returned.
     """
     features_of: dict[str, list[str]] = {
         table: [] for table in schema.tables if table not in (leave_out or {})
@@ -60,10 +61,10 @@ def embedding_bags(
 def embeddings_by_id(
     features: Features, constraints: Mapping[str, TableConstraint] | None = None
 ) -> nn.ModuleList:
-    """The collections that give the vector of each id, without memory.
+    """Return the collections that produce one vector per id, on the meta device.
 
-    Tables of one collection share its exchanges; they must have one dim, and as many column shards (torchrec
-    1.8.0). The planner cuts tables of one dim alike, unless their ranks are given.
+    Tables of one collection share exchanges and must have equal dims and numbers of column shards (torchrec
+    1.8.0). The planner cuts tables of one dim equally unless their ranks are configured.
     """
     together: dict[tuple[int, int], list[EmbeddingConfig]] = {}
     for name, names in features.tables_by_id.items():
@@ -79,7 +80,7 @@ def embeddings_by_id(
 def _settings(
     schema: Schema, table: str, features: list[str], constraints: Mapping[str, TableConstraint] | None
 ) -> dict[str, Any]:
-    """Of a table that these features read, for either kind of collection."""
+    """Return the settings of a table and the features that use it, for a collection of either kind."""
     return {
         "name": table,
         "num_embeddings": schema.tables[table].rows,
@@ -91,17 +92,17 @@ def _settings(
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:
-    """Draws no initial values: tables.fill_tables writes those that no plan changes, after sharding."""
+    """Leave the weight unchanged: after sharding, tables.fill_tables writes values that depend on no plan."""
     return weight
 
 
 def tables_in(collection: nn.Module) -> dict[str, nn.Module]:
-    """Table → the module that has its weight, of a collection of either kind, sharded or not."""
+    """Return the module of each table's weight, for a collection of either kind, sharded or not."""
     return dict(getattr(collection, _kind(collection)).items())
 
 
 def weight_name(collection: nn.Module, table: str) -> str:
-    """The name of a table's weight in a collection of either kind, sharded or not."""
+    """Return the name of a table's weight in a collection of either kind, sharded or not."""
     return f"{_kind(collection)}.{table}.weight"
 
 
@@ -110,7 +111,7 @@ def _kind(collection: nn.Module) -> str:
 
 
 def table_of(fqn: str) -> str | None:
-    """The table that a parameter or state-dict key belongs to (None: a dense layer's)."""
+    """Return the table that a parameter or state-dict key belongs to, or None for a dense layer."""
     parts = fqn.split(".")
     if len(parts) < 3 or parts[-1] != "weight":
         return None
@@ -120,23 +121,19 @@ def table_of(fqn: str) -> str | None:
 
 
 class PooledEmbeddings(FixedDtype):
-    """Looks every sparse feature up and pools its bag; sequences that a model reads id by id are not pooled.
+    """Lookup and pooling of all sparse features; sequences that a model reads id by id are not pooled.
 
     Args:
-        schema: the features, their pooling and their tables.
-        constraints: of every table; default: all are fp32. Their dtypes are fixed: a cast later would part
-            what is read from what is trained, so `.to(dtype)`, `.half()`, `.bfloat16()` and the like raise.
-        sequences: features that are read id by id → how many ids, at most (config.features); default: none,
-            and sequences give the mean of their bag.
+        schema: Features, their pooling and their tables.
+        constraints: Constraint of every table; default: all fp32. The dtypes are fixed, so `.to(dtype)`,
+            `.half()`, `.bfloat16()` and the like raise RunError: weights that are read would differ from
+            those trained.
+        sequences: Maximum number of ids of each feature that is read id by id (config.features); default:
+            none, and sequences are mean-pooled.
 
     Attributes:
-        bags: the tables that give sums of bags; None where there are none.
-        by_id: the collections of those that give the vector of each id.
-
-    Returns (forward):
-        dict of feature → float32 [B, dim of its table]. With bag ids i and weights wᵢ (1 when there are
-        none): sum is Σ wᵢ·eᵢ, mean is Σ wᵢ·eᵢ ÷ Σ wᵢ, and an empty bag (or Σ wᵢ = 0) is 0. A sequence that is
-        read id by id is [B, L, dim]: the wᵢ·eᵢ in the order of its ids, then 0. Of candidates [N, dim].
+        bags: Tables that produce sums of bags, or None if there are none.
+        by_id: Collections of tables that produce one vector per id.
     """
 
     def __init__(
@@ -158,17 +155,24 @@ class PooledEmbeddings(FixedDtype):
         return [*([] if self.bags is None else [self.bags]), *self.by_id]
 
     def forward(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        # TorchRec's pipeline traces this with a Proxy, and later has exchanged copies of the ids before.
+        """Return the inputs of the dense layers by feature, float32 [B, dim of its table].
+
+        With bag ids i and weights wᵢ (1 if unweighted), sum is Σ wᵢ·eᵢ and mean is Σ wᵢ·eᵢ ÷ Σ wᵢ. Empty bags
+        and bags with Σ wᵢ = 0 are 0. A sequence that is read id by id is [B, L, dim]: the wᵢ·eᵢ in the order
+        of its ids, padded with 0. Features of candidates are [N, dim].
+        """
+        # TorchRec's pipeline traces this method with a Proxy; later it exchanges copies of ids beforehand.
         given = sparse if is_pipelined(self.collections[0], sparse) else own_copy(sparse)
         sums = None if self.bags is None else self.bags(given)
         return self.inputs(sums, [collection(given) for collection in self.by_id], sparse)
 
     def before_cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Raise RunError if `fn` would change the dtype of a table."""
         refuse_cast(fn, self._dtypes)
 
 
 def own_copy(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """A copy for FBGEMM and TorchRec to change: they clamp ids in place, and put other weights into it."""
+    """Return a copy that FBGEMM and TorchRec may change: they clamp ids in place and replace weights."""
     weights = sparse.weights_or_none()
     return KeyedJaggedTensor(
         sparse.keys(),
@@ -176,16 +180,12 @@ def own_copy(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
         None if weights is None else weights.clone(),
         lengths=sparse.lengths(),
         stride=sparse.stride(),
-        length_per_key=sparse.length_per_key_or_none(),  # else TorchRec reads it from the device
+        length_per_key=sparse.length_per_key_or_none(),  # otherwise TorchRec reads it from the device
     )
 
 
 def refuse_cast(fn: Callable, dtypes: set[torch.dtype]) -> None:
-    """Raises if a function that nn.Module applies to its tensors would change one of these dtypes of tables.
-
-    Raises:
-        RunError: one would be.
-    """
+    """Raise RunError if a function that nn.Module applies to its tensors changes one of these dtypes."""
     for dtype in dtypes:
         after = fn(torch.empty(0, dtype=dtype)).dtype
         if after != dtype:
@@ -198,13 +198,13 @@ def refuse_cast(fn: Callable, dtypes: set[torch.dtype]) -> None:
 
 
 class BagMeans(nn.Module):
-    """Turns the sums of mean-pooled features into means.
+    """Conversion of the sums of mean-pooled features into means.
 
-    It divides after the sharded lookup, where the sum is already global: that is exact in value and gradient
+    Sums are divided after the sharded lookup, where they are global. Values and gradients are therefore exact
     for every sharding type.
 
     Args:
-        is_mean: for each key of the KeyedJaggedTensor, in its order, whether its bags are averaged.
+        is_mean: Whether the bags of each key are averaged, in the order of the KeyedJaggedTensor's keys.
     """
 
     def __init__(self, is_mean: list[bool]):
@@ -214,6 +214,7 @@ class BagMeans(nn.Module):
     def forward(
         self, sums: KeyedTensor | dict[str, torch.Tensor], sparse: KeyedJaggedTensor
     ) -> dict[str, torch.Tensor]:
+        """Return the pooled features, with sums of mean-pooled features divided by Σ wᵢ of the bag."""
         pooled = dict(sums) if isinstance(sums, dict) else sums.to_dict()
         if not any(self.is_mean):
             return pooled
@@ -225,13 +226,12 @@ class BagMeans(nn.Module):
 
 
 class Inputs(nn.Module):
-    """Turns looked-up vectors into the inputs of the dense layers: bags, and sequences read id by id.
+    """Conversion of looked-up vectors into inputs of the dense layers: bags, and sequences read id by id.
 
-    A separate module, so that TorchRec's pipeline, which traces the model to find sharded modules, takes it
-    as one step.
+    TorchRec's pipeline, which traces the model to find sharded modules, treats this module as one step.
 
     Args:
-        features: of the run.
+        features: Features of the run.
     """
 
     def __init__(self, features: Features):
@@ -244,12 +244,12 @@ class Inputs(nn.Module):
     def forward(
         self, sums: KeyedTensor | None, by_id: list[dict[str, JaggedTensor]], sparse: KeyedJaggedTensor
     ) -> dict[str, torch.Tensor]:
-        """Feature → float32, as PooledEmbeddings gives it.
+        """Return the float32 input of the dense layers for each feature, as PooledEmbeddings.forward does.
 
         Args:
-            sums: [B, Σ dims] of the features whose tables give sums.
-            by_id: of each collection of other tables, feature → the vectors of its ids, float32 [N, dim].
-            sparse: the ids that were looked up.
+            sums: Sums of bags, [B, Σ dims], for the features whose tables produce sums.
+            by_id: Vectors of the ids, float32 [N, dim], by feature, for each collection of other tables.
+            sparse: Ids that were looked up.
         """
         if not by_id:
             return self.means(sums, sparse)
@@ -269,7 +269,7 @@ class Inputs(nn.Module):
         return {feature: given[feature] for feature in sparse.keys()}  # noqa: SIM118
 
     def _weights(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        """Feature → float32 [N], the weights of its ids; without features that have none."""
+        """Return the weights of the ids, float32 [N], by feature; unweighted features are omitted."""
         weights = sparse.weights_or_none()
         if weights is None:
             return {}
@@ -278,7 +278,7 @@ class Inputs(nn.Module):
 
 
 def bag_sums(vectors_ND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """The sum of each bag's vectors: float32 [B, D]; 0 for empty ones."""
+    """Return the sum of each bag's vectors, float32 [B, D]; 0 for empty bags."""
     bag_N = torch.arange(len(lengths_B), device=lengths_B.device).repeat_interleave(
         lengths_B, output_size=len(vectors_ND)
     )
@@ -286,12 +286,12 @@ def bag_sums(vectors_ND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
 
 
 def padded(vectors_ND: torch.Tensor, offsets: torch.Tensor, length: int) -> torch.Tensor:
-    """Bags of at most `length` vectors side by side: float32 [B, length, D]; 0 behind the last of each."""
+    """Return bags of at most `length` vectors as a dense tensor, float32 [B, length, D], padded with 0."""
     return torch.ops.fbgemm.jagged_to_padded_dense(vectors_ND, [offsets], [length], 0.0)
 
 
 def bag_totals(sparse: KeyedJaggedTensor) -> torch.Tensor:
-    """Σ wᵢ of each bag (its length when there are no weights), 1 where that is 0: float32 [F, B]."""
+    """Return Σ wᵢ of each bag (its length if unweighted), float32 [F, B]; 1 instead of 0."""
     lengths = sparse.lengths()
     weights = sparse.weights_or_none()
     if weights is None:

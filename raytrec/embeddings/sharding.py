@@ -1,4 +1,4 @@
-"""How TorchRec shards tables: ways, kernels, and codecs of values that travel between ranks (plan.qcomms)."""
+"""Sharding types, kernels, and codecs of values sent between ranks (plan.qcomms), as passed to TorchRec."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Codecs = dict[str, QuantizedCommCodecs]
 
 
 class Codec(QuantizedCommCodec):
-    """FBGEMM's codec of one direction of collectives (plan.qcomms), with two changes.
+    """FBGEMM's codec for one direction of collectives (plan.qcomms), with two changes.
 
-    FBGEMM divides by its scale before values leave fp16, so that small gradients are lost all the same; and
-    its groups of 32 int8 values fit few batches, and few tables.
+    FBGEMM divides by its scale before values leave fp16, so small gradients are lost nevertheless. FBGEMM's
+    groups of 32 int8 values fit few batches and few tables.
 
     Args:
         precision: fp32, fp16, bf16 or int8.
         group: Number of int8 values that share a scale; a divisor of the width of every shard.
-        factor: Power of two that values are multiplied with while they travel.
+        factor: Power of two by which values are multiplied during transfer.
     """
 
     def __init__(self, precision: str, group: int, factor: float = 1.0):
@@ -41,35 +41,40 @@ class Codec(QuantizedCommCodec):
         self.group, self.factor = group, factor if precision != "fp32" else 1.0
 
     def encode(self, input_tensor: torch.Tensor, ctx: QuantizationContext | None = None) -> torch.Tensor:
+        """Return the scaled values in the codec's precision."""
         if self.factor != 1:
             input_tensor = input_tensor * self.factor
         return super().encode(input_tensor, ctx)
 
     def decode(self, input_tensor: torch.Tensor, ctx: QuantizationContext | None = None) -> torch.Tensor:
+        """Return the values in fp32, without the scale."""
         values = super().decode(input_tensor, ctx)
         return values if self.factor == 1 else values.div_(self.factor)
 
     def create_context(self) -> QuantizationContext:
+        """Return a context with this codec's group size."""
         return QuantizationContext(self.group)
 
 
 def make_codecs(config: RunConfig, widths: Iterable[int], world: int) -> Codecs | None:
-    """Return the codecs by collective (TorchRec's `qcomm_codecs_registry`), or None if all is fp32.
+    """Return the codecs by collective (TorchRec's `qcomm_codecs_registry`), or None if all are fp32.
 
     Args:
+        config: Configuration of the run.
         widths: Widths of all shards that are sent.
+        world: Number of ranks.
     """
     qcomms = config.plan.qcomms
     if qcomms.forward_precision == qcomms.backward_precision == "fp32":
         return None
-    group = max(1, gcd(*widths))  # so that no group of int8 values is of two rows or two tables
+    group = max(1, gcd(*widths))  # so that no group of int8 values spans two rows or two tables
     forward = Codec(qcomms.forward_precision, group)
     backward = Codec(qcomms.backward_precision, group, gradient_factor(config, world))
     return {operation.name: QuantizedCommCodecs(forward, backward) for operation in CommOp}
 
 
 def widths_of(plan: ShardingPlan) -> list[int]:
-    """Return the widths of all shards of a plan, without data-parallel tables, which are not sent."""
+    """Return the widths of all shards of a plan, except data-parallel tables, which are not sent."""
     return [
         shard.shard_sizes[1]
         for module in plan.plan.values()
@@ -78,21 +83,21 @@ def widths_of(plan: ShardingPlan) -> list[int]:
     ]
 
 
-# What one rounding changes of a value at most, as a share of it; with int8, as a share of the largest in its
-# group, whose values are 255 equal steps apart from its smallest to its largest (the limit is half a step and
-# 2 % more, for FBGEMM adds 1e-8 to what it divides by).
+# Largest relative error of one rounding. With int8 it is relative to the largest value of the group: 255
+# equal steps cover the range from its smallest to its largest value. The limit is half a step plus 2 %,
+# because FBGEMM adds 1e-8 to the divisor.
 UNIT = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 1 / 250}
-# Values below this lose as much as this one: fp16 has no smaller exponent, int8 that 1e-8.
+# Smaller values have the same absolute error as this one: fp16 has no smaller exponent, int8 adds that 1e-8.
 SMALLEST = {"fp32": 0.0, "fp16": 2.0**-14, "bf16": 0.0, "int8": 2.0**-12}
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How much of values may be lost on their way between ranks.
+    """Bound on the rounding error of values sent between ranks.
 
     Attributes:
-        share: of the sizes of what is added up.
-        smallest: sizes below this count as this.
+        share: Error relative to the sum of the summands' magnitudes.
+        smallest: Lower limit of magnitudes; smaller magnitudes count as this value.
     """
 
     share: float
@@ -102,16 +107,19 @@ class Rounding:
 def forward_rounding(
     precision: Precision, sharding: str, world: int, row_parts: int, by_id: bool
 ) -> Rounding:
-    """Of the embeddings of a table.
+    """Return the bound on the rounding error of a table's embeddings.
 
     Args:
-        row_parts: into how many ranges of rows it is cut.
-        by_id: whether it gives the vector of each id: no sums, then, that are added up on the way.
+        precision: plan.qcomms.forward_precision.
+        sharding: Sharding type of the table.
+        world: Number of ranks.
+        row_parts: Number of row ranges into which the table is cut.
+        by_id: True if the table produces one vector per id, so that no sums are computed in transfer.
     """
     if sharding == "data_parallel" or world == 1:
         return Rounding(0.0, 0.0)
-    # row_parts numbers are rounded and added one after the other: that many roundings of at most the sum of
-    # their sizes. From the hosts' sums of table_row_wise and grid_shard one more, across hosts.
+    # row_parts numbers are rounded and added in turn. Each of these roundings errs by at most a share of the
+    # sum of their magnitudes. table_row_wise and grid_shard round once more when they add sums across hosts.
     times = 1 if by_id or sharding not in SUMMED_TYPES else row_parts + (sharding != "row_wise")
     return Rounding((1 + UNIT[precision]) ** times - 1, SMALLEST[precision])
 
@@ -119,53 +127,62 @@ def forward_rounding(
 def backward_rounding(
     precision: Precision, sharding: str, world: int, row_parts: int, by_id: bool, factor: float
 ) -> Rounding:
-    """Of the gradients that reach a table; of a rank's loss, not of its part of the global one.
+    """Return the bound on the rounding error of the gradients that reach a table.
+
+    The gradients are those of a rank's loss, not of its part of the global loss.
 
     Args:
-        factor: see `gradient_factor`. The others: see `forward_rounding`.
+        precision: plan.qcomms.backward_precision.
+        sharding: Sharding type of the table.
+        world: Number of ranks.
+        row_parts: Number of row ranges into which the table is cut.
+        by_id: True if the table produces one vector per id.
+        factor: Factor of the gradients during transfer (`gradient_factor`).
     """
     if sharding == "data_parallel" or world == 1:
         return Rounding(0.0, 0.0)
     twice = not by_id and sharding in SUMMED_TYPES and sharding != "row_wise"
-    # The first of two groups divides by its size before the second sends.
+    # The first of the two process groups divides by its size before the second one sends.
     smallest = SMALLEST[precision] / factor * (world / row_parts if twice else 1)
     return Rounding((1 + UNIT[precision]) ** (2 if twice else 1) - 1, smallest)
 
 
 def gradient_factor(config: RunConfig, world: int) -> float:
-    """What gradients are multiplied with while they travel: a power of two, so that nothing is rounded by it.
+    """Return the factor of gradients during transfer: a power of two, so that multiplying is exact.
 
-    A row's gradient is divided by the rows of a batch (and multiplied by the number of ranks, see
-    tasks/objective.py): beyond 1e5 rows, fp16 would keep a few bits of it.
+    A row's gradient is divided by the rows of a batch and multiplied by the number of ranks (see
+    tasks/objective.py). Beyond 1e5 rows, fp16 would keep only a few bits of the gradient.
     """
     return 2.0 ** floor(log2(max(1, config.data.global_batch_size // world)))
 
 
 class _Offers:
-    """Offers ways of sharding on every device, and the kernels that train under each.
+    """Mixin that offers all sharding types on every device, with the kernels that train under each.
 
-    TorchRec's sharders offer no row-wise sharding on CPU, although it runs there, and let the planner choose
-    dense kernels, whose tables the fused optimizers would not train. A table's ParameterConstraints narrow
-    this down.
+    TorchRec's sharders do not offer row-wise sharding on CPU, although CPUs support it. They also let the
+    planner choose dense kernels, whose tables the fused optimizers would not train. Each table's
+    ParameterConstraints narrow the choice.
     """
 
     kinds: ClassVar[tuple[str, ...]] = get_args(Sharding)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return the sharding types to choose from."""
         return list(self.kinds)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Return the compute kernels to choose from under a sharding type."""
         return ["dense"] if sharding_type == "data_parallel" else ["fused", "fused_uvm", "fused_uvm_caching"]
 
 
 class BagSharder(_Offers, EmbeddingBagCollectionSharder):
-    """Shards tables that give sums of bags."""
+    """Sharder of tables that produce sums of bags."""
 
 
 class IdSharder(_Offers, EmbeddingCollectionSharder):
-    """Shards tables that give the vector of each id, in fewer ways.
+    """Sharder of tables that produce one vector per id, with fewer sharding types.
 
-    On CPU each of them has its own lookup (compat.fbgemm_lookups.FusedBagsOfOne).
+    On CPU each of these tables has a separate lookup (compat.fbgemm_lookups.FusedBagsOfOne).
     """
 
     kinds = BY_ID_TYPES
@@ -186,9 +203,9 @@ def sharders(
 
     Args:
         fused_params: FBGEMM's settings of kernels that update in backward.
-        codecs: Codecs of values that travel between ranks; default: values travel in fp32.
+        codecs: Codecs of values sent between ranks; default: fp32.
         device: cpu or cuda.
-        distinct: True if each distinct id of a batch is sent once, for tables that give each id's vector.
+        distinct: True if each distinct id of a batch is sent once, for tables that produce one vector per id.
     """
     return [BagSharder(fused_params, codecs), IdSharder(fused_params, codecs, device, distinct)]
 

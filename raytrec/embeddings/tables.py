@@ -1,4 +1,4 @@
-"""One view of any sharded table.
+"""Uniform view of sharded tables, independent of sharding type and kernel.
 
 for table in tables(model, optimizer).values():
     start = table.weight.dense(rows=range(1000), first_only=True)    # rank 0: float [1000, dim]
@@ -26,15 +26,17 @@ from raytrec.embeddings.pooling import table_of, weight_name
 
 @dataclass(frozen=True)
 class Shard:
-    """A rectangle of a table.
+    """Rectangular part of a table's weights or optimizer state.
 
     Attributes:
-        rank: the rank that holds it (for a data-parallel table, which every rank holds whole: this one).
-        rows, columns: which part of the table it is.
-        values: on the rank that holds it, the live weights or state: writing changes them. Weights are
-            [rows, columns]; state with one value a row is [rows]. None on other ranks.
-        cache: of the kernel that keeps some rows on the GPU (fused_uvm_caching) or in memory (fused_mmap):
-            `values` of these are as old as its last flush, and `read` gives the current ones.
+        rank: Rank that holds the shard; for data-parallel tables, which every rank holds whole, this rank.
+        rows: Range of table rows.
+        columns: Range of table columns.
+        values: Live weights or state on the rank that holds the shard; writes change them. Weights are [rows,
+            columns], state with one value per row is [rows]. None on other ranks.
+        cache: Cache of a kernel that keeps some rows on the GPU (fused_uvm_caching) or in memory
+            (fused_mmap), or None. `values` of cached rows are as old as the last flush; `read` returns
+            current ones.
     """
 
     rank: int
@@ -44,7 +46,7 @@ class Shard:
     cache: Cache | InMemory | None = None
 
     def read(self, rows: torch.Tensor | slice) -> torch.Tensor:
-        """Return the current values of rows, int64 [n] from the shard's first row, or a slice of them."""
+        """Return the current values of rows, int64 [n] relative to the shard's first row, or a slice."""
         if self.cache is not None:
             if isinstance(rows, slice):
                 rows = torch.arange(*rows.indices(len(self.values)), device=self.values.device)
@@ -52,7 +54,7 @@ class Shard:
         return self.values[rows] if isinstance(rows, slice) else self.values.index_select(0, rows)
 
     def write(self, rows: torch.Tensor, new: torch.Tensor) -> None:
-        """Replace the values of rows (as in `read`) by [n, columns] or [n], of any dtype."""
+        """Replace the values of rows (as in `read`) by `new`, [n, columns] or [n], of any dtype."""
         if self.cache is not None:
             self.cache.write(self.values, rows, new.to(self.values.dtype))
         else:
@@ -61,14 +63,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Parts:
-    """The weights of a table, or one kind of its optimizer state, as shards on all ranks.
+    """Shards, on all ranks, of a table's weights or of one kind of its optimizer state.
 
     Attributes:
-        shape: of the whole: (rows, dim), or (rows,) for state with one value a row.
-        dtype: of the values.
-        shards: all of them, in the order of the plan.
-        replicated: whether every rank holds the whole.
-        device: where this rank's shards are; where it has none, what its collectives take.
+        shape: Global shape: (rows, dim), or (rows,) for state with one value per row.
+        dtype: Dtype of the values.
+        shards: All shards in the order of the plan.
+        replicated: True if every rank holds the whole table.
+        device: Device of this rank's shards; if there are none, the device used by its collectives.
     """
 
     shape: tuple[int, ...]
@@ -79,18 +81,18 @@ class Parts:
 
     @property
     def local(self) -> list[Shard]:
-        """The shards that this rank holds."""
+        """Shards that this rank holds."""
         return [shard for shard in self.shards if shard.values is not None]
 
     def dense(self, rows: range | None = None, *, first_only: bool = False) -> torch.Tensor | None:
         """Return rows as one contiguous leaf tensor; a collective.
 
         Args:
-            rows: Rows to return; default: all. Memory and traffic are those of these rows alone.
-            first_only: If True, rank 0 gets the rows, and the other ranks None.
+            rows: Rows to return; default: all. Memory use and traffic are proportional to these rows.
+            first_only: If True, rank 0 gets the rows and the other ranks get None.
 
         Raises:
-            RunError: rows outside the table.
+            RunError: The rows are outside the table.
         """
         rows = self._checked(range(self.shape[0]) if rows is None else rows)
         wanted = dist.get_rank() == 0 or not first_only
@@ -109,11 +111,12 @@ class Parts:
         """Write rows into the live shards of this rank; not a collective.
 
         Args:
-            values: [n, dim], or [n] for state with one value a row: the rows from `first_row` on, the same on
-                every rank. They are cast to the table's dtype.
+            values: New values, the same on every rank: [n, dim], or [n] for state with one value per row.
+                They are cast to the table's dtype.
+            first_row: Table row of the first value.
 
         Raises:
-            RunError: another width, or rows outside the table.
+            RunError: The values have another width than the table, or the rows are outside the table.
         """
         if tuple(values.shape[1:]) != self.shape[1:]:
             raise RunError(
@@ -131,7 +134,7 @@ class Parts:
                 shard.cache.purge()
 
     def _flush(self) -> None:
-        """Bring `values` up to date where a kernel keeps newer ones in a cache."""
+        """Write cached rows back into `values`."""
         for shard in self.local:
             if shard.cache is not None:
                 shard.cache.flush()
@@ -143,7 +146,7 @@ class Parts:
         return rows
 
     def _exchange(self, shard: Shard, rows: range, first_only: bool) -> torch.Tensor | None:
-        """Send rows of a shard from the rank that holds it to the ranks that want them."""
+        """Send rows of a shard from the rank that holds them to the ranks that request them."""
         me, piece = dist.get_rank(), None
         if shard.values is not None:
             piece = shard.values[rows.start - shard.rows.start : rows.stop - shard.rows.start]
@@ -164,18 +167,18 @@ class Parts:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a sharded model.
+    """Table of a sharded model.
 
     Attributes:
-        name: as in the schema.
-        shape: (rows, dim).
-        dtype: of the weights; fixed since sharding.
-        sharding: Way of sharding (config.tables.Sharding).
-        kernel: fused, dense, fused_uvm, fused_uvm_caching or fused_mmap.
-        weight: the weights.
-        optimizer: how it is updated; None where it was read without an optimizer.
-        state: kind of optimizer state (TableOptimizer.state) → its values; empty before torch makes it.
-        parameter: TorchRec's weight on this rank, a slice of a larger tensor; None where it holds no shard.
+        name: Name of the table in the schema.
+        shape: Global shape, (rows, dim).
+        dtype: Dtype of the weights, fixed when the model is sharded.
+        sharding: Sharding type (config.tables.Sharding).
+        kernel: Compute kernel: fused, dense, fused_uvm, fused_uvm_caching or fused_mmap.
+        weight: Shards of the weights.
+        optimizer: Optimizer of the table, or None if it was read without an optimizer.
+        state: Shards of each kind of optimizer state (TableOptimizer.state); empty before torch creates them.
+        parameter: TorchRec's weight on this rank, a slice of a larger tensor; None if this rank has no shard.
     """
 
     name: str
@@ -193,8 +196,8 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
     """Return every table of a sharded model by name.
 
     Args:
-        model: DistributedModelParallel, or any module with a sharded collection inside.
-        optimizer: Optimizer of `optim.combine`, for the state of tables.
+        model: DistributedModelParallel, or any module that contains a sharded collection.
+        optimizer: Optimizer returned by `optim.combine`, needed for the tables' optimizer state.
     """
     optimizers, live_state, found = {}, {}, {}
     if optimizer is not None:
@@ -240,10 +243,7 @@ def _weight(value: torch.Tensor | ShardedTensor, cache: Cache | InMemory | None)
 def _state(
     weight: Parts, optimizer: type[TableOptimizer] | None, live: Mapping[str, list[torch.Tensor]]
 ) -> dict[str, Parts]:
-    """Return kinds of state as shards in the places of the weights' shards.
-
-    State that torch makes at the first step is left out before it.
-    """
+    """Return each kind of optimizer state, sharded like the weights; kinds not yet created are omitted."""
     made, here = {}, any(shard.values.numel() for shard in weight.local)
     for each in optimizer.state if optimizer else ():
         if here and each.kind not in live:
@@ -251,7 +251,7 @@ def _state(
         values, shards = iter(live.get(each.kind, [])), []
         for shard in weight.shards:
             mine = next(values, None) if shard.values is not None else None
-            cache = None if isinstance(shard.cache, Cache) else shard.cache  # on GPUs state has none
+            cache = None if isinstance(shard.cache, Cache) else shard.cache  # on GPUs, state is not cached
             shards.append(replace(shard, values=mine, cache=cache))
         shape = weight.shape[:1] if each.per == "row" else weight.shape
         made[each.kind] = replace(weight, shape=shape, dtype=torch.float32, shards=shards)
@@ -261,16 +261,16 @@ def _state(
 def _live_state(
     optimizer: KeyedOptimizer, optimizers: Mapping[str, type[TableOptimizer]]
 ) -> dict[str, dict[str, list[torch.Tensor]]]:
-    """Return this rank's state: table → kind → its shards, in order."""
+    """Return this rank's optimizer state as table → kind → shards in order."""
     live: dict[str, dict[str, list[torch.Tensor]]] = {}
     for fqn, states in optimizer.state_dict()["state"].items():
         if (table := table_of(fqn)) is None:
             continue
         kinds_of = {name: each.kind for each in optimizers[table].state for name in (each.kind, each.buffer)}
         for name, value in states.items():
-            if kind := kinds_of.get(name.rpartition(".")[2]):  # torch.optim's name of it, or FBGEMM's
+            if kind := kinds_of.get(name.rpartition(".")[2]):  # a name used by torch.optim or by FBGEMM
                 parts = [part.detach() for part in local_parts(value)]
-                # With one value a row, torch's row-wise Adagrad keeps [rows, 1].
+                # TorchRec's row-wise Adagrad stores one value per row as [rows, 1].
                 live.setdefault(table, {})[kind] = [
                     part.squeeze(1) if part.shape[1:] == (1,) else part for part in parts
                 ]

@@ -1,12 +1,13 @@
-"""Counts, probes and row gradients of what passes through lookups.
+"""Counts, probes and row gradients of the values that pass through lookups.
 
-Ids are counted at every step where batches come in (sent) and where tables are (received). At a probed step
-the ids themselves, the pooled embeddings and both their gradients are kept, too, until the next one.
+At every step, ids are counted where batches come in (sent) and where tables are looked up (received). At a
+probed step, the ids, the pooled embeddings and the gradients of both lookups and dense inputs are also kept
+until the next probed step.
 
-A row's gradient is Σ over the bags that hold it of w × the bag's gradient (w: 1 without weights); where a
-lookup gave each id's vector, every id is such a bag. FBGEMM's kernels apply it in backward without ever
-showing it. Here it is computed in plain torch: for given rows (`add_row_gradients`), or for all, as one norm
-that no host waits for (`row_gradients_squared`).
+A row's gradient is Σ over the bags that contain the row of w × the bag's gradient (w = 1 if unweighted). In a
+lookup that returns one vector per id, every id is such a bag. FBGEMM's kernels apply this gradient in
+backward without exposing it. This module computes it in plain torch: for given rows (`add_row_gradients`), or
+as one norm over all rows, for which the host does not wait (`row_gradients_squared`).
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ class Key:
     """One key of a KeyedJaggedTensor.
 
     Attributes:
-        ids: int64 [N]. bag: int64 [N], the bag of each. weights: float32 [N], 1 where there are none.
-        lengths: int64 [B].
+        ids: Ids, int64 [N].
+        bag: Bag of each id, int64 [N].
+        weights: Weights of the ids, float32 [N]; 1 if unweighted.
+        lengths: Lengths of the bags, int64 [B].
     """
 
     ids: torch.Tensor
@@ -45,11 +48,11 @@ class Key:
     lengths: torch.Tensor
 
 
-Part = tuple[ShardedEmbeddingTable, Key, torch.Tensor]  # a key of a lookup; see `split_lookup`
+Part = tuple[ShardedEmbeddingTable, Key, torch.Tensor]  # one key of a lookup; see `split_lookup`
 
 
 def each_key(features: KeyedJaggedTensor, count: int) -> Iterator[Key]:
-    """Its `count` keys in order, even where a name comes twice."""
+    """Yield the `count` keys of a KeyedJaggedTensor in order, including keys with a repeated name."""
     lengths_KB = features.lengths().view(count, -1).long()
     sizes = lengths_KB.sum(1).tolist()
     weights = features.weights_or_none()
@@ -63,13 +66,13 @@ def each_key(features: KeyedJaggedTensor, count: int) -> Iterator[Key]:
 
 
 def add_row_gradients(out_RD: torch.Tensor, rows_R: torch.Tensor, key: Key, grad_BD: torch.Tensor) -> None:
-    """Adds to the gradients of rows what the bags of a key give to them.
+    """Add the contributions of a key's bags to the gradients of rows.
 
     Args:
-        out_RD: float32, changed in place.
-        rows_R: int64, sorted, each once.
-        key: what was looked up; its ids are rows.
-        grad_BD: of its bags.
+        out_RD: Gradients of the rows, float32, changed in place.
+        rows_R: Rows, int64, sorted and distinct.
+        key: Looked-up key, whose ids are rows.
+        grad_BD: Gradients of the key's bags.
     """
     if len(rows_R):
         hits, at = found(rows_R, key.ids)
@@ -77,13 +80,13 @@ def add_row_gradients(out_RD: torch.Tensor, rows_R: torch.Tensor, key: Key, grad
 
 
 def split_lookup(kernel: nn.Module, features: KeyedJaggedTensor, given: torch.Tensor) -> Iterator[Part]:
-    """Each key of a lookup: the shard that it looks up, its ids, and its part of what the lookup gave.
+    """Yield the shard, the ids, and the part of the output (or its gradient) for each key of a lookup.
 
     Args:
-        kernel: one of `sharded_kernels` or `replicated_kernels`.
-        features: the ids that it looked up, for the rows of this rank's shards.
-        given: float, what it gave, or the gradient of that: sums of bags [B, Σ columns], or each id's vector
-            [N, columns]. Then every id is a bag.
+        kernel: A module of `sharded_kernels` or `replicated_kernels`.
+        features: Looked-up ids, as rows of this rank's shards.
+        given: Output of the lookup or its gradient, float: sums of bags [B, Σ columns], or one vector per id
+            [N, columns]. In the latter case every id is a bag.
     """
     shards = [table for table in tables_of(kernel) for _ in table.feature_names]
     keys = list(each_key(features, len(shards)))
@@ -96,7 +99,7 @@ def split_lookup(kernel: nn.Module, features: KeyedJaggedTensor, given: torch.Te
 
 
 def each_id(key: Key) -> Key:
-    """Bags of one id each, without weights."""
+    """Return the key with a separate bag for each id, without weights."""
     ones = torch.ones_like(key.ids)
     return Key(key.ids, torch.arange(len(key.ids), device=key.ids.device), ones.float(), ones)
 
@@ -104,10 +107,12 @@ def each_id(key: Key) -> Key:
 def row_gradients_squared(
     kernel: nn.Module, features: KeyedJaggedTensor, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """Σ of the squared gradient of each table row that a lookup touched: float64 scalar.
+    """Return Σ of the squared gradient of each table row that a lookup touched, a float64 scalar.
 
     Args:
-        kernel, features: as in `split_lookup`. gradient: of what the lookup gave.
+        kernel: Lookup, as in `split_lookup`.
+        features: Looked-up ids, as in `split_lookup`.
+        gradient: Gradient of the lookup's output.
     """
     if gives_each_id(kernel):
         return _squared(_apart(kernel, features), gradient)
@@ -128,7 +133,7 @@ def row_gradients_squared(
 
 
 def _apart(kernel: nn.Module, features: KeyedJaggedTensor) -> torch.Tensor:
-    """Ids looked up, with those of each table behind those of the tables before it: int64 [N]."""
+    """Return the looked-up ids, int64 [N], shifted by the rows of all preceding tables."""
     ids_N, rows = features.values(), [table.local_rows for table in tables_of(kernel)]
     if len(rows) == 1:
         return ids_N
@@ -139,15 +144,16 @@ def _apart(kernel: nn.Module, features: KeyedJaggedTensor) -> torch.Tensor:
 
 
 def _squared(ids_N: torch.Tensor, grads_ND: torch.Tensor) -> torch.Tensor:
-    """Σ over distinct ids of the squared sum of their gradients: float64 scalar."""
+    """Return Σ over distinct ids of the squared sum of their gradients, a float64 scalar."""
     sums_ND = torch.zeros_like(grads_ND).index_add_(0, places_of(ids_N), grads_ND)
     return sums_ND.double().square().sum()
 
 
 def places_of(ids_N: torch.Tensor) -> torch.Tensor:
-    """Of each id, how many smaller ones there are, each counted once: int64 [N].
+    """Return, for each id, the number of distinct smaller ids, int64 [N].
 
-    The inverse of torch.unique, which makes the host wait for the device to learn how many there are.
+    This is the inverse of torch.unique, but the host does not wait for the device to report the number of
+    distinct ids.
     """
     ordered_N, order_N = ids_N.sort()
     first_N = torch.ones_like(ordered_N)
@@ -156,7 +162,7 @@ def places_of(ids_N: torch.Tensor) -> torch.Tensor:
 
 
 def found(rows: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places of ids that are among (sorted, not empty) rows, and where among them they are."""
+    """Return the places of the ids that are among `rows` (sorted, not empty), and their places in `rows`."""
     at = torch.searchsorted(rows, ids).clamp(max=len(rows) - 1)
     hits = (rows[at] == ids).nonzero().squeeze(1)
     return hits, at[hits]
@@ -167,13 +173,14 @@ class Lookup:
     """One kernel of this rank: FBGEMM's lookup of the shards of some tables.
 
     Attributes:
-        features: its keys' names, in order; a feature that several of its tables' shards read comes again.
-        tables: of each key, the table.
-        replicated: whether the tables are data-parallel.
-        received: int64 [keys], ids looked up in training, since the start.
-        ids: of the probed step: the ids that were looked up, as rows of this rank's shards.
-        gradient: float [B, Σ columns], of what the lookup gave in the probed step; before clipping. Of one
-            that gives each id's vector: [N, columns].
+        kernel: Module of the lookup.
+        features: Feature of each key, in order; a feature read by several of the shards is repeated.
+        tables: Table of each key.
+        replicated: True if the tables are data-parallel.
+        received: Number of ids looked up in training since the start, int64 [keys].
+        ids: Ids looked up in the probed step, as rows of this rank's shards.
+        gradient: Gradient of the output in the probed step, before clipping: float [B, Σ columns], or [N,
+            columns] if the lookup returns one vector per id.
     """
 
     kernel: nn.Module
@@ -185,7 +192,7 @@ class Lookup:
     gradient: torch.Tensor | None = None
 
     def gradients(self) -> list[Part]:
-        """Of each key in the probed step: the shard that it looked up, its ids, the gradients of its bags."""
+        """Return the shard, the ids and the gradients of the bags for each key in the probed step."""
         if self.gradient is None or self.ids is None:
             return []
         return list(split_lookup(self.kernel, self.ids, self.gradient))
@@ -193,12 +200,12 @@ class Lookup:
 
 @dataclass
 class Input:
-    """What this rank's dense layers were given in the probed step.
+    """Inputs of this rank's dense layers in the probed step.
 
     Attributes:
-        pooled: feature → float32 [B, dim]; of a sequence that is read id by id [B, L, dim].
-        gradient: the same of this rank's loss (tasks/objective.py); before clipping.
-        batch: a data.batch.Batch.
+        pooled: Embeddings by feature, float32 [B, dim], or [B, L, dim] for a sequence that is read id by id.
+        gradient: Gradients of this rank's loss (tasks/objective.py) of the same shapes, before clipping.
+        batch: The data.batch.Batch.
     """
 
     pooled: dict[str, torch.Tensor]
@@ -210,21 +217,21 @@ class Taps:
     """Hooks on the lookups and on the dense layers of a sharded model.
 
     Args:
-        model: the DistributedModelParallel.
-        head: the module that takes (pooled, batch); see worker.step.Head.
-        features: the schema's sparse features, in its order.
+        model: DistributedModelParallel.
+        head: Module that takes (pooled, batch); see worker.step.Head.
+        features: Sparse features in the schema's order.
 
     Attributes:
-        lookups: of this rank.
-        sent: int64 [features], ids in this rank's part of the batches, since the start. Where each distinct
-            id of a table is sent once, these, under any of the table's features.
-        rows: int64 scalar, rows in it that are not padding.
-        probing: set it before a step to keep what passes at that step.
-        input: of the probed step.
+        lookups: Lookups of this rank.
+        sent: Number of ids in this rank's part of the batches since the start, int64 [features]. If each
+            distinct id of a table is sent once, only distinct ids count, under any of the table's features.
+        rows: Number of rows in this rank's batches that are not padding, int64 scalar.
+        probing: Set to True before a step to keep that step's values.
+        input: Inputs of the dense layers in the probed step.
     """
 
     def __init__(self, model: DistributedModelParallel, head: nn.Module, features: list[str]):
-        device = model.device  # the head of mf, for example, has no parameters
+        device = model.device  # some heads, such as that of mf, have no parameters
         self.features, self.probing = features, False
         self.input: Input | None = None
         self._distinct: dict[tuple[str, ...], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -236,7 +243,7 @@ class Taps:
         head.register_forward_pre_hook(self._before_head)
 
     def forget(self) -> None:
-        """Lets go of what the probed step has left."""
+        """Discard the values of the probed step."""
         self.probing, self.input = False, None
         for lookup in self.lookups:
             lookup.ids = lookup.gradient = None
@@ -250,7 +257,7 @@ class Taps:
         def after(_: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
             if not (kernel.training and torch.is_grad_enabled()):
                 return
-            offsets = inputs[0].offsets()  # which the lookup has computed
+            offsets = inputs[0].offsets()  # already computed by the lookup
             lookup.received += offsets[:: (len(offsets) - 1) // len(keys)].diff()
             if self.probing:
                 lookup.ids, lookup.gradient = inputs[0], None
@@ -263,7 +270,7 @@ class Taps:
         pooled, batch = inputs
         if not head.training:
             return
-        # A batch has fewer than 2³¹ ids, as TorchRec's offsets need; sums in int64 take four times as long.
+        # TorchRec's offsets limit a batch to fewer than 2³¹ ids. Sums in int64 take four times as long.
         sent = batch.sparse.lengths().view(len(self.features), -1).sum(1, dtype=torch.int32)
         for places, distinct in self._distinct.values():
             sent.index_copy_(0, places, distinct)

@@ -1,1 +1,1 @@
-"""`raytrec export`: a trained model as a folder that is scored without the trainer."""
+"""`raytrec export`: exports of trained models, written and compared with the run."""

@@ -1,6 +1,6 @@
-"""An export compared with its run: scores of golden rows, and metrics after tables are quantized.
+"""Comparison of an export with its run: scores of golden rows, and metrics with quantized tables.
 
-It runs in one process, without Ray.
+The comparison runs in one process, without Ray.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ from raytrec.worker.evaluate import evaluate
 
 
 def golden_rows_of(dataset: Dataset, count: int) -> tuple[pa.Table, list[Part]]:
-    """(the dataset's first rows as files have them, where they are): at least their types."""
+    """Return (the dataset's first rows as stored in its files, their location).
+
+    Without rows, the table still has the columns' types.
+    """
     columns, parts = dataset.form.columns, []
     for group in dataset.groups:
         rows = min(count - sum(part.rows for part in parts), group.rows)
@@ -60,7 +63,7 @@ def golden_rows_of(dataset: Dataset, count: int) -> tuple[pa.Table, list[Part]]:
 def golden_scores(
     trained: Trained, dataset: Dataset, parts: list[Part], precision: PrecisionName
 ) -> dict[str, pa.Array]:
-    """The scores of rows by the trainer's model, whose tables have the rows that are written."""
+    """Return the scores of rows by the trainer's model, with tables rounded to a precision."""
     names = score_names(trained.objective.tasks)
     kinds = [pa.float32() if t.outputs == 1 else pa.list_(pa.float32()) for t in trained.objective.tasks]
     if not parts:
@@ -81,13 +84,17 @@ def check_golden(
     precision: PrecisionName,
     onnx: ComparedProgram | None,
 ) -> None:
-    """Scores the golden rows by the programs, before anything is written.
+    """Score the golden rows with the programs, before any file is written.
 
     Args:
-        onnx: takes the place of the program `predict`.
+        trained: Checkpoint to export.
+        manifest: Manifest of the export.
+        golden: Golden rows with their scores.
+        precision: Precision of the tables.
+        onnx: Program that replaces `predict`, with ONNX's scores compared; None: no ONNX.
 
     Raises:
-        RunError: the scores differ, or ONNX's do.
+        RunError: The scores of a program or of ONNX differ.
     """
     scores = {task.column for task in manifest.tasks}
     columns = pa.schema([field for field in golden.schema if field.name not in scores])
@@ -104,22 +111,28 @@ def check_golden(
 def compare_precisions(
     trained: Trained, places: str | list[str], precision: PrecisionName, console: RunConsole
 ) -> Metrics:
-    """The metrics of the run's tasks over all rows of some data, with tables of fp32 and of a precision.
+    """Return the metrics of the run's tasks over all rows of some data, with fp32 and quantized tables.
 
-    Rows are read in global batches, and tables from the checkpoint, a batch's rows at a time.
+    Rows are read in global batches. Only a batch's rows of the tables are read from the checkpoint.
+
+    Args:
+        trained: Checkpoint to export.
+        places: Location of the data.
+        precision: Precision of the quantized tables.
+        console: Console for progress and warnings.
 
     Returns:
-        Nothing, and a warning, where the data lacks what metrics need, such as labels.
+        Metrics; empty, with a warning, if the data lacks columns that metrics need, such as labels.
 
     Raises:
-        DataError: a row that the schema does not allow.
+        DataError: The schema does not allow a row.
     """
     of_tasks = trained.saved.config.eval.model_copy(update={"retrieval": None, "slices": []})
     config = trained.saved.config.model_copy(update={"eval": of_tasks})
     try:
         dataset = open_dataset(config, trained.schema, places, "--data")
         check_rows_count(dataset)
-    except DataError as error:  # the features have been found there before
+    except DataError as error:  # features were found earlier, so only other columns can be missing
         console.warn(f"metrics are not compared: {error.what} ({error.where})")
         return {}
     selection = Selection(trained.objective.tasks, of_tasks)
@@ -138,7 +151,7 @@ def compare_precisions(
         def tell(rows: int, each: str = each) -> None:
             console.phase(f"metrics with {each} tables: {percent(rows / dataset.rows)} of rows", always=False)
 
-        with trained.lookups(each, checked=False) as lookups:  # the export has just read all
+        with trained.lookups(each, checked=False) as lookups:  # the export has just read and checked all rows
             figures, _ = evaluate(_Model(trained, lookups, tell), stream, torch.device("cpu"), selection)
         for key, values in found.items():
             value = figures.get(key)
@@ -147,7 +160,7 @@ def compare_precisions(
 
 
 class LocalStream(Stream):
-    """A stream that this process reads, without Ray."""
+    """Stream that this process reads, without Ray."""
 
     def _tables(self, items: list[Item]) -> Iterator[pa.Table]:
         for item in items:
@@ -155,17 +168,19 @@ class LocalStream(Stream):
 
 
 class _Model:
-    """What an evaluation needs of a Step.
+    """Replacement for a Step in an evaluation.
 
     Args:
-        tell: is called with the number of rows that have been evaluated.
+        trained: Checkpoint to export.
+        lookups: Lookups in the tables.
+        tell: Function that is called with the number of evaluated rows.
     """
 
     def __init__(self, trained: Trained, lookups: Lookups, tell: Callable[[int], None]):
         self._trained, self._lookups, self._tell = trained, lookups, tell
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
-        """Forward only, over all batches."""
+        """Yield the outputs of each batch, without gradients."""
         trained, rows = self._trained, 0
         program = trained.programs["predict"]
         with torch.no_grad():
@@ -178,7 +193,7 @@ class _Model:
 
 
 def _assembled(batch: Batch) -> Assembled:
-    """A batch as lookups take it."""
+    """Return a batch in the form that lookups read."""
     ids = batch.sparse
     counts = ids.length_per_key()
     bags = Bags(ids.keys(), ids.values(), ids.weights_or_none(), ids.lengths(), counts, ids.stride())

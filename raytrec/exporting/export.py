@@ -1,4 +1,4 @@
-"""`raytrec export`: a trained model as a folder that is scored without the trainer."""
+"""`raytrec export`: writing a trained model to a folder that is scored without the trainer."""
 
 from __future__ import annotations
 
@@ -55,36 +55,39 @@ def export(
     embed: bool = False,
     allow_code: bool = False,
 ) -> Result:
-    """Write a run's model as a folder for `raytrec.load` and `raytrec serve`.
+    """Write a run's model to a folder for `raytrec.load` and `raytrec serve`.
 
-    It needs neither workers nor Ray, and memory for a small part of the tables. Interrupted, it continues
-    when it is called again; if the run has saved another checkpoint since, it starts over with the newest.
+    Neither workers nor Ray are needed, and memory only for a small part of the tables. An interrupted export
+    continues when the function is called again. If the run has saved another checkpoint since, the export
+    starts over with the newest.
 
     Args:
-        run: run folder or checkpoint folder. Nothing is written there.
-        out: the folder to write to, local or s3:// or gs://.
-        checkpoint: of a run, a step, or "best" (by checkpoint.best_metric); default: the newest.
-        quantize: int8, int4 or fp16: of tables; default: fp32. The run's metrics are computed on all rows of
-            the data with tables of fp32 and with these.
-        data: folder or file of Parquet; default: the run's data.test, data.valid or data.train. Columns'
-            types are read there, golden rows, and what metrics are computed on.
-        golden_rows: how many rows go along with their scores, by which every later loading is checked.
-        onnx: also model.onnx, the dense model for onnxruntime.
-        mlflow: log the export as a model of the run's MLflow run, each time that it is called.
-        embed: the export's files go into that model; default: it has their URI.
-        allow_code: the configuration in there may name code (raytrec/config/trust.py).
+        run: Run folder or checkpoint folder, which is only read.
+        out: Folder to write to; local, s3:// or gs://.
+        checkpoint: Step of a checkpoint of the run, or "best" (by checkpoint.best_metric); default: the
+            newest.
+        quantize: Precision of tables, int8, int4 or fp16; default: fp32. The run's metrics are then computed
+            on all rows of the data, with fp32 tables and with quantized ones.
+        data: Folder or file of Parquet from which the columns' types, golden rows, and rows for metrics are
+            read; default: the run's data.test, data.valid or data.train.
+        golden_rows: Number of rows exported with their scores, which every load compares.
+        onnx: Also write model.onnx, the dense model for onnxruntime.
+        mlflow: Log the export as a model of the run's MLflow run, at every call.
+        embed: Copy the export's files into the MLflow model; default: the model stores their URI.
+        allow_code: Allow the run's configuration to name code (raytrec/config/trust.py).
 
     Returns:
-        Result: export.tables, export.rows (of all tables), export.bytes, export.golden_rows; precision,
-        version, checkpoint, name, seconds; of quantized tables eval.METRIC with tables of fp32 and
-        eval.METRIC.PRECISION with these, such as eval.auc and eval.auc.int8 (None: not defined); with
-        MLflow mlflow_model, the model's URI.
+        Result: export.tables, export.rows (of all tables), export.bytes, export.golden_rows, precision,
+            version,
+        checkpoint, name and seconds. For quantized tables also eval.METRIC with fp32 tables and
+        eval.METRIC.PRECISION with quantized ones, such as eval.auc and eval.auc.int8 (None: not defined).
+        With MLflow also mlflow_model, the model's URI.
 
     Raises:
-        RunError: no checkpoint there, the exported model has other scores, the run is not in MLflow, or
+        RunError: There is no checkpoint, the exported model has other scores, the run is not in MLflow, or
             another process writes to `out`.
-        ConfigError: `out` holds something else, or the model cannot be exported. DataError: what is wrong
-            with the data.
+        ConfigError: `out` has other content, or the model cannot be exported.
+        DataError: The data does not fit the schema.
 
     Example:
         >>> raytrec.export("runs/films", "films-export").metrics["export.golden_rows"]
@@ -165,7 +168,7 @@ def _write(
     onnx: bool,
     console: RunConsole,
 ) -> Manifest:
-    """Writes all files; the manifest is the last."""
+    """Write all files, the manifest last, and return the manifest."""
     schema = trained.schema
     dataset = open_inputs(trained.saved.config, schema, places)
     golden, parts = golden_rows_of(dataset, golden_rows)
@@ -216,7 +219,7 @@ def _write(
 
 
 def _ids_file(trained: Trained, table: str) -> bytes:
-    """The ids of a table and their rows as Parquet."""
+    """Return the ids of a table and their rows as Parquet."""
     found = ids_of(trained.saved.folder, trained.saved.index, table, ("id", "row"))
     sink = io.BytesIO()
     pq.write_table(
@@ -226,7 +229,7 @@ def _ids_file(trained: Trained, table: str) -> bytes:
 
 
 def _with_vocabularies(target: Target, transforms: Sequence[Any]) -> list[Any]:
-    """Transforms that name copies of their files."""
+    """Return the transforms with vocabularies copied into the export."""
     found = []
     for place, transform in enumerate(transforms):
         if uri := getattr(transform, "vocabulary", None):

@@ -1,4 +1,4 @@
-"""An export as a model of the run's MLflow run."""
+"""Logging of an export as a model of the run's MLflow run."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ from raytrec.tracking.store import CORRECT, cannot_open
 MODEL, ARTIFACT = "model", "export"  # their names in MLflow
 PACKAGE = Path(raytrec.__file__).parent
 ENTRY = PACKAGE / "scoring/mlflow_entry.py"
-# What scores: raytrec's own requirements and those of its extra `score`.
+# Packages that scoring needs: raytrec's requirements and those of its extra `score`.
 REQUIRED = ("numpy", "pandas", "pyarrow", "pydantic", "pyyaml", "rich", "safetensors", "torch", "typer")
 EXAMPLE_ROWS = 3
 
 
 @dataclass(frozen=True)
 class MlflowRun:
-    """The MLflow run of a run.
+    """MLflow run of a run.
 
     Attributes:
-        uri: of the store.
+        uri: URI of the tracking store.
+        run_id: Id of the MLflow run.
+        experiment_id: Id of its experiment.
     """
 
     uri: str
@@ -50,11 +52,11 @@ class MlflowRun:
 
     @classmethod
     def of(cls, run: str | Path, allow_code: bool) -> MlflowRun:
-        """That of a run folder.
+        """Return the MLflow run of a run folder.
 
         Raises:
-            RunError: no run there, or its store has no such run. ConfigError: it is not tracked, or the store
-                cannot be opened.
+            RunError: There is no run, or its store has no such run.
+            ConfigError: The run is not tracked, or the store cannot be opened.
         """
         from raytrec.compat.mlflow_ import load_quietly
 
@@ -80,18 +82,19 @@ class MlflowRun:
         return cls(uri, found.info.run_id, found.info.experiment_id)
 
     def log(self, export: str, manifest: Manifest, embed: bool) -> str:
-        """Logs an export as a model: code that loads it (scoring/mlflow_entry.py), raytrec itself,
-        requirements with their versions, signature, and as example some of its golden rows.
+        """Log an export as a model and return the model's URI.
+
+        The model contains the code that loads the export (scoring/mlflow_entry.py), raytrec itself,
+        requirements with their versions, a signature, and some golden rows as example.
 
         Args:
-            export: its URI.
-            embed: its files are copied into the model; else the model refers to it.
-
-        Returns:
-            The model's URI.
+            export: URI of the export.
+            manifest: Manifest of the export.
+            embed: True to copy the export's files into the model; False to refer to the export.
 
         Raises:
-            ConfigError: the export's URI has a password. RunError: the store does not take the model.
+            ConfigError: The export's URI contains a password.
+            RunError: The store rejects the model.
         """
         if not embed and hide(export) != export:
             raise ConfigError(
@@ -125,7 +128,7 @@ class MlflowRun:
                     pip_requirements=requirements(),
                     **_described(export, manifest),
                 )
-        except Exception as error:  # also those of its stores
+        except Exception as error:  # MLflow and its stores raise many types
             raise RunError(
                 f"MLflow does not take the model: {reason(error)}",
                 where=f"tracking.uri={hide(self.uri)}",
@@ -135,7 +138,7 @@ class MlflowRun:
 
 
 def _described(export: str, manifest: Manifest) -> dict[str, Any]:
-    """Signature and example of a model, of the golden rows and their scores."""
+    """Return the signature and example of a model, from the golden rows and their scores."""
     golden = pa.ipc.open_file(pa.py_buffer(read_bytes(join_uri(export, GOLDEN)))).read_all()
     scores = [task.column for task in manifest.tasks]
     example = _without_zones(golden.drop_columns(scores)[:EXAMPLE_ROWS]).to_pandas()
@@ -144,11 +147,13 @@ def _described(export: str, manifest: Manifest) -> dict[str, Any]:
 
 @contextmanager
 def _store(uri: str) -> Iterator[None]:
-    """MLflow's own functions write to a store while the block runs; sys.path stays as it is, to which MLflow
-    adds the folders of a model that it tries."""
+    """Have MLflow's functions write to a store while the block runs, and restore sys.path.
+
+    MLflow adds the folders of a model that it tries to sys.path.
+    """
     import mlflow
 
-    # set_tracking_uri sets the variable, too, which processes that are started later would inherit.
+    # set_tracking_uri also sets the variable, which processes started later would inherit.
     before, path = os.environ.get("MLFLOW_TRACKING_URI"), list(sys.path)
     mlflow.set_tracking_uri(uri)
     try:
@@ -159,15 +164,16 @@ def _store(uri: str) -> Iterator[None]:
 
 
 def requirements() -> list[str]:
-    """What the model needs, at the versions that are installed, as pip knows them."""
+    """Return the packages that the model needs, at the installed versions, in pip's format."""
     return [f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", *REQUIRED)]
 
 
 def signature_of(golden: pa.Table, scores: Collection[str]) -> Any:
-    """MLflow's signature of a model.
+    """Return MLflow's signature of a model.
 
     Args:
-        golden: golden rows. scores: those of their columns that the model gives.
+        golden: Golden rows.
+        scores: Columns of the golden rows with the model's scores.
     """
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema
@@ -175,7 +181,7 @@ def signature_of(golden: pa.Table, scores: Collection[str]) -> Any:
 
     given = []
     for field, column in zip(golden.schema, golden.columns, strict=True):
-        # MLflow takes no null for a whole number, a truth value or a date.
+        # MLflow does not allow nulls in integers, booleans and dates.
         plain = types.is_integer(field.type) or types.is_boolean(field.type) or types.is_date(field.type)
         kind = AnyType() if plain and column.null_count else _kind(field.type)
         given.append(ColSpec(kind, field.name, required=False))
@@ -184,13 +190,13 @@ def signature_of(golden: pa.Table, scores: Collection[str]) -> Any:
 
 
 def _without_zones(rows: pa.Table) -> pa.Table:
-    """Rows whose times have no time zones, as MLflow wants them: those are UTC."""
+    """Return rows whose times have no time zone, as MLflow requires; times are UTC."""
     kinds = [f.with_type(pa.timestamp(f.type.unit)) if types.is_timestamp(f.type) else f for f in rows.schema]
     return rows.cast(pa.schema(kinds))
 
 
 def _kind(kind: pa.DataType) -> Any:
-    """A column's type as MLflow has it."""
+    """Return MLflow's type for a column's type."""
     from mlflow.types.schema import AnyType, Array, DataType
 
     if (inner := list_element(kind)) is not None:

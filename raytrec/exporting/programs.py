@@ -1,4 +1,4 @@
-"""A dense model as programs of torch.export, which need torch alone, and as ONNX."""
+"""Export of a dense model as programs of torch.export, which need only torch, and as ONNX."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from raytrec.scoring.manifest import Input
 from raytrec.scoring.program_archive import NotAllowed, checked_archive
 from raytrec.tasks.objective import Objective
 
-EXAMPLE_ROWS = 3  # of 1 torch would make a program for 1 alone
-TOLERANCE = 1e-5  # of what onnxruntime gives, relative to values above 1
+EXAMPLE_ROWS = 3  # with 1, torch would specialize the program to 1 row
+TOLERANCE = 1e-5  # of onnxruntime's outputs, relative to values above 1
 MADE_UP_ROWS = (1, 3, 50)
 AXIS = "rows"  # the name of the first dimension of all inputs and outputs
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program, and the tensors that it takes, in their order.
+    """Program and the tensors that it takes, in order.
 
     Attributes:
         exported: tensors → a tuple of tensors: each task's predictions, float32 [B] or [B, classes]; or a
             tower's vectors, float32 [B, width].
-        model: what was exported.
+        inputs: Inputs of the program.
+        model: Module that was exported.
     """
 
     exported: ExportedProgram
@@ -46,10 +47,10 @@ class Program:
     model: Scored
 
     def written(self) -> bytes:
-        """Return the file .pt2, without examples, which would be a pickle, and without paths of this machine.
+        """Return the .pt2 file, without examples, which would be a pickle, and without paths of this machine.
 
         Raises:
-            ConfigError: The model contains an operator that no export may have.
+            ConfigError: The model contains an operator that exports must not contain.
         """
         self.exported.example_inputs = None
         into = io.BytesIO()
@@ -67,11 +68,13 @@ class Program:
 def make_program(
     recommender: Recommender, objective: Objective, inputs: Collection[Input], tower: TowerName | None = None
 ) -> Program:
-    """A recommender's dense model from those of the inputs that it reads.
+    """Return a recommender's dense model as a program that takes only the inputs that the model reads.
 
     Args:
-        inputs: those that there are.
-        tower: whose vectors are wanted; None: the predictions of the objective's tasks.
+        recommender: Tables and dense model.
+        objective: Tasks of the run.
+        inputs: All inputs of the model.
+        tower: Tower whose vectors the program returns; None: predictions of the objective's tasks.
 
     Raises:
         ConfigError: torch cannot export the model.
@@ -96,7 +99,7 @@ def _export(model: nn.Module, inputs: tuple[Input, ...]) -> ExportedProgram:
             return export(model.eval(), examples, dynamic_shapes=(shapes,), strict=False)
     except RaytrecError:
         raise
-    except Exception as error:  # torch's own have no base in common
+    except Exception as error:  # torch's exceptions have no common base
         raise ConfigError(
             f"torch cannot export the model: {first_line(error)}",
             where=_place(error),
@@ -106,7 +109,7 @@ def _export(model: nn.Module, inputs: tuple[Input, ...]) -> ExportedProgram:
 
 
 def _place(error: Exception) -> str:
-    """The line of the model that an error comes from."""
+    """Return the line of the model that raised an error."""
     own = os.path.dirname(torch.__file__), __file__
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((each for each in reversed(frames) if not each.filename.startswith(own)), frames[-1])
@@ -114,7 +117,7 @@ def _place(error: Exception) -> str:
 
 
 def _reads(program: ExportedProgram) -> Iterator[bool]:
-    """Whether each input of a user's is read, and not only asked for its number of rows."""
+    """Yield True for each user input that is read, False if only its number of rows is."""
     program.graph.eliminate_dead_code()
     read = {
         node.name: any(user.target is not torch.ops.aten.sym_size.int for user in node.users)
@@ -127,10 +130,14 @@ def _reads(program: ExportedProgram) -> Iterator[bool]:
 
 
 class Scored(nn.Module):
-    """Tensors of inputs → predictions of each task, or one tower's vectors; see make_program.
+    """Module from input tensors to predictions of each task, or to one tower's vectors; see make_program.
 
     Args:
-        dense: how many dense columns the model takes, if it reads them or not.
+        recommender: Tables and dense model.
+        objective: Tasks of the run.
+        inputs: Inputs of the program.
+        tower: Tower whose vectors are returned; None: predictions.
+        dense: Number of the model's dense columns, even if the model does not read them.
     """
 
     def __init__(
@@ -146,18 +153,19 @@ class Scored(nn.Module):
         self._objective, self._inputs, self._tower, self._dense = objective, inputs, tower, dense
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the predictions of each task, or the vectors of the tower."""
         if self._tower:
             tower = getattr(self.model, self._tower)
             return (last_vectors(self._call.run(tower, *self._given(tensors))),)
         return tuple(self._objective.predictions(self.logits(tensors)).values())
 
     def logits(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Of the rows, as Objective takes them."""
+        """Return the logits of the rows, in the form that Objective reads."""
         return self._call.run(self.model, *self._given(tensors))
 
     def _given(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """(dense columns of the rows, inputs by feature)."""
-        dense = tensors[0].new_zeros(tensors[0].shape[0], self._dense)  # len() would make a constant of it
+        """Return (dense columns of the rows, inputs by feature)."""
+        dense = tensors[0].new_zeros(tensors[0].shape[0], self._dense)  # len() would be traced as a constant
         features: dict[str, Any] = {}
         for given, tensor in zip(self._inputs, tensors, strict=True):
             if given.kind == "dense":
@@ -171,13 +179,16 @@ class Scored(nn.Module):
 
 
 def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
-    """The file model.onnx: inputs KIND.FEATURE (`input_name`) in the program's order, any number of rows.
+    """Return the file model.onnx, with any number of rows.
+
+    Inputs are named KIND.FEATURE (`input_name`), in the program's order.
 
     Args:
-        outputs: their names.
+        program: Program to convert.
+        outputs: Names of the outputs.
 
     Raises:
-        ConfigError: packages are missing, or ONNX has not all of the program's operators.
+        ConfigError: Packages are missing, or ONNX lacks an operator of the program.
     """
     try:
         import onnxruntime  # noqa: F401 (to compare with)
@@ -192,10 +203,10 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
     op: Any = onnxscript.opset18
 
     def squeeze(self: Any, dim: int) -> Any:
-        """As torch: a dimension that is not 1 stays, which ONNX's operator refuses."""
+        """Keep a dimension that is not 1, as torch does; ONNX's operator raises an error."""
         return op.Squeeze(self, op.Constant(value_ints=[dim])) if self.shape[dim] == 1 else self
 
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision, at every call
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # always warns about torchvision
     into = io.BytesIO()
     try:
         made = torch.onnx.export(
@@ -210,7 +221,7 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
         for node in made.model.graph:
             node.metadata_props.clear()  # lines of code and paths of this machine
         made.save(into)
-    except Exception as error:  # torch's own have no base in common
+    except Exception as error:  # torch's exceptions have no common base
         raise ConfigError(
             f"the model cannot be exported as ONNX: {_reason(error)}",
             where="--onnx",
@@ -221,12 +232,12 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
 
 
 def input_name(of: Input) -> str:
-    """What an input is called: dense, bag.user, vectors.history."""
+    """Return the name of an input, such as dense, bag.user, vectors.history."""
     return f"{of.kind}.{of.feature}" if of.feature else of.kind
 
 
 def _reason(error: BaseException) -> str:
-    """The operator that is missing; else the first line of the innermost error."""
+    """Return the missing operator, or else the first line of the innermost error."""
     while error.__cause__ is not None:
         error = error.__cause__
     missing = re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", str(error))
@@ -234,13 +245,14 @@ def _reason(error: BaseException) -> str:
 
 
 class ComparedProgram:
-    """A program that compares what it gives with onnxruntime's, call by call.
+    """Program that compares its outputs with onnxruntime's at every call.
 
     Args:
-        onnx: as `make_onnx` gives it.
+        program: The program.
+        onnx: The same program as returned by `make_onnx`.
 
     Raises:
-        ConfigError: onnxruntime cannot load it.
+        ConfigError: onnxruntime cannot load the model.
     """
 
     def __init__(self, program: Program, onnx: bytes):
@@ -249,21 +261,22 @@ class ComparedProgram:
         self._run, self._inputs = program.exported.module(), program.inputs
         try:
             self._session = onnxruntime.InferenceSession(onnx, providers=["CPUExecutionProvider"])
-        except Exception as error:  # its own have no base in common
+        except Exception as error:  # its exceptions have no common base
             raise ConfigError(
                 f"onnxruntime cannot load the model: {_reason(error)}", where="--onnx", do="leave out --onnx"
             ) from error
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """
+        """Return the program's outputs.
+
         Raises:
-            RunError: they differ by more than TOLERANCE.
+            RunError: onnxruntime's outputs differ by more than TOLERANCE.
         """
         names = [input_name(each) for each in self._inputs]
         values = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
         with torch.no_grad():
             found = self._run(*tensors)
-        half = TOLERANCE / 2  # both together are at most TOLERANCE · max(1, |expected|)
+        half = TOLERANCE / 2  # the sum of both terms is at most TOLERANCE · max(1, |expected|)
         for given, expected in zip(self._session.run(None, values), found, strict=True):
             got = torch.from_numpy(given)
             if got.shape != expected.shape or not got.allclose(expected, half, half, equal_nan=True):
@@ -276,10 +289,10 @@ class ComparedProgram:
         return found
 
     def try_made_up_rows(self) -> None:
-        """Compares rows that are drawn, several numbers of them.
+        """Compare random rows, in batches of several sizes.
 
         Raises:
-            RunError: they differ.
+            RunError: The outputs differ.
         """
         for rows in MADE_UP_ROWS:
             self.forward(*(example(each, rows) for each in self._inputs))

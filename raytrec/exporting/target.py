@@ -1,4 +1,4 @@
-"""The folder that an export is written to."""
+"""Target folder of an export."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from raytrec.common.output_folder import ClaimedFolder
 from raytrec.common.storage import join_uri
 from raytrec.scoring.manifest import EXPORT, FileEntry, Manifest, read_manifest
 
-UNFINISHED = "_export.json"  # what has been written, as long as not all has
+UNFINISHED = "_export.json"  # claim of an incomplete export
 
 
 @dataclass(frozen=True)
 class ExportClaim:
-    """The claim of an export that is being written (_export.json).
+    """Claim of an export that is being written (_export.json).
 
     Attributes:
         binding: Hash of everything that determines the export.
@@ -32,7 +32,7 @@ class ExportClaim:
 
 
 class Target:
-    """Folder that an export is written to; complete files stay when it is interrupted.
+    """Folder that an export is written to; complete files stay when the export is interrupted.
 
     Args:
         folder: The folder.
@@ -43,12 +43,13 @@ class Target:
         self.folder, self.claim = folder, claim
 
     def complete(self) -> Manifest | None:
-        """Return the manifest if the export is complete; otherwise find out which files are complete.
+        """Return the manifest if the export is complete; otherwise record which files are complete.
 
-        Deletes the files of the same request from another checkpoint, which the run may have removed.
+        Files of the same request from another checkpoint are deleted, as the run may have removed that
+        checkpoint.
 
         Raises:
-            ConfigError: The folder holds something else.
+            ConfigError: The folder has other content.
         """
         with _written(self.folder.uri):
             if EXPORT in self.folder.names():
@@ -80,7 +81,7 @@ class Target:
             return
         digest, size = hashlib.sha256(), 0
         with _written(join_uri(self.folder.uri, name)):
-            if not files:  # first of all, so that the folder is this export's
+            if not files:  # before all other files, to claim the folder
                 self.folder.write(UNFINISHED, document(self.claim))
             with self.folder.stream(name, f"{self.folder.partial}/{name.replace('/', '-')}") as stream:
                 for piece in data:
@@ -91,7 +92,7 @@ class Target:
             self.folder.write(UNFINISHED, document(self.claim))
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, with which the export is complete."""
+        """Write the manifest, which completes the export."""
         with _written(join_uri(self.folder.uri, EXPORT)):
             self.folder.write(EXPORT, document(manifest))
             with suppress(FileNotFoundError):  # the same export, at the same time, on a store without locks

@@ -1,4 +1,4 @@
-"""A checkpoint that is exported: its programs, its tables as files, and its part of the manifest."""
+"""Checkpoint that is exported: its programs, its tables as files, and its part of the manifest."""
 
 from __future__ import annotations
 
@@ -34,17 +34,20 @@ from raytrec.scoring.manifest import (
 )
 from raytrec.tasks.objective import Objective
 
-FILE_BYTES, PIECE_BYTES = 4 << 30, 32 << 20  # of a file, and of what is in work at a time
+FILE_BYTES, PIECE_BYTES = 4 << 30, 32 << 20  # bytes of a file, and of the piece in memory
 NAMES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}  # of safetensors
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint that is exported.
+    """Checkpoint that is exported.
 
     Attributes:
-        saved: The checkpoint, with the schema of the run.
+        saved: Checkpoint, with the schema of the run.
         schema: Schema of the features that the programs read, with their tables.
+        recommender: Model of the checkpoint.
+        objective: Tasks of the run.
+        programs: Programs by name.
     """
 
     saved: Checkpoint
@@ -55,15 +58,16 @@ class Trained:
 
     @property
     def features(self) -> Features:
-        """Of what the programs read."""
+        """Features that the programs read."""
         return resolve_features(self.schema, self.saved.config.model)
 
     @contextmanager
     def lookups(self, precision: PrecisionName, checked: bool = True) -> Iterator[Lookups]:
-        """Lookups in the checkpoint's tables, whose rows are rounded as the export has them.
+        """Yield lookups in the checkpoint's tables, with rows rounded as in the export.
 
         Args:
-            checked: see StoredTable.
+            precision: Precision of the tables.
+            checked: True to compare checksums; see StoredTable.
         """
         ids = {}
         for name in self.schema.managed:
@@ -113,7 +117,7 @@ def source_of(trained: Trained) -> ExportSource:
 
 
 def tasks_of(trained: Trained) -> list[TaskEntry]:
-    """The tasks, and the columns of their predictions."""
+    """Return the tasks, with the columns of their predictions."""
     tasks = trained.objective.tasks
     return [
         TaskEntry(
@@ -124,7 +128,7 @@ def tasks_of(trained: Trained) -> list[TaskEntry]:
 
 
 def towers_of(trained: Trained) -> dict[TowerName, list[str]]:
-    """The features and dense columns of query and item; nothing of other models."""
+    """Return the features and dense columns of query and item; empty for models without towers."""
     model, schema = trained.saved.config.model, trained.saved.schema
     if not model.retrieves:
         return {}
@@ -133,7 +137,7 @@ def towers_of(trained: Trained) -> dict[TowerName, list[str]]:
 
 
 def plan_table(name: str, rows: int, dim: int, precision: PrecisionName) -> TableEntry:
-    """The files of a table."""
+    """Return the files of a table."""
     row_bytes = PRECISIONS[precision].width(dim) * PRECISIONS[precision].dtype.itemsize
     block_rows = max(1, min(rows, FILE_BYTES // row_bytes))
     name = re.sub(r"[^\w-]", "_", name)
@@ -142,10 +146,10 @@ def plan_table(name: str, rows: int, dim: int, precision: PrecisionName) -> Tabl
 
 
 def block_bytes(table: StoredTable, entry: TableEntry, number: int) -> Iterator[bytes]:
-    """The file of a table's rows from number · block_rows on.
+    """Yield the file of a table's rows from number · block_rows on.
 
-    It is written by hand because the library makes a file of tensors that are in memory; the format is eight
-    bytes with the length of a header of JSON, the header, and the values.
+    The file is written by hand because the library needs all tensors in memory. The format is eight bytes
+    with the length of a JSON header, the header, and the values.
     """
     first = number * entry.block_rows
     rows = min(entry.block_rows, table.rows - first)
@@ -157,7 +161,7 @@ def block_bytes(table: StoredTable, entry: TableEntry, number: int) -> Iterator[
         "data_offsets": [0, rows * width * dtype.itemsize],
     }
     header = json.dumps({"rows": about}).encode()
-    header += b" " * (-(len(header) + 8) % 64)  # values begin at a multiple of 64 bytes
+    header += b" " * (-(len(header) + 8) % 64)  # values start at a multiple of 64 bytes
     yield len(header).to_bytes(8, "little") + header
     band = max(1, PIECE_BYTES // (4 * table.dim))
     for start in range(first, first + rows, band):
@@ -166,21 +170,22 @@ def block_bytes(table: StoredTable, entry: TableEntry, number: int) -> Iterator[
 
 
 class CheckpointTable:
-    """A table's rows as the export has them, read from the checkpoint: lookups.TableRows.
+    """Table whose rows are read from the checkpoint and rounded as in the export (lookups.TableRows).
 
     Args:
-        table: of the checkpoint.
+        table: Table of the checkpoint.
+        precision: Precision of the export.
     """
 
     def __init__(self, table: StoredTable, precision: TablePrecision):
         self._table, self._as_stored = table, rounding(precision)
 
     def vectors(self, rows_N: torch.Tensor) -> torch.Tensor:
-        """Rows: int64 [N] → float32 [N, dim]."""
+        """Return the vectors of rows: int64 [N] → float32 [N, dim]."""
         used, places_N = rows_N.unique(return_inverse=True)
         return self._as_stored(torch.from_numpy(self._table.take(used.tolist())))[places_N]
 
 
 def rounding(precision: TablePrecision) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What becomes of rows, float32 [n, dim], that are written in a precision and read again."""
+    """Return a function that writes rows, float32 [n, dim], in a precision and reads them again."""
     return lambda rows_ND: precision.decode(precision.encode(rows_ND))

@@ -1,1 +1,1 @@
-"""`raytrec inspect`: a schema proposed from Parquet files."""
+"""`raytrec inspect`, which proposes a schema from Parquet files."""

@@ -1,4 +1,4 @@
-"""A column's role, and the transforms that it needs. (propose.py has the rules.)"""
+"""Role of a column, and the transforms that it needs (see propose.py for the rules)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from raytrec.inspection.column_stats import ColumnStats
 LABEL_NAMES = tuple(
     "label labels target click clicked is_click is_clicked converted conversion y".split()  # noqa: SIM905
 )
-# Texts that mean yes; the one of two values that is rarer where none of them is there.
+# Texts that mean yes. If no value matches, the rarest value is the positive one.
 POSITIVE = re.compile(
     r"(?i)[+]?0*1(\.0*)?|t|true|y|yes|on|pos|positive|click(ed)?|buy|bought|purchased?|liked?|convert(ed)?"
     "|conversion|success|good|win|ja|oui|si|sí"
 )
 LABEL_VALUES = 20  # a text column with more values is not a label
 TIMES = {"s": (10**8, 10**10), "ms": (10**11, 10**13), "us": (10**14, 10**16), "ns": (10**17, 10**19)}
-SPARSE_FILL = 10  # an id column's range is below this × its distinct values
-CODES = 100  # integers with at most so many values, each of them often, are codes
+SPARSE_FILL = 10  # the range of an id column is below this factor × its distinct values
+CODES = 100  # integers with at most this many frequent values are codes
 ONE_VALUE = "the same in every row: nothing can be learned from it"
-EXACT = 2**53  # integers from here on are not quantities
-LONGEST_NAME = 1000  # YAML's keys have at most 1,024 characters
+EXACT = 2**53  # integers of this size and above are not quantities
+LONGEST_NAME = 1000  # YAML keys have at most 1,024 characters
 
 
 @dataclass
 class Finding:
-    """One column: its role, why, what to look out for, and what has to be done to it first."""
+    """Role of one column, with its reason, notes for the user, and required transforms."""
 
     stats: ColumnStats
     kind: str  # label, dense, sparse, weights, reserved or skipped
@@ -37,20 +37,21 @@ class Finding:
     transforms: list[dict] = field(default_factory=list)
 
     def needs(self, do: str, **settings) -> Finding:
-        """Adds a transform of the column."""
+        """Add a transform of the column."""
         self.transforms.append({"do": do, "columns": [self.stats.name], **settings})
         return self
 
 
 def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> Finding:
-    """The role of a column.
+    """Return the role of a column.
 
     Args:
-        labels: columns that are to be predicted; default: by name.
-        other_labels: there is a column with a label's name and numbers in [0, 1].
+        s: Statistics of the column.
+        labels: Columns to predict; None: labels are recognized by name.
+        other_labels: True if a column has a label's name and numbers in [0, 1].
 
     Raises:
-        SchemaError: it is to be a label, and cannot.
+        SchemaError: The column is named as a label and cannot be one.
     """
     if s.name in (labels or ()) or (not labels and is_called_label(s.name)):
         if s.is_probability or labels or not other_labels:
@@ -62,10 +63,10 @@ def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> F
 
 
 def find_reserved(s: ColumnStats) -> Finding:
-    """A column that goes along with rows, and is not a feature.
+    """Return the finding of a column that is kept with its rows and is not a feature.
 
     Raises:
-        SchemaError: it cannot.
+        SchemaError: The column cannot be reserved.
     """
     if trouble := s.trouble or s.lacking or (f"it is of type {s.type}" if s.is_list else None):
         raise SchemaError(
@@ -78,7 +79,7 @@ def find_reserved(s: ColumnStats) -> Finding:
 
 
 def is_called_label(name: str) -> bool:
-    """Whether labels are usually called so."""
+    """Return True if the name is a usual name of labels."""
     return name.lower() in LABEL_NAMES
 
 
@@ -117,7 +118,7 @@ def _feature(s: ColumnStats) -> Finding:
 
 
 def _with_hints(f: Finding) -> Finding:
-    """Adds what the column needs before training takes it."""
+    """Add notes and transforms that the column needs before training."""
     s = f.stats
     if len(s.types) > 1:
         f.notes.append(
@@ -146,7 +147,7 @@ def _with_finite_numbers(f: Finding) -> Finding:
 
 
 def fill_weights(f: Finding) -> None:
-    """Weights that are not numbers become 0."""
+    """Add the transforms that make all weights finite numbers; nulls and NaN become 0."""
     s = f.stats
     if s.mixed or s.base == "decimal":
         f.needs("cast", to="float32")
@@ -157,7 +158,7 @@ def fill_weights(f: Finding) -> None:
 
 
 def _label(s: ColumnStats, why: str) -> Finding:
-    """A label, with the transform that makes it 0 and 1."""
+    """Return the finding of a label, with the transform that converts its values to 0 and 1."""
     f = Finding(s, "label", why)
     fits = s.values and not s.is_list and s.base in ("integer", "float", "bool", "decimal", "text")
     if s.trouble or not fits:
@@ -186,7 +187,7 @@ def _label(s: ColumnStats, why: str) -> Finding:
 
 
 def _threshold(s: ColumnStats) -> float:
-    """The least value in the upper quarter of the range."""
+    """Return the least value in the upper quarter of the range."""
     start = s.lowest + 0.75 * (s.highest - s.lowest)
     above = [v for v in s.few or () if v >= start]
     least = min(above, default=start)
@@ -236,7 +237,7 @@ def _time_hint(s: ColumnStats, unit: str | None = None) -> str:
 
 
 def words(name: str) -> list[str]:
-    """The words of a name: [user, id] of user_id, userId and user.id."""
+    """Split a name into words: [user, id] for user_id, userId and user.id."""
     return [w.lower() for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[^\W_A-Z]+|[^\W_]+", name)]
 
 
@@ -245,12 +246,12 @@ def _named_id(s: ColumnStats) -> str | None:
 
 
 def is_ordinal(s: ColumnStats) -> bool:
-    """Return True for integers such as an age, whose nearest value can stand for an unseen one."""
+    """Return True for integers such as an age, for which the nearest value can replace an unseen value."""
     return s.distinct <= CODES and not s.is_list and not _named_id(s)
 
 
 def _why_id(s: ColumnStats) -> str | None:
-    """Return why whole numbers are ids, or None if they are not."""
+    """Return why whole numbers are ids, or None if they are not ids."""
     if why := _named_id(s):
         return why
     repeat, span = s.distinct * 2 <= s.values, s.highest - s.lowest

@@ -1,4 +1,4 @@
-"""Types and statistics of a folder's columns."""
+"""Scan of a folder's Parquet files for types and statistics of their columns."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ from raytrec.data.partitions import folder_column, in_folders
 from raytrec.inspection.column_stats import ColumnStats, pair_with_labels
 from raytrec.inspection.column_types import agreed_columns, common_names, folder_kinds
 
-COLUMNS_AT_ONCE = 100  # of a row group: progress shows on wide files, too, whose row groups take memory
+COLUMNS_AT_ONCE = 100  # columns read together; bounds memory and updates the progress bar on wide files
 
 
 @dataclass
 class Scan:
-    """What was looked at.
+    """Statistics of a folder's columns and the data that was read.
 
     Attributes:
-        rows: of the training data that were looked at; whole: whether these, and the others', are all.
-        also: name → place of validation and test data that was looked at.
-        not_seen: name → why it was not.
-        listing: files of the training data, and why others are left out.
-        folders: keys of the folders key=value that all files of the training data are in.
+        columns: Statistics of each column.
+        rows: Rows of the training data that were read.
+        whole: True if all rows of all parts were read.
+        also: Name → path of validation and test data that was read.
+        not_seen: Name → reason, for validation and test data that was not read.
+        listing: Files of the training data, and the reasons for excluded files.
+        folders: Keys of the key=value folders that contain all files of the training data.
     """
 
     columns: list[ColumnStats]
@@ -54,14 +56,17 @@ def scan_columns(
     also: dict[str, str] | None = None,
     is_label: Callable[[str], bool] = lambda name: False,
 ) -> Scan:
-    """Statistics of every column.
+    """Return statistics of every column.
 
     Args:
-        also: name → place of validation and test data; what has no Parquet, or no labels, is none.
-        is_label: whether a column of this name is one.
+        uri: Folder or file of training data.
+        max_rows: Approximate number of rows to read of each part; None: all rows.
+        also: Name → path of validation and test data. Paths without Parquet or without the labels are
+            skipped.
+        is_label: Predicate on the name of a column, True for labels; default: False for all.
 
     Raises:
-        DataError: nothing there, no rows, or a file that is not whole.
+        DataError: There are no files or no rows, or a file is incomplete.
     """
     listing = list_files(uri, "inspect")
     footers: dict[str | None, dict] = {None: _footers(listing)}
@@ -97,12 +102,12 @@ def _footers(listing: Listing) -> dict:
 
 
 def _groups(footers: dict) -> list[tuple[str, int, int]]:
-    """(file, row group, rows)."""
+    """Return (file, row group, rows) of each row group."""
     return [(p, i, f.row_group(i).num_rows) for p, f in footers.items() for i in range(f.num_row_groups)]
 
 
 def _spread(groups: list, max_rows: int | None) -> list:
-    """Row groups, evenly spread, that hold about max_rows rows."""
+    """Return evenly spread row groups that hold about max_rows rows."""
     total = sum(rows for *_, rows in groups)
     if max_rows is None or max_rows >= total:
         return groups
@@ -117,15 +122,17 @@ def _read_columns(
     kinds: dict[str, pa.DataType],
     labels: list[ColumnStats],
 ) -> None:
-    """Adds row groups to the statistics, with a bar on terminals.
+    """Add row groups to the statistics, with a progress bar on terminals.
 
     Args:
-        chosen: part of the data → (file, row group, rows). footers: part → file → footer.
-        kinds: types of columns in folders' names.
-        labels: columns that may be labels, with which others are compared.
+        columns: Statistics of each column; changed in place.
+        chosen: Part of the data → (file, row group, rows).
+        footers: Part → file → footer.
+        kinds: Types of columns in folder names.
+        labels: Columns that may be labels, with which other columns are compared.
 
     Raises:
-        DataError: a file cannot be opened, or no column can be read.
+        DataError: A file cannot be opened, or no column can be read.
     """
     console, errors = open_console(stderr=True), []
     slices = [columns[at : at + COLUMNS_AT_ONCE] for at in range(0, len(columns), COLUMNS_AT_ONCE)]
@@ -157,12 +164,12 @@ def _read_columns(
 def _add(
     column: ColumnStats, part: str | None, data: pa.ChunkedArray | Exception, where: str
 ) -> DataError | None:
-    """Adds a row group's column; what is wrong with it."""
+    """Add a row group's column to the statistics. Return an error if the column cannot be read."""
     try:
         if isinstance(data, Exception):
             raise data
         (column if part is None else column.elsewhere[part]).add(data)
-    except Exception as error:  # whatever it is: one column must not stop the look at the others
+    except Exception as error:  # an unreadable column must not stop the scan of others
         first = first_line(error)
         column.trouble = f"cannot be read in {where}: {first}"
         return _unreadable(first, where)
@@ -171,7 +178,7 @@ def _add(
 
 @contextmanager
 def _opened(path: str, footer: pq.FileMetaData) -> Iterator[pq.ParquetFile]:
-    """A file, opened once for all of its row groups: to parse its footer takes longer the more there are."""
+    """Open a file once for all of its row groups, because parsing a footer of many row groups is slow."""
     try:
         filesystem, inner = open_filesystem(path)
         file = filesystem.open_input_file(inner)
@@ -182,7 +189,7 @@ def _opened(path: str, footer: pq.FileMetaData) -> Iterator[pq.ParquetFile]:
 
 
 def _read(reader: pq.ParquetFile, index: int, names: list[str]) -> list:
-    """A row group's columns, or for each what is wrong with it."""
+    """Return a row group's columns, or an error for each column that cannot be read."""
     try:
         return _read_together(reader, index, names)
     except (pa.ArrowException, OSError, KeyError):

@@ -18,34 +18,35 @@ from raytrec.data.arrow import is_list, one_array, unnest
 from raytrec.data.columns import signed_log
 from raytrec.inspection.sketches import SMALLEST, HotIds, SmallestHashes, count_distinct
 
-LONGEST_COUNTED = 10_000  # bag lengths from here on are counted as this
-FEW = 64  # distinct values that are counted one by one
+LONGEST_COUNTED = 10_000  # longer bags are counted as this length
+FEW = 64  # most distinct values that are counted exactly
 NUMBERS = frozenset({"integer", "float", "bool", "decimal"})
-FAR = 10  # standard deviations from the mean
+FAR = 10  # distance from the mean, in standard deviations, from which logarithms are used
 
 
 @dataclass
 class ColumnStats:
-    """What is known of one column, or of a field of a struct.
+    """Statistics of one column, or of a field of a struct.
 
     Attributes:
-        type: Arrow type; base: integer, float, bool, decimal, text, time, null or other (of a list: its
-            values'). Where files differ it is one that has room for all.
-        types: Arrow type → the first file that has it.
-        mixed: whether files differ so that values have to be cast.
-        trouble: why it cannot be used, where it cannot.
-        lacking: which validation and test data has no such column.
-        rows, values, nulls: counts; of a list, `values` are its elements.
-        nulls_inside: of lists. nan, infinite: of numbers.
-        low, high: of finite numbers; whole: whether none of them has a fraction.
-        few: value → how often, as long as there are few.
-        pairs: label → value → the label's value in the same rows; None where they are not one for one
+        type: Arrow type of the column.
+        base: integer, float, bool, decimal, text, time, null or other, of the values of all files and lists.
+        types: Arrow type → first file with this type.
+        mixed: True if files differ so that values must be cast.
+        trouble: Reason why the column cannot be used, or None.
+        lacking: Validation and test data without this column, or None.
+        rows, values, nulls, nan, infinite: Counts; for a list, `values`, `nan` and `infinite` count elements.
+        nulls_inside: Number of nulls inside lists.
+        low, high: Range of the finite numbers.
+        whole: True if no number has a fraction.
+        few: Value → count; None if there are more than FEW values.
+        lengths: Histogram of the lengths of lists.
+        pairs: Label → value → the label's value in the same rows; None if not one to one
             (`pair_with_labels`).
-        elsewhere: the same of validation and test data, by folder.
+        elsewhere: Part → statistics of validation and test data.
         hot: The most frequent whole numbers, or hashes (SipHash) of text.
         smallest: Smallest hashes of the values.
-        moments: of numbers, how many, Σ and Σ² of their distance from `first`, and of their logarithms
-            (Scale.log).
+        moments: Count, Σ and Σ² of the numbers' distance from `first`, and of their logarithms (Scale.log).
     """
 
     name: str
@@ -81,32 +82,34 @@ class ColumnStats:
 
     @property
     def parts(self) -> list[ColumnStats]:
-        """Of training, validation and test data."""
+        """Return the statistics of training, validation and test data."""
         return [self, *self.elsewhere.values()]
 
     def count(self, what: str) -> int:
-        """nulls, nan, … of all parts together."""
+        """Return the sum of a count, such as nulls or nan, over all parts."""
         return sum(getattr(part, what) for part in self.parts)
 
     def count_missing(self) -> int:
-        """Nulls and NaN of all parts together."""
+        """Return the number of nulls and NaN in all parts."""
         return self.count("nulls") + self.count("nan")
 
     @property
     def lowest(self) -> float:
+        """Return the lowest finite number in all parts."""
         return min(part.low for part in self.parts)
 
     @property
     def highest(self) -> float:
+        """Return the highest finite number in all parts."""
         return max(part.high for part in self.parts)
 
     @property
     def distinct(self) -> int:
-        """Return the number of distinct values: exact below 65,536, then from the smallest hashes."""
+        """Return the number of distinct values: exact below 65,536, estimated from hashes above."""
         return count_distinct(self.hashes)
 
     def statistics(self) -> Statistics:
-        """What plans count lookups of such ids by."""
+        """Return the statistics of ids from which plans estimate lookups."""
         rows, lengths = max(1, self.rows), self.lengths
         p99, most = 1, 1
         if self.is_list:
@@ -122,36 +125,39 @@ class ColumnStats:
 
     @property
     def is_whole(self) -> bool:
-        """True for integers and whole floats or decimals, as which integers with nulls are often stored."""
+        """Return True for integers and whole floats or decimals, which often store integers with nulls."""
         if self.base not in ("float", "decimal"):
             return self.base == "integer"
         return all(part.whole for part in self.parts) and not self.count("infinite")
 
     @property
     def is_number(self) -> bool:
+        """Return True for a column of numbers that are not in lists."""
         return self.base in NUMBERS and not self.is_list
 
     @property
     def is_probability(self) -> bool:
-        """A column of numbers in [0, 1]."""
+        """Return True for a column of numbers in [0, 1]."""
         return self.is_number and 0 <= self.lowest <= self.highest <= 1
 
     @property
     def distinct_text(self) -> str:
+        """Return the number of distinct values as text; ~ marks an estimate."""
         return f"{'' if len(self.hashes) < SMALLEST else '~'}{self.distinct:,}"
 
     @property
     def is_unique(self) -> bool:
-        """Whether each of many rows has another value, as far as the smallest hashes tell."""
+        """Return True if each of many rows has a different value, estimated from the smallest hashes."""
         least = self.values if len(self.hashes) < SMALLEST else 0.98 * self.values
         return not self.is_list and self.values > 100 and self.distinct >= least
 
     @property
     def range_text(self) -> str:
+        """Return the range of the numbers as text; "" without numbers, and for times."""
         return f"{self.low:.10g} to {self.high:.10g}" if self.low <= self.high and self.base != "time" else ""
 
     def add(self, column) -> None:
-        """Adds a row group's column (pyarrow.ChunkedArray)."""
+        """Add a row group's column (pyarrow.ChunkedArray)."""
         array = one_array(column)
         self.rows += len(array)
         self.nulls += array.null_count
@@ -167,7 +173,7 @@ class ColumnStats:
             self._count(array)
 
     def _count(self, array) -> None:
-        """Values (pyarrow.Array without nulls): their range, and how many there are."""
+        """Add values (pyarrow.Array without nulls) to range, counts and hashes."""
         array = comparable(array, self.base, self.mixed)
         if pa.types.is_floating(array.type):
             finite = pc.is_finite(array)
@@ -205,7 +211,7 @@ class ColumnStats:
             self.hot.add(hashes if self.base == "text" else values.view(np.uint64), counts.to_numpy())
         self.smallest.add(hashes)
 
-    @np.errstate(over="ignore", invalid="ignore")  # an infinite deviation means logarithms, see scale()
+    @np.errstate(over="ignore", invalid="ignore")  # see scale(): logarithms if infinite
     def _add_moments(self, values: np.ndarray, counts: np.ndarray) -> None:
         self.first = float(values[0]) if self.first is None else self.first
         apart, logs = values - self.first, signed_log(values)
@@ -214,7 +220,7 @@ class ColumnStats:
 
     @np.errstate(over="ignore", invalid="ignore")
     def scale(self) -> Scale:
-        """Return how the numbers are brought to mean 0 and variance 1.
+        """Return the scaling of the numbers to mean 0 and variance 1.
 
         Logarithms are used if a number is FAR from the others, or the deviation is too large for a schema.
         """
@@ -231,13 +237,13 @@ class ColumnStats:
 
 
 def _scale(mean: float, std: float, **options: Any) -> Scale:
-    """With few digits, which are easier to read: six of std, and of the mean as far as std has them."""
+    """Return a scale with rounded, readable numbers: std to six digits, the mean to the same precision."""
     std = float(f"{std:.6g}") or 1.0
     return Scale(mean=round(float(mean), 5 - floor(log10(std))), std=std, **options)
 
 
 def _as_integers(values: np.ndarray) -> np.ndarray:
-    """Return numbers as int64; floats with a fraction, or too large, as their bits.
+    """Return numbers as int64. Floats that have a fraction or are too large are returned as their bits.
 
     Equal numbers of different types have equal hashes.
     """
@@ -249,7 +255,7 @@ def _as_integers(values: np.ndarray) -> np.ndarray:
 
 
 def comparable(array, base: str, mixed: bool):
-    """Values in the type in which those of all files are compared."""
+    """Return values in the type in which values of all files are compared."""
     if base == "time":
         return array.cast(pa.int32() if array.type.bit_width == 32 else pa.int64())
     if base == "decimal" or (mixed and base != "text"):
@@ -264,10 +270,12 @@ def comparable(array, base: str, mixed: bool):
 def pair_with_labels(
     column: ColumnStats, data: Mapping[str, pa.ChunkedArray], labels: Sequence[ColumnStats]
 ) -> None:
-    """Adds a row group's pairs of values; a label that is not copied drops out at its first contradiction.
+    """Add a row group's pairs of values. A label is dropped at the first contradiction to a copy.
 
     Args:
-        data: name → the row group's column.
+        column: Column whose values are paired; its `pairs` are changed.
+        data: Name → column of the row group.
+        labels: Labels to pair the column with.
     """
     for label in labels:
         known = column.pairs.setdefault(label.name, {})
@@ -286,7 +294,7 @@ def pair_with_labels(
 
 
 def _coded(s: ColumnStats, data: pa.ChunkedArray) -> tuple[list, np.ndarray]:
-    """(values, the place of each row's among them); NaN is null."""
+    """Return (values, index of each row's value); NaN is a null."""
     coded = comparable(one_array(data), s.base, s.mixed).dictionary_encode(null_encoding="encode")
     values = [None if value != value else value for value in coded.dictionary.to_pylist()]
     return values, coded.indices.to_numpy()

@@ -1,4 +1,4 @@
-"""The columns of a folder's files, and the type that all files agree on."""
+"""Columns of a folder's files, and the type that all files agree on."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from raytrec.data.arrow import (
 from raytrec.data.partitions import folder_types, folder_values, in_folders
 from raytrec.inspection.column_stats import NUMBERS, ColumnStats
 
-# Keys and values of folders that are times: rows of later days have other values.
+# Keys and values of folders that are times. They are not features, because later days have new values.
 TIMES = {"date", "day", "ds", "dt", "hour", "hr", "minute", "month", "quarter", "time", "ts", "week", "year"}
 DATE = re.compile(r"(19|20)\d\d-?[01]\d(-?[0-3]\d|$)|__|$")
 
 
 def common_names(footers: dict) -> set[str]:
-    """Return the columns that all files, or the names of their folders, have."""
+    """Return the columns that all files have, including keys of their folders."""
     names = ({*leaf_names(f.schema.to_arrow_schema()), *in_folders(path)} for path, f in footers.items())
     return set.intersection(*names)
 
 
 def folder_kinds(footers: dict) -> dict[str, pa.DataType]:
-    """Return the types of keys of folders that are columns.
+    """Return key → type of the folder keys that are columns.
 
-    They have several values, which are not times, and some file does not hold them.
+    Such keys have several values that are not times, and are missing in the columns of at least one file.
     """
     values = {key: {value or "" for value in each} for key, each in folder_values(footers).items()}
     if not values:
@@ -48,14 +48,14 @@ def folder_kinds(footers: dict) -> dict[str, pa.DataType]:
 
 
 def _arrow(path: str, footer: pq.FileMetaData, kinds: dict[str, pa.DataType]) -> pa.Schema:
-    """Return a file's columns, and those in its folders' names."""
+    """Return the schema of a file, with the keys of its folders."""
     arrow = footer.schema.to_arrow_schema()
     added = [pa.field(key, kinds[key]) for key in in_folders(path) if key in kinds]
     return pa.schema([*(field for field in arrow if field.name not in kinds), *added])
 
 
 def agreed_columns(footers: dict[str | None, dict], kinds: dict[str, pa.DataType]) -> list[ColumnStats]:
-    """Every column (of structs: their fields) with the type that all files agree on."""
+    """Return every column, including fields of structs, with the type that all files agree on."""
     schemas = {
         part: {path: _arrow(path, footer, kinds) for path, footer in files.items()}
         for part, files in footers.items()
@@ -105,7 +105,7 @@ def _and_more(paths: list[str]) -> str:
 
 
 def _agreed(types: list) -> tuple[str, bool, bool]:
-    """(base, whether a list, whether values have to be cast) of a column with these types in its files."""
+    """Return (base, is a list, values must be cast) for a column with these types in its files."""
     kinds = [_base(kind) for kind in types]
     bases = {base for base, _ in kinds} - {"null"}
     is_list = any(listed for _, listed in kinds)
@@ -119,7 +119,7 @@ def _agreed(types: list) -> tuple[str, bool, bool]:
 
 
 def _base(kind) -> tuple[str, bool]:
-    """(base, whether a list) of an Arrow type."""
+    """Return (base, is a list) of an Arrow type."""
     value, listed = value_type(kind), is_list(plain(kind))
     tests = {
         "integer": t.is_integer,

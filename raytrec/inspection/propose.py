@@ -1,28 +1,28 @@
-"""Infers a schema and transforms from Parquet.
+"""Inference of a schema and transforms from Parquet files.
 
-How a column's kind is inferred, in this order (column_roles.py):
+The kind of a column is inferred in this order (column_roles.py):
 
-    label      named with --label, or called label, target, click, …; other values than 0 to 1 become 0 and 1
-               by a transform (binarize)
-    reserved    named with --reserve: goes along with rows, and is not a feature
-    skipped    missing in a file, or of types that have nothing in common; constant or only nulls; integers
-               and text that differ in each row; copies of the label; dates and times (also
-               integers that look like seconds since 1970)
-    sparse     lists of integers or text (mean pooling; sequences where they are called history, clicked, …);
-               text; numbers called …id; integers that fill their range, from wherever it begins, and repeat;
-               integers of few values, or too large for quantities
-    weights    lists of floats called like a sparse list: tags_weights or tags_weight for tags
+    label      named with --label, or called label, target, click, …; a transform (binarize) converts labels
+               with values outside [0, 1] to 0 and 1
+    reserved   named with --reserve: kept with its rows, not a feature
+    skipped    missing in a file, or of incompatible types; constant or only nulls; integers and text that
+               differ in each row; copies of the label; dates and times (also integers that look like
+               seconds since 1970)
+    sparse     lists of integers or text (mean pooling; sequences if called history, clicked, …); text;
+               numbers called …id; integers that fill their range, wherever it begins, and repeat; integers
+               with few values, or too large for quantities
+    weights    lists of floats named after a sparse list: tags_weights or tags_weight for tags
     dense      other numbers; if no column is sparse, they are also looked up in buckets (bucketize)
 
-Fields of structs are columns: user.age. Features share a table where their values and their names agree,
-or where values are such (text, hashed ids) that it cannot be chance (shared_tables.py).
+Fields of structs are columns: user.age. Features share a table if their values and their names agree, or if
+common values cannot be chance (text, hashed ids; shared_tables.py).
 
-A table whose ids fill their range has a row for each id up to the highest one, and `out_of_range: clamp`: a
-service reads larger values of an ordinal (at most 100 values, such as an age) as the highest, and larger ids
-as one more row, which is not trained. If only a sample was read, there is a tenth more rows, and larger ids
-are hashed. Text, wide and negative ids are hashed into ten times as many rows as there are values (of many:
-twice as many), or more, so that frequent values do not share a row (shared_tables.py). Floats that are whole
-numbers have the roles of integers.
+A table whose ids fill their range has a row for each id up to the highest one, and `out_of_range: clamp`. A
+service reads larger values of an ordinal (at most 100 values, such as an age) as the highest value. Larger
+ids use one additional row, which is not trained. If only a sample was read, the table has a tenth more rows,
+and larger ids are hashed. Text, wide and negative ids are hashed. Their table has ten rows per value (two if
+there are many values), or more, so that frequent values do not share a row (shared_tables.py). Floats that
+are whole numbers are treated like integers.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from raytrec.inspection.shared_tables import (
     is_sequence,
 )
 
-FEWEST_ROWS = 100  # of fewer, columns agree by chance
-# Of transforms: in lists, all but fill_null remove nulls, whose weights would stay.
+FEWEST_ROWS = 100  # with fewer rows, columns may agree by chance
+# Order of transforms. In lists, all except fill_null remove nulls, but not the weights of these nulls.
 ORDER = ("fill_null", "cast", "drop_null", "binarize", "clip", "bucketize")
 
 
@@ -67,20 +67,21 @@ def inspect(
     reserve_columns: list[str] | None = None,
     max_rows: int | None = None,
 ) -> Inspection:
-    """Reads Parquet row group by row group and infers a schema.
+    """Infer a schema from Parquet, which is read row group by row group.
 
     Args:
-        uri: folder or file; local, s3:// or gs://. Of a folder with train/, valid/, test/ it looks at train/,
-            and at the others for the ids, nulls and types that are there; so it does of a folder train/ with
-            such folders next to it.
-        dim: width of the tables.
-        labels: columns to predict; default: a column with a usual name.
-        reserve_columns: columns, also of folders key=value, that are not features, but go along with rows.
-        max_rows: look at about this many rows of each, in row groups spread over the files.
+        uri: Folder or file; local, s3:// or gs://. In a folder with train/, valid/ and test/, train/ is
+            inspected, and the other folders are read for ids, nulls and types. The same holds for a folder
+            train/ with such folders next to it.
+        dim: Width of the tables.
+        labels: Columns to predict; default: a column with a usual name.
+        reserve_columns: Columns, also from key=value folders, that are kept with their rows as non-features.
+        max_rows: Approximate number of rows to read per part, in row groups spread over the files; None: all.
 
     Raises:
-        DataError: nothing there, or not Parquet. SchemaError: no label or no sparse feature is recognised; no
-            such column to predict or reserve. ConfigError: fewer than one row is to be looked at.
+        DataError: The place is empty or not Parquet.
+        SchemaError: No label or sparse feature is recognized, or a column to predict or reserve is missing.
+        ConfigError: `max_rows` is less than one.
     """
     if not uri.strip():
         raise DataError(
@@ -114,7 +115,7 @@ def inspect(
 
 
 def _add_buckets(findings: list[Finding]) -> None:
-    """Make ids of dense columns, too, if no other column can be looked up in a table."""
+    """Look up dense columns in buckets as well if no column is sparse."""
     if any(f.kind == "sparse" for f in findings):
         return
     taken = {f.stats.name for f in findings}
@@ -151,7 +152,7 @@ def _check_some_label(findings: list[Finding], uri: str) -> None:
 
 
 def _skip_copies(findings: list[Finding]) -> None:
-    """Skips features that copy a label."""
+    """Skip features that copy a label."""
     labels = [f.stats.name for f in findings if f.kind == "label"]
     for f in findings:
         if f.kind in ("dense", "sparse") and (label := _copied_label(f.stats, labels)):
@@ -161,8 +162,7 @@ def _skip_copies(findings: list[Finding]) -> None:
 def _copied_label(column: ColumnStats, labels: Sequence[str]) -> str | None:
     """Return the label that a column copies, or None.
 
-    A column copies a label if each of its values goes with one value of the label, and with no other. Nulls
-    are a value.
+    A column copies a label if its values and the label's values correspond one to one. Nulls are values too.
     """
     for label in labels:
         pairs = column.pairs.get(label) or {}
@@ -176,7 +176,7 @@ def _could_be_rating(s: ColumnStats) -> bool:
 
 
 def _pair_weights(findings: list[Finding]) -> None:
-    """Lists of floats that are named after a list of ids are its weights, and keep their length."""
+    """Make lists of floats that are named after a list of ids its weights, and keep the list's length."""
     lists = {f.stats.name: f for f in findings if f.kind == "sparse" and f.stats.is_list}
     for f in findings:
         name = f.stats.name
@@ -193,7 +193,7 @@ def _pair_weights(findings: list[Finding]) -> None:
 
 
 def _keep_length(f: Finding) -> None:
-    """Nulls in a list that has weights become one more id, instead of going."""
+    """Replace nulls in a list with weights by one additional id, instead of removing the nulls."""
     if not any(t["do"] == "drop_null" for t in f.transforms):
         return
     f.transforms = [t for t in f.transforms if t["do"] != "drop_null"]
@@ -233,7 +233,7 @@ def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, sample
 
 
 def _transforms(findings: list[Finding]) -> list[dict]:
-    """What all columns need, columns of the same need together."""
+    """Return the transforms of all columns, with equal transforms merged into one."""
     together: dict[str, dict] = {}
     for transform in (t for f in findings if f.kind != "skipped" for t in f.transforms):
         settings = {key: value for key, value in transform.items() if key != "columns"}

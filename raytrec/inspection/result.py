@@ -1,4 +1,4 @@
-"""An inspection's result: schema.yaml, table, and training command."""
+"""Result of an inspection: schema.yaml, table of columns, and training command."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from raytrec.inspection.column_scan import Scan
 from raytrec.inspection.column_stats import ColumnStats
 from raytrec.inspection.shared_tables import SharedTable, is_sequence
 
-LONGEST_COMMAND = 2000  # with transforms in it
+LONGEST_COMMAND = 2000  # characters of transforms that are included in the printed command
 
 
 @dataclass
 class Inspection:
-    """What was found in a folder.
+    """Result of `raytrec inspect` on a folder.
 
     Attributes:
-        uri: the place that was looked at.
-        findings: one for each column, in the files' order.
-        schema: the schema that fits what comes out of the transforms.
-        transforms: data.transforms, without which training refuses columns of the schema.
-        tables: why features share tables.
-        scan: what was looked at.
-        reserve_columns: data.reserve_columns, columns that are not features.
+        uri: Path or URI of the inspected data.
+        findings: Role of each column, in the order of the files.
+        schema: Schema of the columns after the transforms.
+        transforms: data.transforms; without these, training rejects columns of the schema.
+        tables: Tables, with the reasons why features share them.
+        scan: Statistics and extent of the data that was read.
+        reserve_columns: data.reserve_columns, which are not features.
     """
 
     uri: str
@@ -45,18 +45,18 @@ class Inspection:
 
     @property
     def rows(self) -> int:
-        """Rows of the training data that were looked at."""
+        """Return the number of rows of the training data that were read."""
         return self.scan.rows
 
     @property
     def tasks(self) -> list[dict]:
-        """The configuration's tasks, where one for the first label, which every row has, is not enough."""
+        """Return the configuration's tasks, or [] if the default task fits: one label without nulls."""
         of_labels = [f.stats for f in self.findings if f.kind == "label"]
         found = [{"label": s.name} | ({"nulls": "skip"} if s.count_missing() else {}) for s in of_labels]
         return found if len(found) > 1 or "nulls" in found[0] else []
 
     def schema_yaml(self) -> str:
-        """schema.yaml, with the transforms and a comment for every column."""
+        """Return the text of schema.yaml, with the transforms and a comment for every column."""
         sampled = "" if self.scan.whole else ", a sample: cardinalities and ranges are lower bounds"
         others = f", ids also from {' and '.join(self.scan.also)}" if self.scan.also else ""
         lines = [
@@ -84,7 +84,7 @@ class Inspection:
         return "\n".join(out) + "\n"
 
     def _comments(self) -> dict[tuple[str, str], str]:
-        """(section, column) → its comment."""
+        """Return (section, column) → comment."""
         shared = {
             name: f"shares {t.name}'s table: {why}" for t in self.tables for name, why in t.reasons.items()
         }
@@ -99,10 +99,14 @@ class Inspection:
         return found
 
     def show(self, out: str | None = None, overwrite: bool = False) -> None:
-        """A table of the columns on stderr; the schema on stdout or in a file.
+        """Print a table of the columns on stderr, and write the schema to stdout or to a file.
+
+        Args:
+            out: Path of the file; None: stdout.
+            overwrite: Replace an existing file.
 
         Raises:
-            ConfigError: the file exists, or cannot be written.
+            ConfigError: The file exists or cannot be written.
         """
         if out is not None:
             check_out(out, overwrite)
@@ -113,7 +117,7 @@ class Inspection:
             print(f"  {self._command(out)}", file=sys.stderr)
 
     def _command(self, schema: str) -> str:
-        """The command that trains with a schema file."""
+        """Return the command that trains with a schema file."""
         parts = {"test" if name == "test" else "valid": place for name, place in self.scan.also.items()}
         settings = [f"data.train={self.uri}", *(f"data.{name}={place}" for name, place in parts.items())]
         settings.append(f"data.schema={schema}")
@@ -158,15 +162,15 @@ def write_schema(text: str, out: str | None) -> None:
             Path(out).write_text(text, encoding="utf-8")
         return
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(encoding="utf-8")  # the encoding of schemas, whatever the terminal's is
+        sys.stdout.reconfigure(encoding="utf-8")  # schemas are UTF-8 on any terminal
     sys.stdout.write(text)
 
 
 def check_out(out: str, overwrite: bool) -> None:
-    """Looks whether a schema can be written there, before anything is read.
+    """Check, before any data is read, that a schema can be written to this path.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: The schema cannot be written.
     """
     path = Path(out)
     if path.is_dir():
@@ -178,14 +182,14 @@ def check_out(out: str, overwrite: bool) -> None:
 
 
 def as_flow(value: object) -> str:
-    """YAML on one line."""
+    """Return a value as YAML on one line."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {as_flow(inner)}' for key, inner in value.items())}}}"
     return f"[{', '.join(map(as_flow, value))}]" if isinstance(value, list) else scalar(value)
 
 
 def _printable(text: str) -> str:
-    """Text that can stand in a comment."""
+    """Return text without characters that cannot appear in a comment."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 

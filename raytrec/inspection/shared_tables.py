@@ -1,4 +1,4 @@
-"""Which features look up one table, and how many rows a table has, so that frequent values share none."""
+"""Assignment of features to tables, and the number of rows that keeps frequent values apart."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from raytrec.inspection.column_roles import SPARSE_FILL, Finding, is_ordinal, wo
 from raytrec.inspection.column_stats import FEW, ColumnStats
 from raytrec.inspection.sketches import SMALLEST, HotIds, count_distinct
 
-FEW_VALUES = 1000  # the table of fewer values grows until each of them has its own row
-SMALL_TABLE = 65_536  # rows up to which tables have ten rows for each value
-# Words for how ids are used, not for what they are.
+FEW_VALUES = 1000  # tables of fewer values grow until each value has its own row
+SMALL_TABLE = 65_536  # tables up to this size have ten rows per value
+# Words that describe the use of ids instead of their meaning.
 HISTORY = frozenset(
     """history histories hist seq sequence sequences recent last past previous prev clicked viewed watched
     bought purchased played liked visited read seen session sessions behavior behaviors""".split()  # noqa: SIM905
@@ -29,11 +29,13 @@ USE = HISTORY | frozenset(
 
 @dataclass
 class SharedTable:
-    """A table and the features that look it up, the first of which named it.
+    """A table and the features that look it up. The first feature determines the name.
 
     Attributes:
-        reasons: feature → why it shares the table; a feature with its own has none.
-        comment: What to know about the number of rows (`choose_size`).
+        name: Name of the table.
+        members: Features that look up the table.
+        reasons: Feature → why it shares the table; the first feature has no reason.
+        comment: Comment on the number of rows (`choose_size`).
     """
 
     name: str
@@ -59,12 +61,12 @@ class SharedTable:
 
 
 def is_sequence(f: Finding) -> bool:
-    """Whether a list is called like what happened, in order."""
+    """Return True if a list's name suggests a history of events."""
     return f.stats.is_list and not HISTORY.isdisjoint(words(f.stats.name))
 
 
 def find_tables(findings: list[Finding]) -> list[SharedTable]:
-    """The tables of sparse features, one feature an id before lists."""
+    """Return the tables of sparse features. Features with one id are assigned before lists."""
     tables: list[SharedTable] = []
     for f in sorted((f for f in findings if f.kind == "sparse"), key=lambda f: f.stats.is_list):
         telling = _is_telling(f.stats)
@@ -84,14 +86,14 @@ def find_tables(findings: list[Finding]) -> list[SharedTable]:
 
 
 def _why_shared(f: Finding, owner: Finding, telling: bool) -> str | None:
-    """Why a feature looks up another one's table, if it should."""
+    """Return why a feature should look up another feature's table, or None if it should not."""
     mine, theirs = f.stats, owner.stats
     nouns = _nouns(mine.name)
     if nouns and nouns == _nouns(theirs.name):
         least = 0.2
     elif telling and len(theirs.hashes) >= 10:
         least = 0.8
-    elif not nouns and mine.is_list:  # such as `history`
+    elif not nouns and mine.is_list:  # a name such as `history`
         least = 0.9
     else:
         return None
@@ -101,7 +103,7 @@ def _why_shared(f: Finding, owner: Finding, telling: bool) -> str | None:
 
 
 def _is_telling(s: ColumnStats) -> bool:
-    """Whether columns that share such values do so by more than chance: text, and integers with gaps."""
+    """Return True if common values cannot be chance: text, and integers with gaps."""
     fills = s.lowest >= 0 and s.highest < SPARSE_FILL * s.distinct
     return (s.base == "text" or not fills) and s.distinct >= 10
 
@@ -112,7 +114,7 @@ def _nouns(name: str) -> frozenset[str]:
 
 
 def free_name(column: str, taken: set[str]) -> str:
-    """Return a name for a table: the column's, without characters that tables or figures cannot have."""
+    """Return an unused table name from a column name, without characters that tables or figures reject."""
     name = re.sub(r"[^\w\-]+", "_", re.sub(r"(?<=.)([_.][iI][dD]s?|(?<=[a-z])I[dD]s?)$", "", column)).strip(
         "_"
     )
@@ -124,10 +126,10 @@ def free_name(column: str, taken: set[str]) -> str:
 
 
 def share_of(inner: ColumnStats, outer: ColumnStats) -> float:
-    """Which share of a column's distinct values are another's, too, as far as their smallest hashes tell."""
+    """Return the share of a column's distinct values that another column has, estimated from hashes."""
     known = [s.hashes[-1] for s in (inner, outer) if len(s.hashes) >= SMALLEST]
     mine, theirs = (s.hashes[s.hashes <= min(known)] if known else s.hashes for s in (inner, outer))
-    first = mine[:FEW]  # most columns have nothing in common, which a few values show
+    first = mine[:FEW]  # a few values are enough to reject most pairs of columns
     if (
         len(mine) > FEW
         and len(theirs)
@@ -140,7 +142,7 @@ def share_of(inner: ColumnStats, outer: ColumnStats) -> float:
 def table_size(
     low: float, high: float, distinct: int, hot: HotIds, kind: str, sampled: bool
 ) -> tuple[int, str, str]:
-    """Return a table's `rows` and `out_of_range`, and a comment on them.
+    """Return a table's `rows` and `out_of_range`, and a comment.
 
     Args:
         low: Lowest integer id.
@@ -163,8 +165,10 @@ def table_size(
 
 
 def _rows_of_hash(distinct: int, hot: HotIds, is_text: bool) -> tuple[int, float]:
-    """Return the rows of a hashed table, and the share of lookups whose value shares its row with a more
-    frequent one."""
+    """Return the rows of a hashed table and the share of lookups with collisions.
+
+    A lookup collides if its value shares a row with a more frequent value.
+    """
     ids, counts = hot.counts()
     order = np.argsort(-counts, kind="stable")
     ids, counts, few = ids[order], counts[order], distinct < FEW_VALUES
@@ -179,8 +183,10 @@ def _rows_of_hash(distinct: int, hot: HotIds, is_text: bool) -> tuple[int, float
 
 
 def bucket_boundaries(scale: Scale) -> list[float]:
-    """Return the boundaries of ten buckets with about as many of a column's numbers in each, if these are
-    normally distributed as they are read (`Scale`)."""
+    """Return the boundaries of ten buckets with about equal counts.
+
+    The numbers are assumed to be normally distributed after scaling (`Scale`).
+    """
     deciles = scale.mean + scale.std * np.array([NormalDist().inv_cdf(k / 10) for k in range(1, 10)])
     numbers = np.sign(deciles) * np.expm1(np.abs(deciles).clip(max=700)) if scale.log else deciles
     return sorted({float(f"{number:.12g}") for number in numbers})

@@ -1,20 +1,20 @@
-"""Frequent ids and distinct values of a column, counted in bounded memory."""
+"""Sketches of a column in bounded memory: frequent ids and the number of distinct values."""
 
 from __future__ import annotations
 
 import numpy as np
 
-MOST = 65_536  # ids that are counted at a time
+MOST = 65_536  # most ids with a counter
 POWERS = (1, 10, 100, 1_000, 10_000)
-SMALLEST = 65_536  # hashes kept to count distinct values: exact below, ± 0.4 % beyond
+SMALLEST = 65_536  # most hashes kept; counts of distinct values are exact below and ± 0.4 % above
 
 
 class SmallestHashes:
-    """The smallest hashes of a column's values, by which its distinct values are counted."""
+    """The smallest hashes of a column's values, which give the number of distinct values."""
 
     def __init__(self) -> None:
         self._hashes = np.empty(0, np.uint64)
-        self._new: list[np.ndarray] = []  # not yet among them
+        self._new: list[np.ndarray] = []  # not merged yet
         self._new_count = 0
 
     def add(self, hashes: np.ndarray) -> None:
@@ -23,7 +23,7 @@ class SmallestHashes:
             hashes = hashes[hashes < self._hashes[-1]]
         self._new.append(hashes)
         self._new_count += len(hashes)
-        if self._new_count >= SMALLEST:  # not for each row group: to sort takes longer than to read one
+        if self._new_count >= SMALLEST:  # not per row group, because sorting is slower than reading
             self._merge()
 
     def _merge(self) -> None:
@@ -41,7 +41,7 @@ def count_distinct(hashes: np.ndarray) -> int:
     """Return the number of distinct values from their smallest hashes (Bar-Yossef et al. 2002).
 
     Args:
-        hashes: Hashes, uint64, ascending; fewer than SMALLEST are those of all values.
+        hashes: Smallest hashes, uint64, ascending; if fewer than SMALLEST, the hashes of all values.
     """
     if len(hashes) < SMALLEST:
         return len(hashes)
@@ -49,26 +49,30 @@ def count_distinct(hashes: np.ndarray) -> int:
 
 
 class HotIds:
-    """Counts ids as Misra and Gries do (1982): when there are too many, the count of the first that has no
-    place is taken from all, and ids without any left go. What has been taken is owed to each id that has
-    never gone, as those are that are met most; of n ids it is n ÷ MOST at most."""
+    """Counters of frequent ids by the method of Misra and Gries (1982).
+
+    With more than MOST ids, the largest count outside the MOST most frequent ids is subtracted from all
+    counts. Ids without a remaining count are removed. `counts` adds the subtracted amount again. The result
+    is exact for ids that were never removed, as the most frequent ids are. Of n lookups, the amount is at
+    most n ÷ MOST.
+    """
 
     def __init__(self) -> None:
         self._ids, self._counts = np.empty(0, np.uint64), np.empty(0, np.int64)
-        self._new: list[tuple[np.ndarray, np.ndarray]] = []  # not yet among them
+        self._new: list[tuple[np.ndarray, np.ndarray]] = []  # not merged yet
         self._new_count = self._taken = self._all = 0
 
     def add(self, hashes: np.ndarray, counts: np.ndarray) -> None:
         """Add lookups of ids.
 
         Args:
-            hashes: Ids, or hashes of them, uint64 [n].
-            counts: Number of lookups of each, int64 [n].
+            hashes: Ids, or hashes of ids, uint64 [n].
+            counts: Number of lookups of each id, int64 [n].
         """
         self._all += int(counts.sum())
         self._new.append((hashes, counts))
         self._new_count += len(hashes)
-        if self._new_count >= MOST:  # not for each row group: to sort takes longer than to read one
+        if self._new_count >= MOST:  # not per row group, because sorting is slower than reading
             self._merge()
 
     def _merge(self) -> None:
@@ -86,14 +90,16 @@ class HotIds:
         self._ids, self._counts = ids, sums
 
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the most frequent ids, uint64 [n], and the number of lookups of each, int64 [n]."""
+        """Return the most frequent ids, uint64 [n], and the number of lookups of each id, int64 [n]."""
         if self._new:
             self._merge()
         return self._ids, self._counts + self._taken
 
     def shares(self) -> list[float]:
-        """Return the shares of all lookups of the 1, 10, 100, 1,000 and 10,000 most frequent ids, as long as
-        there are more ids than that."""
+        """Return the shares of lookups of the 1, 10, 100, 1,000 and 10,000 most frequent ids.
+
+        Numbers of ids that are not below the number of counted ids are left out.
+        """
         counts = np.sort(self.counts()[1])[::-1]
         sums = np.cumsum(counts) / max(1, self._all)
         return [round(min(1.0, float(sums[power - 1])), 5) for power in POWERS if power < len(counts)]

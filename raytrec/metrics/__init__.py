@@ -1,1 +1,1 @@
-"""Metrics of training and evaluations: what they are (builtin/), and how rows of all ranks become figures."""
+"""Metrics of training and evaluation: their definitions (builtin/) and their aggregation over ranks."""

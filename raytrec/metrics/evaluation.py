@@ -1,4 +1,4 @@
-"""An evaluation's rows as a task's metrics need them; figures of the largest slices and of the worst."""
+"""Storage of evaluation rows for a task's metrics, and metrics of the largest and the worst slices."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from raytrec.metrics.selection import Selection
 if TYPE_CHECKING:
     from raytrec.data.batch import Batch
 
-AUC_BYTES = 160  # a row, at most: float64, sorted, with cumulative sums
-SHOWN_SLICES = 10  # of the largest slices, and of the worst
+AUC_BYTES = 160  # peak memory per row: float64, sorted, with cumulative sums
+SHOWN_SLICES = 10  # slices in each list: the largest and the worst
 LEAST_ROWS = (
-    30  # rows of each label that a slice needs to be among the worst: with fewer, that would be chance
+    30  # rows of each label that a slice needs to be listed as worst; with fewer, the AUC is mostly noise
 )
-MOST_NAMES = 100_000  # values of a column whose text a rank keeps
+MOST_NAMES = 100_000  # values of a column whose text a rank stores
 
 
 class TaskRows:
-    """The rows of one task that this rank evaluates, kept as its metrics and the slices need them.
+    """Rows of one task that this rank evaluates, in the form that its metrics and slices need.
 
     Attributes:
-        columns: of the keys that they need.
-        needed: whether they need rows at all.
+        columns: Columns whose keys the metrics and slices need.
+        needed: True if any metric or slice needs rows.
     """
 
     def __init__(self, selection: Selection, task: str):
@@ -44,7 +44,7 @@ class TaskRows:
         columns: list[str] = []
         if about.outputs == 1:
             how = about.loss.predict, settings.max_exact_rows
-            # Metrics, or their curves, that need rows in the order of their predictions.
+            # These metrics or their curves need rows sorted by prediction.
             if any(issubclass(m, RankedMetric) or m.ranked_curve is not Metric.ranked_curve for m in metrics):
                 self._scores = Scores(*how)
             if grouped := _of_kind(metrics, GroupMetric):
@@ -62,7 +62,7 @@ class TaskRows:
             kept.add(rows)
 
     def figures(self, peers: Peers, place: torch.device) -> tuple[dict[str, float | None], dict]:
-        """Figures by their keys, and curves (evaluate.Curves), the same on all ranks; a collective."""
+        """Return values by key, and curves (evaluate.Curves), the same on all ranks; a collective."""
         figures: dict[str, float | None] = {}
         curves: dict[str, dict[str, Any]] = {}
         if self._scores:
@@ -74,10 +74,9 @@ class TaskRows:
     def slices(
         self, peers: Peers, place: torch.device, names: Mapping[str, dict[int, str]]
     ) -> dict[str, Any]:
-        """Return the figures of slices by column (Slices.figures); a collective.
+        """Return the metrics of slices by column (Slices.figures); a collective.
 
-        Args:
-            names: column → the texts of its values that this rank has seen, by their keys.
+        `names` maps each column to the texts of values that this rank has seen, by key.
         """
         return {
             column: slices.figures(peers, place, names.get(column, {}))
@@ -85,7 +84,7 @@ class TaskRows:
         }
 
     def _rank(self, peers: Peers, place: torch.device, figures: dict, curves: dict) -> None:
-        """Metrics and curves of the rows in the order of their predictions."""
+        """Add metrics and curves over rows sorted by prediction to `figures` and `curves`."""
         ranked, binned = self._scores.ranked(peers, place)
         metrics = _of_kind(self._metrics, RankedMetric)
         totals = _added([metric.sums(ranked) for metric in metrics], peers)
@@ -100,7 +99,7 @@ class TaskRows:
                 curves[curve] = {**points, "metric": self._key(metric.name)}
 
     def _group(self, peers: Peers, place: torch.device, figures: dict) -> None:
-        """Metrics of whole groups, part by part of all of them."""
+        """Add group metrics to `figures`, one part of the groups at a time."""
         metrics = _of_kind(self._metrics, GroupMetric)
         sums: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
         distinct: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
@@ -121,8 +120,10 @@ class TaskRows:
 
 
 def place_for(rows: int, device: torch.device, row_bytes: int = AUC_BYTES) -> torch.device:
-    """Where something of so many rows is kept or computed, by default their AUC: on a GPU if half of its free
-    memory is enough."""
+    """Return the CUDA device if half of its free memory can hold the rows, else the CPU.
+
+    By default, `row_bytes` is the memory of the AUC. A device that is not CUDA is returned unchanged.
+    """
     if device.type == "cuda" and rows * row_bytes > torch.cuda.mem_get_info(device)[0] // 2:
         return torch.device("cpu")
     return device
@@ -133,7 +134,7 @@ def _of_kind(metrics: list[type[Metric]], kind: type) -> list:
 
 
 def _added(sums: list[dict[str, torch.Tensor]], peers: Peers) -> list[dict[str, torch.Tensor]]:
-    """Sums of several metrics over all ranks, by one collective."""
+    """Return the sums of several metrics over all ranks, with one collective."""
     values = [value for each in sums for value in each.values()]
     if not values:
         return sums
@@ -142,29 +143,29 @@ def _added(sums: list[dict[str, torch.Tensor]], peers: Peers) -> list[dict[str, 
 
 
 def _count_distinct(keys: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """How many of the distinct keys of all ranks belong to this one."""
+    """Return the number of distinct keys over all ranks that this rank owns."""
     (mine,) = peers.send([keys], rank_of(keys, peers.world))
     return torch.tensor(len(mine.unique()), dtype=torch.float64)
 
 
 class Slices(BoundedRows):
-    """Rows by the slice that they are in: 20 bytes each, or bins of each slice: memory then grows with the
-    slices, not with the rows."""
+    """Rows by slice, with 20 bytes per row; as bins, memory grows with slices instead of rows."""
 
-    _bins: list[torch.Tensor] | None = None  # ties of slices (`_put_together`)
+    _bins: list[torch.Tensor] | None = None  # binned ties by slice (`_put_together`)
 
     def figures(self, peers: Peers, place: torch.device, names: Mapping[int, str]) -> dict[str, Any]:
         """Return the largest and the worst slices of all ranks, the same on each rank.
 
-        A collective, after which nothing is kept.
+        A collective. The rows are discarded afterwards.
 
         Args:
-            place: Device that rows are sorted on.
-            names: Texts of slices' values that this rank has seen, by their keys.
+            peers: Ranks of the evaluation.
+            place: Device that sorts the rows.
+            names: Key → text of the slice values that this rank has seen.
 
         Returns:
-            slices: the number of all; largest and worst: lists of slice (its value as text), rows, auc,
-            calibration (None where not defined), and auc_bound where rows have been put into bins.
+            slices: the number of all slices; largest and worst: lists of slice (its value as text), rows,
+            auc, calibration (None if undefined), and auc_bound if rows are in bins.
         """
         if binned := peers.largest(self._bins is not None) > 0:
             self._put_into_bins()
@@ -190,7 +191,7 @@ class Slices(BoundedRows):
         self._bins = _put_together(*(torch.cat(pair) for pair in both))
 
     def _ties(self) -> list[torch.Tensor]:
-        """The rows that are kept as ties."""
+        """Return the stored rows as ties."""
         logits, labels, weights, keys = self._joined()
         predictions, weights = self._predict(logits.double()).double(), weights.double()
         positive = weights * labels
@@ -199,8 +200,11 @@ class Slices(BoundedRows):
 
 
 def _put_together(keys: torch.Tensor, predictions: torch.Tensor, *sums: torch.Tensor) -> list[torch.Tensor]:
-    """Ties of slices, by slice and falling prediction: keys, predictions, and the sums of those with equal
-    keys and predictions: of positive weights, negative weights, weighted predictions, and rows."""
+    """Return ties by slice and descending prediction.
+
+    The columns are keys, predictions, and sums over rows that agree in both: positive weights, negative
+    weights, weighted predictions, and rows.
+    """
     order = predictions.argsort(descending=True)
     order = order[keys[order].argsort(stable=True)]
     return put_together(order, [keys, predictions], sums)
@@ -208,14 +212,15 @@ def _put_together(keys: torch.Tensor, predictions: torch.Tensor, *sums: torch.Te
 
 @dataclass(frozen=True)
 class SliceFigures:
-    """The figures of S slices: float64 [S] each, in host memory.
+    """Metrics of S slices, float64 [S] each, in host memory.
 
     Attributes:
-        keys: of the slices, int64 [S]. rows: of each.
-        figures: auc (NaN where a slice does not have both labels, or labels are not 0 and 1), calibration,
-            and where rows were put into bins auc_bound.
-        goodness: what the worst slices have least of: the AUC; where labels are not 0 and 1, how near the
-            calibration is to 1. NaN for slices with too few rows.
+        keys: Keys of the slices, int64 [S].
+        rows: Number of rows of each slice.
+        figures: auc (NaN unless a slice has the labels 0 and 1 and no other), calibration, and auc_bound if
+            rows are in bins.
+        goodness: Value that is lowest for the worst slices: the AUC, or the closeness of the calibration to 1
+            if labels are not 0 and 1. NaN for slices with too few rows.
     """
 
     keys: torch.Tensor
@@ -225,11 +230,9 @@ class SliceFigures:
 
     @classmethod
     def of(cls, ties: list[torch.Tensor], binary: bool, binned: bool) -> SliceFigures:
-        """Of ties of whole slices (`_put_together`).
+        """Return the metrics of complete slices, given as ties (`_put_together`).
 
-        Args:
-            binary: whether all labels are 0 and 1.
-            binned: whether rows with nearly equal predictions count as tied.
+        `binary`: all labels are 0 and 1. `binned`: rows with nearly equal predictions count as tied.
         """
         keys, predictions, positive, negative, predicted, rows = (x.cpu() for x in ties)
         keys, of = keys.unique_consecutive(return_inverse=True)
@@ -246,7 +249,7 @@ class SliceFigures:
         return cls(keys, rows, {"auc": auc, "calibration": calibration, **bound}, goodness)
 
     def first(self, values: torch.Tensor, peers: Peers) -> list[dict[str, Any]]:
-        """The first SHOWN_SLICES of all ranks by some values [S], ascending; a collective."""
+        """Return the SHOWN_SLICES slices of all ranks with the lowest values [S], ascending; a collective."""
         order = values.nan_to_num(nan=float("inf")).argsort(stable=True)[:SHOWN_SLICES]
         columns = torch.stack([values, self.rows, *self.figures.values()], 1)
         found = zip(*(x.tolist() for x in peers.gather([columns[order], self.keys[order]])), strict=True)
@@ -258,14 +261,14 @@ class SliceFigures:
 
 
 class Names:
-    """Notes the text of slices' values as batches pass, on the host.
+    """Texts of slice values, collected on the host from passing batches.
 
     Args:
-        columns: whose values are slices.
-        key_columns: of Batch.keys, in its order.
+        columns: Columns whose values are slices.
+        key_columns: Columns of Batch.keys, in order.
 
     Attributes:
-        of: column → key → text of its value; the first MOST_NAMES that this rank has seen.
+        of: Column → key → text of the value; the first MOST_NAMES values that this rank has seen.
     """
 
     def __init__(self, columns: Sequence[str], key_columns: Sequence[str]):
@@ -273,7 +276,7 @@ class Names:
         self._places = {name: key_columns.index(name) for name in columns}
 
     def note(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches."""
+        """Yield the batches unchanged after recording their slice values."""
         for batch in batches:
             if self.of and batch.reserved is not None and batch.keys is not None:
                 keys_BK = batch.keys[batch.weights > 0].numpy()

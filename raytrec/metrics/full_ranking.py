@@ -1,4 +1,4 @@
-"""The ranks of a row's right items among all items (eval.retrieval): of one, or of a list of them."""
+"""Ranks of the right items of a row among all items (eval.retrieval)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from raytrec.metrics.evaluation import place_for
 from raytrec.metrics.groups import RELEVANT
 from raytrec.metrics.selection import RANKING_COUNTS, RETRIEVAL, Selection
 
-ABSENT = 1 << 62  # the rank of a right item that is not among all items
+ABSENT = 1 << 62  # rank of a right item that is not among all items
 
 
 class FullRanking:
-    """The ranking of one evaluation.
+    """Full ranking in one evaluation.
 
-    Rows count whose label in the first task is positive, and whose weight there is not 0.
+    A row counts if its label in the first task is positive and its weight in that task is not 0.
 
     Args:
-        selection: of the run; its settings name the columns that are read.
-        device: that the model is on.
-        cells: see CELLS; default: on a GPU by its free memory.
+        selection: Metrics of the run; the settings name the columns to read.
+        device: Device of the model.
+        cells: Queries × items per block, see CELLS; default: by the free memory of the GPU.
     """
 
     def __init__(self, selection: Selection, device: torch.device, cells: int | None = None):
@@ -43,10 +43,9 @@ class FullRanking:
         self._seen, self._seen_here = 0, torch.zeros((), dtype=torch.int64, device=device)
 
     def take_items(self, step: Any, items: Any) -> None:
-        """Computes the vectors of all items; a collective.
+        """Compute the vectors of all items; a collective.
 
-        Args:
-            step: worker.step.Step, of a model that retrieves. items: the Stream of eval.retrieval.items.
+        `step` is the worker.step.Step of a retrieval model, `items` the Stream of eval.retrieval.items.
         """
         keys: list[np.ndarray] = []
 
@@ -66,7 +65,7 @@ class FullRanking:
         self._items = Items(rising, together[order])
 
     def note(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; what they ask for is kept until their vectors come."""
+        """Yield the batches unchanged after storing their queries, which `add` ranks later."""
         for batch in batches:
             self._coming.append(self._queries(batch))
             yield batch
@@ -79,7 +78,7 @@ class FullRanking:
         reserved = batch.reserved.filter(asked)
         right, items = keys_of_rows([reserved[self._settings.right_column]])
         of = np.repeat(np.arange(len(right)), right)
-        order = np.lexsort((items, of))  # each item once
+        order = np.lexsort((items, of))  # removes duplicate items
         of, items = of[order], items[order]
         first = np.append(True, (of[1:] != of[:-1]) | (items[1:] != items[:-1]))[: len(items)]
         right, items = np.bincount(of[first], minlength=len(right)), items[first]
@@ -90,7 +89,7 @@ class FullRanking:
         return Queries(rows, *map(torch.from_numpy, numbers))
 
     def add(self, vectors_BD: torch.Tensor) -> None:
-        """Ranks the items of the next batch's rows, given the vectors of all of its rows; a collective."""
+        """Rank the items of the next batch, given the vectors of all of its rows; a collective."""
         asked = self._coming.popleft()
         mine = vectors_BD[asked.rows.to(vectors_BD.device)]
         counts = torch.tensor([len(asked.rows), len(asked.items), len(asked.seen)])
@@ -99,7 +98,7 @@ class FullRanking:
             return
         together = self._peers.concatenate
         right, lengths = together(torch.stack([asked.right, asked.lengths], 1), rows).unbind(1)
-        order = right.argsort(descending=True, stable=True)  # those with most right items come first
+        order = right.argsort(descending=True, stable=True)  # queries with most right items come first
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order))
         number = torch.arange(sum(items)) - (right.cumsum(0) - right).repeat_interleave(right)
@@ -123,13 +122,11 @@ class FullRanking:
     def _ranks(
         self, queries_QD: torch.Tensor, active: Sequence[int], right_3P: torch.Tensor, seen_2S: torch.Tensor
     ) -> torch.Tensor:
-        """The ranks of each query's right items: int64 [Q, R], from 1, rising; ABSENT where there is none. A
-        collective.
+        """Return the ranks of each query's right items, int64 [Q, R], ascending from 1; a collective.
 
-        Args:
-            active: of each of the R, how many queries have so many right items, the first ones.
-            right_3P: queries, which of their right items it is, and keys, int64 [3, P].
-            seen_2S: queries and keys of items that are left out, int64 [2, S].
+        Unknown items and padding have rank ABSENT. The first `active[r]` queries have more than r right
+        items. `right_3P`, int64 [3, P], holds queries, numbers of their right items, and keys. `seen_2S`,
+        int64 [2, S], holds queries and keys of items to leave out.
         """
         (of_P, number_P, keys_P), (of_S, keys_S), place = right_3P, seen_2S, queries_QD.device
         own_P, place_S = self._items.find(keys_P), self._items.find(keys_S)
@@ -137,7 +134,7 @@ class FullRanking:
         scores_P = self._items.scores(queries_QD[of_P.to(place)], own_P)
         here_P = (own_P >= 0).to(place)
         scores_P, known_P = self._peers.sum(torch.stack([scores_P.double(), here_P.double()]))
-        least = torch.finfo(torch.float32).min  # of what is not a number, which comes last
+        least = torch.finfo(torch.float32).min  # score of NaN, which ranks last
         scores_P = torch.where(scores_P.isnan(), least, scores_P.float()).masked_fill(
             known_P == 0, -torch.inf
         )
@@ -150,7 +147,7 @@ class FullRanking:
         return (self._peers.sum(above_QR) + before_R).masked_fill(scores_QR == -torch.inf, ABSENT)
 
     def figures(self) -> dict[str, float | None]:
-        """Its figures, by their keys; None where no row counted. The same on all ranks."""
+        """Return values by key, the same on all ranks; metrics are None if no row counted."""
         found: dict[str, float | None] = {
             f"{RETRIEVAL}.{metric.name}": total / self._rows if self._rows else None
             for metric, total in zip(self._selection.of_ranking, self._sums.tolist(), strict=True)
@@ -163,12 +160,14 @@ class FullRanking:
 
 @dataclass(frozen=True)
 class Queries:
-    """The rows of a batch that ask, on the host.
+    """Queries of a batch, on the host.
 
     Attributes:
-        rows: their places in the batch, int64 [Q].
-        right: how many right items each has, int64 [Q]. items: their keys, query after query, int64 [P].
-        lengths: how many items each has seen, int64 [Q]. seen: their keys, query after query, int64 [S].
+        rows: Rows of the batch that are queries, int64 [Q].
+        right: Number of right items of each query, int64 [Q].
+        items: Keys of the right items by query, int64 [P].
+        lengths: Number of seen items of each query, int64 [Q].
+        seen: Keys of the seen items by query, int64 [S].
     """
 
     rows: torch.Tensor
@@ -178,32 +177,33 @@ class Queries:
     seen: torch.Tensor
 
 
-CELLS = 1 << 22  # queries × items of a block: 56 MiB while it is counted
-MOST_CELLS = 1 << 28  # the same on a GPU, if it has so much memory
-BYTES = 128  # of a GPU's free memory for each of them: four times what it takes
-UNSURE = 8  # where more than this part of a block is not decided in float32, all of it is in float64
+CELLS = 1 << 22  # queries × items per block: 56 MiB while a block is counted
+MOST_CELLS = 1 << 28  # maximum on a GPU with enough memory
+BYTES = 128  # free GPU memory required per cell: four times the actual use
+UNSURE = 8  # if float32 leaves more than 1 / UNSURE of a block undecided, the whole block uses float64
 
 
 @dataclass(frozen=True)
 class Items:
-    """The items of one rank, by their keys.
+    """Items of one rank, sorted by key.
 
     Attributes:
-        keys: int64 [N], rising. vectors: float32 [N, D], in their order.
+        keys: Item keys, int64 [N], ascending.
+        vectors: Item vectors in the same order, float32 [N, D].
     """
 
     keys: torch.Tensor
     vectors: torch.Tensor
 
     def find(self, keys_K: torch.Tensor) -> torch.Tensor:
-        """The places of keys, int64 [K]; -1 where this rank has no such item."""
+        """Return the positions of keys, int64 [K]; -1 if this rank does not have the item."""
         if not len(self.keys):
             return torch.full_like(keys_K, -1)
         places = torch.searchsorted(self.keys, keys_K).clamp(max=len(self.keys) - 1)
         return torch.where(self.keys[places] == keys_K, places, -1)
 
     def scores(self, queries_QD: torch.Tensor, places_Q: torch.Tensor) -> torch.Tensor:
-        """The score of an item for each query, float32 [Q]; 0 where the place is -1."""
+        """Return the score of one item for each query, float32 [Q]; 0 if the position is -1."""
         if not len(self.keys):
             return torch.zeros(len(places_Q), device=queries_QD.device)
         items = self.vectors[places_Q.clamp(min=0)].to(queries_QD.device).double()
@@ -218,12 +218,11 @@ class Items:
         left_out: torch.Tensor,
         cells: int,
     ) -> torch.Tensor:
-        """How many items have a score that is not below each given one, int64 [Q, R]; NaN is below nothing.
+        """Return the number of items that do not score below each given score, int64 [Q, R].
 
-        Args:
-            active: of each of the R, how many queries have it, the first ones; 0 for the others.
-            left_out: [2, P], queries and places of items that do not count for them; -1: of none.
-            cells: queries × items that are held at a time.
+        NaN is not below any score. Only the first `active[r]` queries count in column r; other entries are 0.
+        `left_out`, int64 [2, P], holds queries and positions of items that do not count; -1 means no item.
+        `cells` is the number of queries × items per block.
         """
         device, block = queries_QD.device, max(1, cells // max(1, len(queries_QD)))
         left_out = left_out[:, left_out[1].argsort()]
@@ -244,7 +243,7 @@ class Items:
 
 
 def cells_for(device: torch.device) -> int:
-    """How many queries × items a block has."""
+    """Return the number of queries × items per block."""
     if device.type != "cuda":
         return CELLS
     return min(MOST_CELLS, max(CELLS, torch.cuda.mem_get_info(device)[0] // BYTES))
@@ -253,7 +252,7 @@ def cells_for(device: torch.device) -> int:
 def not_below(
     queries_QD: torch.Tensor, items_ND: torch.Tensor, scores_QR: torch.Tensor, active: Sequence[int]
 ) -> Iterator[torch.Tensor]:
-    """Of each of the R, where an item's score is not below the given one: bool [active, N]."""
+    """Yield for each of the R columns a mask of items that do not score below, bool [active, N]."""
     products_QN = (queries_QD.double() @ items_ND.double().T).float()
     for scores_Q, count in zip(scores_QR.unbind(1), active, strict=True):
         yield ~(products_QN[:count] < scores_Q[:count].unsqueeze(1))
@@ -262,11 +261,11 @@ def not_below(
 def not_below_fast(
     queries_QD: torch.Tensor, items_ND: torch.Tensor, scores_QR: torch.Tensor, active: Sequence[int]
 ) -> Iterator[torch.Tensor]:
-    """The same, by products in float32, and in float64 only where these do not decide: most GPUs have a 32nd
-    or a 64th of the speed in float64.
+    """Yield the same masks as `not_below`: products in float32, in float64 only if float32 cannot decide.
 
-    A product of D terms in float32 is off by at most D · 2⁻²⁴ · ‖query‖ · ‖item‖, in whatever order they are
-    added (Higham 2002, 3.1), and the rounding of a score by 2⁻²⁴ of it. The limits here are twice as wide.
+    Most GPUs compute float64 at a 32nd or a 64th of the speed of float32. A float32 product of D terms has an
+    error of at most D · 2⁻²⁴ · ‖query‖ · ‖item‖ in any summation order (Higham 2002, 3.1). Rounding a score
+    adds 2⁻²⁴ of the score. The limits in this function are twice as wide.
     """
     unit = 2.0**-23
     lengths = torch.outer(*(part.double().norm(dim=1).float() for part in (queries_QD, items_ND)))
@@ -276,7 +275,7 @@ def not_below_fast(
         given = scores_QR[:count, place].unsqueeze(1)
         limits, beyond = lengths[:count] + (given.abs() * unit + 1e-30), products_QN[:count] - given
         above = beyond > limits
-        unsure = ~(above | (beyond < -limits))  # NaN, too
+        unsure = ~(above | (beyond < -limits))  # includes NaN
         yield _decided(queries_QD[:count], items_ND, given.squeeze(1), above, unsure)
 
 
@@ -287,7 +286,7 @@ def _decided(
     above: torch.Tensor,
     unsure: torch.Tensor,
 ) -> torch.Tensor:
-    """What is above, where it is unsure by products in float64."""
+    """Return `above` after deciding the unsure pairs with float64 products."""
     of, places = unsure.nonzero(as_tuple=True)
     if len(of) * UNSURE > unsure.numel():
         return next(not_below(queries_QD, items_ND, scores_Q.unsqueeze(1), [len(scores_Q)]))

@@ -1,4 +1,4 @@
-"""Whole groups of rows, brought together from all ranks."""
+"""Groups of rows, gathered from all ranks so that each group is complete on one rank."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from raytrec.common.errors import os_errors
 from raytrec.embeddings.hashing import hash_bits
 from raytrec.metrics.ranked import Counted, starts_of_runs
 
-RELEVANT = 0.5  # a label above it is positive
-DISK_PARTS = 64  # into which rows on disk are divided by their keys
+RELEVANT = 0.5  # labels above this value are positive
+DISK_PARTS = 64  # number of parts, by hash of the key, of the rows on disk
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The rows of G whole groups: group after group, the highest prediction of each first; of rows with equal
-    predictions, the lowest label first, so that no order among ties makes a figure better than it is.
+    """Rows of G complete groups, sorted by group and descending prediction.
+
+    Rows with equal predictions are sorted by ascending label, so that no order among ties improves a metric.
 
     Attributes:
-        of: the group of each row, int64 [N], from 0 to G - 1.
-        count: G.
-        predictions, labels, weights: float64 [N]; weights are above 0.
-        items: int64 [N]; None where the task has no column `item`.
+        of: Group of each row, int64 [N], from 0 to G - 1.
+        count: Number of groups, G.
+        predictions: Predictions of the rows, float64 [N].
+        labels: Labels of the rows, float64 [N].
+        weights: Row weights above 0, float64 [N].
+        items: Item keys, int64 [N]; None if the task has no `item` column.
     """
 
     of: torch.Tensor
@@ -48,10 +51,9 @@ class Groups:
         weights_N: torch.Tensor,
         items_N: torch.Tensor | None = None,
     ) -> Groups:
-        """Of rows in any order, among which each group is whole.
+        """Return the groups of rows that are in any order, if each group is complete.
 
-        Args:
-            keys_N: int64; rows with the same key are a group. A prediction that is NaN makes the figures NaN.
+        `keys_N` is int64, and rows with the same key are a group. A NaN prediction makes the metrics NaN.
         """
         weights_N = weights_N.masked_fill(predictions_N.isnan(), float("nan"))
         order = labels_N.argsort(stable=True)
@@ -63,37 +65,37 @@ class Groups:
         return cls(of, len(distinct), predictions, labels, weights, items)
 
     def add(self, values_N: torch.Tensor) -> torch.Tensor:
-        """The sum over the rows of each group, float64 [G]."""
+        """Return the sum over the rows of each group, float64 [G]."""
         return self.weights.new_zeros(self.count).index_add_(0, self.of, values_N.double())
 
     @cached_property
     def sizes(self) -> torch.Tensor:
-        """Rows of each group, float64 [G]."""
+        """Return the number of rows of each group, float64 [G]."""
         return self.add(torch.ones_like(self.weights))
 
     @cached_property
     def ranks(self) -> torch.Tensor:
-        """Each row's place in its group, int64 [N], from 1."""
+        """Return the rank of each row in its group, int64 [N], from 1."""
         starts = self.sizes.cumsum(0) - self.sizes
         return torch.arange(len(self.of), device=self.of.device) - starts.long()[self.of] + 1
 
     @cached_property
     def relevant(self) -> torch.Tensor:
-        """Whether each row's label is positive, bool [N]."""
+        """Return a mask of the rows with a positive label, bool [N]."""
         return self.labels > RELEVANT
 
     @cached_property
     def positives(self) -> torch.Tensor:
-        """Positive rows of each group, float64 [G]."""
+        """Return the number of positive rows of each group, float64 [G]."""
         return self.add(self.relevant)
 
     def best_first(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Values of rows, the greatest of each group first."""
+        """Return row values sorted by group and descending value."""
         order = values_N.argsort(descending=True)
         return values_N[order[self.of[order].argsort(stable=True)]]
 
     def auc(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `auc_of_groups` of these, rows by their weights."""
+        """Return `auc_of_groups` for these groups, with rows weighted."""
         positive, negative = self.weights * self.relevant, self.weights * ~self.relevant
         return auc_of_groups(self.of, self.count, self.predictions, positive, negative)
 
@@ -105,23 +107,27 @@ def auc_of_groups(
     positive_N: torch.Tensor,
     negative_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the AUC of each group, ties counted half, float64 [G]; which groups have positive and negative rows,
-    bool [G]).
+    """Return the AUC of each group, float64 [G], and a mask of the groups with both classes, bool [G].
+
+    Ties count half.
 
     Args:
-        of_N, count, predictions_N: as in Groups, group after group, the highest prediction of each first.
-        positive_N, negative_N: float64, the weights of each row's positive and negative part.
+        of_N: Group of each row, as in Groups; rows are sorted by group and descending prediction.
+        count: Number of groups, G.
+        predictions_N: Predictions of the rows.
+        positive_N: Weight of each row's positive part, float64.
+        negative_N: Weight of each row's negative part, float64.
     """
 
     def add(values_N: torch.Tensor) -> torch.Tensor:
         return values_N.new_zeros(count).index_add_(0, of_N, values_N)
 
-    tie = starts_of_runs(of_N, predictions_N).cumsum(0) - 1  # rows with equal predictions of one group
+    tie = starts_of_runs(of_N, predictions_N).cumsum(0) - 1  # index of each row's run of equal predictions
     ties = len(tie) and int(tie[-1]) + 1
     tied_negative = negative_N.new_zeros(ties).index_add_(0, tie, negative_N)
     all_positive, all_negative = add(positive_N), add(negative_N)
-    before = all_negative.cumsum(0) - all_negative  # of the groups before each
-    above = tied_negative.cumsum(0)[tie] - before[of_N]  # or equal, in the group
+    before = all_negative.cumsum(0) - all_negative  # negative weight of all previous groups
+    above = tied_negative.cumsum(0)[tie] - before[of_N]  # negative weight predicted at least as high
     below = all_negative[of_N] - above
     pairs = add(positive_N * (below + tied_negative[tie] / 2))
     both = (all_positive > 0) & (all_negative > 0)
@@ -129,15 +135,15 @@ def auc_of_groups(
 
 
 class GroupRows:
-    """Rows of one task on this rank, until all ranks exchange them for whole groups.
+    """Rows of one task on this rank, stored until all ranks exchange them for complete groups.
 
-    A row is 20 bytes, or 28 with its item. Beyond `exact_rows` rows, all are appended to files, one for each
-    column, in the folder for temporary files; the files have no names and are gone with the process.
+    A row takes 20 bytes, or 28 with its item. Beyond `exact_rows` rows, all rows are appended to unnamed
+    temporary files, one per column, which disappear with the process.
 
     Args:
-        predict: Function from logits to predictions, of the task.
-        exact_rows: Rows that are kept in memory, eval.max_exact_rows.
-        columns: The task's column `group` and, if metrics need it, `item`.
+        predict: Function of the task that converts logits to predictions.
+        exact_rows: Number of rows kept in memory (eval.max_exact_rows).
+        columns: Column `group` of the task and, if metrics need it, `item`.
     """
 
     def __init__(
@@ -149,15 +155,15 @@ class GroupRows:
         self._begin()
 
     def _begin(self) -> None:
-        """Keep nothing."""
+        """Discard all rows."""
         self._pieces: list[Sequence[torch.Tensor]] = [self._none]
         self._files: list[IO[bytes]] = []
-        # Of the rows of each part in the files: first, how many.
+        # (first row, number of rows) of each part's ranges in the files.
         self._ranges: list[list[tuple[int, int]]] = [[] for _ in range(DISK_PARTS)]
         self._rows = self._written = 0
 
     def add(self, rows: Counted) -> None:
-        """Add rows, in host memory."""
+        """Add rows in host memory."""
         group, *item = (rows.keys[name] for name in self._columns)
         self._pieces.append([group, rows.logits, rows.labels, rows.weights, *item])
         self._rows += len(group)
@@ -165,10 +171,10 @@ class GroupRows:
             self._write()
 
     def groups(self, peers: Peers, place: torch.device) -> Iterator[Groups]:
-        """All groups, each whole on one rank, in as many parts as all ranks have; a collective for each.
+        """Yield all groups in parts, with each group complete on one rank.
 
-        Args:
-            place: the device that rows are sorted on.
+        Each part is a collective, and all ranks yield the same number of parts. Rows are sorted on the device
+        `place`.
         """
         for rows in self._parts(peers):
             keys, logits, labels, weights, *item = peers.send(rows, rank_of(rows[0], peers.world))
@@ -176,9 +182,9 @@ class GroupRows:
             yield Groups.make(keys.to(place), predictions, *(x.to(place) for x in (labels, weights, *item)))
 
     def _parts(self, peers: Peers) -> Iterator[list[torch.Tensor]]:
-        """Yield this rank's rows in one part, or in DISK_PARTS if a rank has rows on disk.
+        """Yield this rank's rows in one part, or in DISK_PARTS if any rank has rows on disk.
 
-        Rows of a group are in the same part on all ranks. A collective, after which nothing is kept.
+        A group's rows are in the same part on all ranks. A collective, after which the rows are discarded.
         """
         if peers.largest(bool(self._files)) > 0:
             self._write()
@@ -194,7 +200,7 @@ class GroupRows:
         return [torch.cat(pieces) for pieces in zip(*self._pieces, strict=True)]
 
     def _write(self) -> None:
-        """Appends what is in memory to the files, part after part."""
+        """Append the rows in memory to the files, sorted by part."""
         columns = self._joined()
         parts = hash_bits(columns[0]) % DISK_PARTS
         order, counts = parts.argsort(stable=True), parts.bincount(minlength=DISK_PARTS).tolist()
@@ -224,5 +230,5 @@ class GroupRows:
 
 
 def rank_of(keys_N: torch.Tensor, world: int) -> torch.Tensor:
-    """The rank that owns each key, int64 [N]: evenly spread, whatever the keys have in common."""
+    """Return the rank that owns each key, int64 [N]; hashing spreads any keys evenly."""
     return (hash_bits(keys_N) >> 8) % world

@@ -1,4 +1,4 @@
-"""Rows of all ranks in the order of their predictions."""
+"""Rows of all ranks, sorted by prediction."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from raytrec.common.collectives import Peers
 
-SAMPLES = 256  # of a rank's predictions, from which the borders between the ranks' parts are chosen
-BIN_BITS = 20  # of a prediction that tell its bin: sign, exponent and 11 bits of fraction
+SAMPLES = 256  # predictions per rank from which the borders between the ranks' parts are chosen
+BIN_BITS = 20  # leading bits that determine the bin: sign, exponent and 11 bits of fraction
 BIN_COUNT = 1 << BIN_BITS
 DROPPED = 32 - BIN_BITS
 LOWER = 0x7FFFFFFF
@@ -19,11 +19,13 @@ LOWER = 0x7FFFFFFF
 
 @dataclass(frozen=True)
 class Counted:
-    """Rows of a task that count in it, in host memory.
+    """Rows of a task with nonzero weight, in host memory.
 
     Attributes:
-        logits, labels, weights: float32 [n]; weights are above 0; logits [n, C] for C classes.
-        keys: column → int64 [n].
+        logits: Logits, float32 [n], or [n, C] for C classes.
+        labels: Labels, float32 [n].
+        weights: Weights above 0, float32 [n].
+        keys: Column → keys, int64 [n].
     """
 
     logits: torch.Tensor
@@ -33,7 +35,10 @@ class Counted:
 
 
 def starts_of_runs(*columns_N: torch.Tensor) -> torch.Tensor:
-    """Return where rows differ from the row before in some column, bool [N]; the first row does."""
+    """Return a mask of rows that differ from the previous row in any column, bool [N].
+
+    The first row is always True.
+    """
     starts = torch.ones_like(columns_N[0], dtype=torch.bool)
     starts[1:] = torch.stack([column[1:] != column[:-1] for column in columns_N]).any(0)
     return starts
@@ -42,12 +47,12 @@ def starts_of_runs(*columns_N: torch.Tensor) -> torch.Tensor:
 def put_together(
     order_N: torch.Tensor, equal: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Add up consecutive rows that have equal values.
+    """Sum consecutive rows that have equal values.
 
     Args:
-        order_N: Order of the rows, in which those with equal values are consecutive.
-        equal: Columns [N] of these values.
-        sums: Columns [N] that are added up.
+        order_N: Row order in which equal rows are consecutive.
+        equal: Columns [N] that are compared.
+        sums: Columns [N] that are summed.
 
     Returns:
         The columns of `equal` and of `sums`, [D] each.
@@ -60,12 +65,13 @@ def put_together(
 
 
 class Ties(NamedTuple):
-    """Rows with equal predictions put together: D distinct predictions, which rise.
+    """Rows summed by prediction: D distinct predictions in ascending order.
 
     Attributes:
-        predictions: float64 [D].
-        positive, negative: the sums of the weights of rows with label 1 and label 0, float64 [D].
-        rows: how many there are, float64 [D].
+        predictions: Distinct predictions, float64 [D].
+        positive: Sum of the weights of rows with label 1, float64 [D].
+        negative: Sum of the weights of rows with label 0, float64 [D].
+        rows: Number of rows, float64 [D].
     """
 
     predictions: torch.Tensor
@@ -75,7 +81,10 @@ class Ties(NamedTuple):
 
     @classmethod
     def of(cls, predictions_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor) -> Ties:
-        """Of rows in any order; labels 0 and 1. A prediction that is NaN makes all that follows NaN."""
+        """Return the ties of rows in any order, with labels 0 and 1.
+
+        A NaN prediction makes all results NaN.
+        """
         weights = weights_N.double()
         positive = weights * labels_N
         broken = predictions_N.isnan()
@@ -88,21 +97,22 @@ class Ties(NamedTuple):
 
     @classmethod
     def merge(cls, predictions: torch.Tensor, *sums: torch.Tensor) -> Ties:
-        """Of ties in any order, several of which may have one prediction."""
+        """Merge ties in any order; several of them may have the same prediction."""
         return cls(*put_together(predictions.argsort(), [predictions], sums))
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """This rank's part of the rows of all ranks in the order of their predictions: those of the first ranks
-    are the lowest, and rows with equal predictions are on one rank.
+    """This rank's part of the rows of all ranks, sorted by prediction.
+
+    Lower ranks hold lower predictions, and rows with equal predictions are on one rank.
 
     Attributes:
-        ties: of this rank.
-        below: the sums of positive, negative and rows of all lower ranks' parts, float64 [3].
-        total: those of all ranks.
-        both_classes: whether there are rows of both labels, and of no other.
-        peers: these ranks.
+        ties: Ties of this rank.
+        below: Sums of positive, negative and rows over all lower ranks, float64 [3].
+        total: The same sums over all ranks, float64 [3].
+        both_classes: True if the labels contain 0 and 1 and no other value.
+        peers: Ranks that share the order.
     """
 
     ties: Ties
@@ -113,10 +123,9 @@ class Ranked:
 
     @classmethod
     def sort(cls, ties: Ties, peers: Peers, binary: bool = True) -> Ranked:
-        """Sorts the ties of all ranks; a collective. A rank then has about as many as any other.
+        """Sort the ties of all ranks into parts of about equal size; a collective.
 
-        Args:
-            binary: whether all labels of this rank are 0 and 1.
+        `binary` is True if all labels of this rank are 0 and 1.
         """
         if peers.world > 1:
             ranks = torch.bucketize(ties.predictions, _borders(ties.predictions, peers))
@@ -128,19 +137,21 @@ class Ranked:
         return cls(ties, below[:3], total[:3], both, peers)
 
     def before(self, which: int) -> torch.Tensor:
-        """What is below each of this rank's ties, float64 [D]: of positive (0), negative (1) or rows (2)."""
+        """Return the sum below each tie of this rank, float64 [D]: positive (0), negative (1) or rows (2)."""
         values = self.ties[1 + which]
         return self.below[which] + values.cumsum(0) - values
 
 
 def is_binary(labels_N: torch.Tensor) -> bool:
-    """Whether labels are 0 and 1 alone."""
+    """Return True if all labels are 0 or 1."""
     return bool(((labels_N == 0) | (labels_N == 1)).all())
 
 
 def _borders(rising_D: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """Values [ranks - 1] between which about equally many of all ranks' values are; a rank is given those up
-    to its border."""
+    """Return the upper bounds [ranks - 1] of the ranks' parts, estimated from samples of all ranks.
+
+    About the same number of values lies between two consecutive bounds.
+    """
     places = torch.linspace(0, max(0, len(rising_D) - 1), SAMPLES, device=rising_D.device).long()
     mine = rising_D[places] if len(rising_D) else rising_D.new_zeros(SAMPLES)
     weights = torch.full_like(mine, len(rising_D) / SAMPLES)
@@ -153,14 +164,15 @@ def _borders(rising_D: torch.Tensor, peers: Peers) -> torch.Tensor:
 
 
 class BoundedRows:
-    """Rows of one task on this rank in bounded memory: beyond `exact_rows` rows, all are put into bins. Rows
-    whose predictions agree in sign, exponent and 11 bits of fraction (1 in 2,048 of their size) then count as
-    tied.
+    """Rows of one task on this rank in bounded memory.
+
+    Beyond `exact_rows` rows, all rows are binned. Rows whose predictions agree in sign, exponent and 11 bits
+    of fraction (1 in 2,048 of their size) then count as tied.
 
     Args:
-        predict: logits → predictions, of the task.
-        exact_rows: eval.max_exact_rows.
-        columns: whose keys are kept, too.
+        predict: Function of the task that converts logits to predictions.
+        exact_rows: Number of rows kept exactly (eval.max_exact_rows).
+        columns: Columns whose keys are kept as well.
     """
 
     def __init__(
@@ -184,27 +196,25 @@ class BoundedRows:
             self._put_into_bins()
 
     def _put_into_bins(self) -> None:
-        """Adds what `_joined` gives to the bins, and empties it."""
+        """Move the rows of `_joined` to the bins."""
         raise NotImplementedError
 
     def _joined(self) -> list[torch.Tensor]:
-        """Return the rows that are kept: logits, labels, weights and keys."""
+        """Return and discard the stored rows: logits, labels, weights and keys."""
         joined = [torch.cat(pieces) for pieces in zip(*self._parts, strict=True)]
         self._parts, self._rows = [self._none], 0
         return joined
 
 
 class Scores(BoundedRows):
-    """Rows of which `Ranked` is made: 12 bytes each, or 24 MiB of bins."""
+    """Rows for `Ranked`: 12 bytes per row, or 24 MiB of bins."""
 
     _bins: torch.Tensor | None = None  # float64 [3, BIN_COUNT]: positive, negative, rows
 
     def ranked(self, peers: Peers, place: torch.device) -> tuple[Ranked, bool]:
-        """The rows of all ranks in the order of their predictions, and whether they are in bins: all ranks'
-        are, if one's are. A collective, after which nothing is kept here.
+        """Return the sorted rows of all ranks, and True if the rows are binned; a collective.
 
-        Args:
-            place: the device that rows are sorted on.
+        If any rank has binned rows, all ranks bin. Rows are sorted on the device `place` and then discarded.
         """
         binned = peers.largest(self._bins is not None) > 0
         if binned:
@@ -228,15 +238,15 @@ class Scores(BoundedRows):
 
 
 def bins_of(predictions_N: torch.Tensor) -> torch.Tensor:
-    """The bin of each prediction, int64 [N]; higher predictions are in higher bins."""
+    """Return the bin of each prediction, int64 [N]; higher predictions have higher bins."""
     limits = torch.finfo(torch.float32)
-    bits = predictions_N.float().clamp(limits.min, limits.max).nan_to_num() + 0.0  # -0.0 is 0.0
+    bits = predictions_N.float().clamp(limits.min, limits.max).nan_to_num() + 0.0  # converts -0.0 to 0.0
     bits = bits.view(torch.int32)
-    rising = bits ^ ((bits >> 31) & LOWER)  # floats rise as integers do, but for negative ones
+    rising = bits ^ ((bits >> 31) & LOWER)  # bits order floats like integers, negative floats reversed
     return (rising.long() >> DROPPED) + BIN_COUNT // 2
 
 
 def midpoints(bins_N: torch.Tensor) -> torch.Tensor:
-    """The prediction in the middle of each bin, float64 [N]."""
+    """Return the prediction in the middle of each bin, float64 [N]."""
     rising = (((bins_N - BIN_COUNT // 2) << DROPPED) + (1 << (DROPPED - 1))).int()
     return (rising ^ ((rising >> 31) & LOWER)).view(torch.float32).double()

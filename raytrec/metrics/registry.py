@@ -1,12 +1,12 @@
-"""The registry of metrics. A new one is a class in a file of builtin/ and nothing else, or `module:name`.
+"""Registry of metrics. A new metric is one class, in a file of builtin/ or named as `module:name`.
 
-A metric is a class of one of three kinds, by what its sums are of; what it sums adds up over ranks:
+A metric sums values over rows and over ranks. Its base class determines which rows are summed:
 
-    SumMetric     rows in any order; known in training, too
-    RankedMetric  rows in the order of their predictions, as the area under a curve needs them
-    GroupMetric   whole groups of rows (tasks.group), as of one request or user
+    SumMetric     rows in any order; also computed during training
+    RankedMetric  rows sorted by prediction, e.g. for the area under a curve
+    GroupMetric   complete groups of rows (tasks.group), e.g. all rows of one request or user
 
-`@metric` gives it a name and decides how it is shown:
+The decorator `@metric` sets the name of a metric and how it is displayed:
 
     @metric("mae", title="MAE (mean absolute error)", label="MAE", better="lower")
     class MAE(SumMetric):
@@ -19,8 +19,8 @@ A metric is a class of one of three kinds, by what its sums are of; what it sums
         def figure(sums):
             return sums["error"] / sums["weight"]
 
-Result table, result.json, console, MLflow, report, `checkpoint.keep_best` and notebooks take names, titles
-and formats from here. No torch in this module: files of metrics import it in their functions.
+Result table, result.json, console, MLflow, report, `checkpoint.keep_best` and notebooks read names, titles
+and formats from this registry. This module does not import torch; metrics import torch inside functions.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ if TYPE_CHECKING:
 
 Direction = Literal["higher", "lower", "closer to 1"]
 DIRECTIONS = ("higher", "lower", "closer to 1", None)
-POSITIVES = "positives"  # a count (SumMetric.counts) of what a ratio that should be 1 is of
-COUNTED_ROWS = "counted_rows"  # of a task: how many rows its mask, labels and sample weights leave
-# GroupMetric.counts
+POSITIVES = "positives"  # key in SumMetric.counts: number of positives behind a ratio
+COUNTED_ROWS = "counted_rows"  # key: rows of a task that remain after mask, labels and sample weights
+# Keys of GroupMetric.counts.
 GROUPS, NO_POSITIVE, ONE_CLASS = "groups", "groups_without_positive", "groups_of_one_class"
 NAME = re.compile(r"[a-z][a-z0-9_]*")
-FORMAT = re.compile(r"\{:,?(\.\d)?[fgeE%]\}")  # it may come from an untrusted run folder
+FORMAT = re.compile(r"\{:,?(\.\d)?[fgeE%]\}")  # strict, because formats are read from untrusted run folders
 WHERE = "tasks.metrics"
-BOUND = "_bound"  # NAME_bound: how far a figure out of bins may be from the exact one
+BOUND = "_bound"  # suffix of NAME_bound: the maximum error of a value computed from bins
 RESERVED = {"kind", "step", "total", "state", "eta_s", "rows", "skipped_rows", "nan_steps", "rows_per_s"}
 RESERVED |= {"unix_s", "loss", "curves", "slices", "unknown_items", "unknown_seen"}
 RESERVED |= {COUNTED_ROWS, POSITIVES, GROUPS, NO_POSITIVE, ONE_CLASS}
 
 
 class Metric:
-    """What all metrics have. A class, never an instance: metrics hold no state.
+    """Base class of all metrics. Metrics are stateless classes and are never instantiated.
 
     Attributes:
-        name: in configurations and results.
-        title: for tables of results.
-        label: short, for lines and axes.
-        better: which values are better; None: neither are.
-        format: of its figures, as of str.format.
-        takes: kinds of predictions that it can be computed of (Loss.predicts); None: any.
-        at_k: whether configurations name it with a number of places, as in recall@10.
-        k: that number.
+        name: Name in configurations and results.
+        title: Title in result tables.
+        label: Short name for console lines and axes.
+        better: Direction of better values; None if no direction is better.
+        format: Format string of values, as for str.format.
+        takes: Kinds of predictions that the metric supports (Loss.predicts); None: any.
+        at_k: True if configurations name the metric with a number of places, as in recall@10.
+        k: Number of places.
     """
 
     name: ClassVar[str] = ""
@@ -80,61 +80,56 @@ class Metric:
 
     @staticmethod
     def sums(rows: Any, /) -> dict[str, torch.Tensor]:
-        """Return what rows of this rank add, as scalars on their device. Every kind has its own `rows`."""
+        """Return the sums over rows of this rank, as scalars on their device; subclasses define `rows`."""
         raise NotImplementedError
 
     @classmethod
     def figure(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
-        """Return the metric; NaN where it is not defined.
-
-        Args:
-            sums: Sums over all ranks, float64 scalars in host memory.
-        """
+        """Return the metric value, NaN if undefined, from float64 sums over all ranks in host memory."""
         raise NotImplementedError
 
     @classmethod
     def counts(cls, sums: Mapping[str, torch.Tensor]) -> dict[str, float | torch.Tensor]:
-        """Return further figures by name, which show how much the metric is worth; none by default."""
+        """Return additional counts by name that show how reliable the value is; empty by default."""
         return {}
 
     @staticmethod
     def ranked_curve(ranked: Ranked) -> dict[str, list] | None:
-        """A curve of an evaluation's rows in the order of their predictions (builtin/areas.py), for the
-        report; a collective, which returns the same on all ranks. None: the metric has no curve."""
+        """Return a curve over rows sorted by prediction for the report; a collective with equal results."""
         return None
 
 
 class SumMetric(Metric):
-    """A metric of sums, which add up over rows, steps and ranks; in training it is known at every report.
+    """Metric whose sums are added over rows, steps and ranks; training reports include its value.
 
-    `sums` takes the TaskOutputs of one step or of a few. It must not make the host wait for the device, and
-    its names depend on nothing. Metrics that share this very function share its sums.
+    `sums` takes the TaskOutputs of one or several steps. The function must not make the host wait for the
+    device and must always return the same names. Metrics with the same `sums` function share its result.
     """
 
 
 class RankedMetric(Metric):
-    """A metric of an evaluation's rows in the order of their predictions, which the ranks sort together: each
-    has a part of that order (Ranked), of which `sums` are. Not defined where labels are not both 0 and 1, and
-    nothing else."""
+    """Metric over the rows of an evaluation, sorted by prediction across all ranks.
+
+    `sums` takes this rank's part (Ranked). The value is undefined unless labels are 0 and 1, and both occur.
+    """
 
     takes = ("probability", "number", "score")
 
     @classmethod
     def bound(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
-        """How far `figure` may at most be from the exact one, where rows with nearly equal predictions have
-        been put into one bin (eval.max_exact_rows)."""
+        """Return the maximum error of `figure` caused by binning of predictions (eval.max_exact_rows)."""
         raise NotImplementedError
 
 
 class GroupMetric(Metric):
-    """A metric of an evaluation's groups: rows with the same value in the task's column `group`. The ranks
-    exchange rows until each group is whole on one of them.
+    """Metric over groups of an evaluation: rows with the same value in the task's `group` column.
 
-    By default the weighted mean of a value of each group (`of_groups`).
+    Ranks exchange rows until each group is complete on one rank. By default, the metric is the weighted mean
+    of one value per group (`of_groups`).
 
     Attributes:
-        needs_item: whether the task has to name a column `item`.
-        left_out: what groups are called that have no value, in `counts`.
+        needs_item: True if the task must name an `item` column.
+        left_out: Key in `counts` of the number of groups without a value.
     """
 
     takes = ("probability", "number", "score")
@@ -143,28 +138,30 @@ class GroupMetric(Metric):
 
     @classmethod
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
-        """(values float64 [G], which groups have one bool [G]) of the groups that are whole on this rank."""
+        """Return a value for each group, float64 [G], and a mask of the groups that have one, bool [G]."""
         raise NotImplementedError
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
-        """Its values for groups whose labels are 0 and 1: float64 [G]. Metrics that have it are also those
-        of full rankings (selection.ranking_metrics).
+        """Return the values of groups whose labels are 0 and 1, float64 [G].
+
+        Metrics with this method are also used in full rankings (selection.ranking_metrics).
 
         Args:
-            ranks_GR: of each group's positive rows, int64, from 1, rising; behind them some that are larger
-                than any place k.
-            positives_G: how many there are, int64, at least 1.
+            ranks_GR: Ranks of each group's positive rows, int64, from 1, ascending; padded with values above
+                any k.
+            positives_G: Number of positive rows of each group, int64, at least 1.
         """
         raise NotImplementedError
 
     @classmethod
     def weights(cls, groups: Groups) -> torch.Tensor:
-        """How much each group counts, float64 [G]: the mean weight of its rows, 1 without sample weights."""
+        """Return each group's weight, float64 [G]: the mean row weight; 1 without sample weights."""
         return groups.add(groups.weights) / groups.sizes
 
     @classmethod
     def sums(cls, groups: Groups) -> dict[str, torch.Tensor]:
+        """Return the weighted sum of values, the sum of weights, and the numbers of groups."""
         values_G, counted_G = cls.of_groups(groups)
         weights_G = cls.weights(groups) * counted_G
         return {
@@ -176,17 +173,17 @@ class GroupMetric(Metric):
 
     @classmethod
     def distinct(cls, groups: Groups) -> dict[str, torch.Tensor]:
-        """Keys, int64 [n] each, of which the sums are to have, under these names, how many distinct ones
-        there are over all groups of all ranks; none by default."""
+        """Return keys by name, int64 [n] each; the sums then contain their distinct count over all ranks."""
         return {}
 
     @classmethod
     def figure(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
+        """Return the weighted mean over groups."""
         return sums["values"] / sums["weight"]
 
     @classmethod
     def counts(cls, sums: Mapping[str, torch.Tensor]) -> dict[str, float | torch.Tensor]:
-        """Further figures: the groups, and how many have no value and are left out."""
+        """Return the number of groups and the number of groups without a value."""
         return {GROUPS: sums["groups"], cls.left_out: sums["left_out"]}
 
 
@@ -205,20 +202,20 @@ def metric(
     takes: tuple[Kind, ...] | None = None,
     at_k: bool = False,
 ) -> Callable[[T], T]:
-    """Registers a metric.
+    """Return a class decorator that registers a metric.
 
     Args:
-        name: lower-case letters, digits and _.
-        title: for tables of results; default: the name.
-        label: for lines and axes; default: the name.
-        better: higher, lower, closer to 1, or None, by which no checkpoint can be kept.
-        format: of its figures, such as "{:.4f}" or "{:.1%}".
-        takes: kinds of predictions that it can be computed of (Loss.predicts); default: the class's, any.
-        at_k: configurations name it with a number of places, NAME@10, which is its `k`; {k} in title and
-            label becomes that number.
+        name: Name of lower-case letters, digits and _.
+        title: Title in result tables; default: the name.
+        label: Short name for lines and axes; default: the name.
+        better: higher, lower, closer to 1, or None; with None, checkpoints cannot be ranked by the metric.
+        format: Format string of values, such as "{:.4f}" or "{:.1%}".
+        takes: Supported kinds of predictions (Loss.predicts); default: the attribute of the class, any.
+        at_k: True if configurations name the metric as NAME@10, where 10 is `k`; {k} in title and label is
+            replaced by that number.
 
     Raises:
-        ConfigError: one of them is not valid, or the class is not a metric class.
+        ConfigError: An argument is invalid, or the class is not a metric class.
     """
 
     def register(cls: T) -> T:
@@ -250,19 +247,19 @@ METRICS: Registry[type[Metric]] = Registry("metric", f"{__package__}.builtin")
 
 
 def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
-    """The metric that a configuration names.
+    """Return the metric class that a configuration names.
 
     Args:
-        reference: a name, or `module:name` of a class out of tree; with @k where the metric has places.
-        folder: where that module may be found, in addition to Python's own path.
+        reference: Name or `module:name` of a user's class, with @k if the metric counts places.
+        folder: Folder to import that module from, in addition to Python's path.
 
     Raises:
-        ConfigError: there is no such metric; the class is not a metric, or has the name of another one; k is
-            missing, not above 0, or not wanted.
+        ConfigError: The metric does not exist, is not a metric class, or reuses another metric's name; or k
+            is missing, less than 1, or not supported.
     """
     (name, at, places), where = reference.partition("@"), f"{WHERE}: {reference}"
     found = METRICS.find(name, WHERE, folder)
-    # Registered itself, not through what it inherits from.
+    # The class itself must be registered; a registered base class is not enough.
     if not (isinstance(found, type) and issubclass(found, Metric) and vars(found).get("name")):
         raise ConfigError(
             "not a metric class",
@@ -289,7 +286,7 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
 
 
 def at_places(metric: Any, k: int) -> Any:
-    """Return a metric of so many places; the same class for the same number."""
+    """Return the metric class for k places; the same class is returned for the same k."""
     return _at(metric, k)
 
 

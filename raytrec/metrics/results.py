@@ -1,4 +1,4 @@
-"""result.json for people: metrics, counts, tables of slices. No torch here."""
+"""Metrics, counts and slice tables of result.json in display form. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from raytrec.common.formatting import as_dict, as_list, number
 from raytrec.metrics.registry import BOUND, COUNTED_ROWS, GROUPS, NO_POSITIVE, ONE_CLASS
 from raytrec.metrics.selection import EVAL, RANKING_COUNTS, Figure, figures_of
 
-BRIEF, WHEN_ANY = "brief", "when any"  # one of the few that matter most; 0 is not worth a line
+BRIEF, WHEN_ANY = "brief", "when any"  # shown in a brief summary; shown unless 0
 RANKED_ROWS, RANKED_ITEMS, UNKNOWN_ITEMS, UNKNOWN_SEEN = (EVAL + key for key in RANKING_COUNTS)
-AFTER = {  # the metrics, in this order: title, format, BRIEF or WHEN_ANY
+AFTER = {  # values listed after the metrics: key → title, format, BRIEF or WHEN_ANY
     RANKED_ROWS: ("rows whose item was ranked", "{:,}", ""),
     RANKED_ITEMS: ("among so many items", "{:,}", ""),
     UNKNOWN_ITEMS: ("of an item that is not among them (never found)", "{:,}", WHEN_ANY),
@@ -33,14 +33,14 @@ AFTER = {  # the metrics, in this order: title, format, BRIEF or WHEN_ANY
     "bound.by": ("bound by", "{}", ""),
     "bound.share": ("share of the time", "{:.0%}", ""),
 }
-COUNTS = {  # with a task's metrics
+COUNTS = {  # counts listed with a task's metrics
     COUNTED_ROWS: "rows that count",
     GROUPS: "groups",
     NO_POSITIVE: "groups without a positive row (left out)",
     ONE_CLASS: "groups of one class (left out)",
 }
 SLICES = "eval.slices"  # task → column → slices, largest, worst
-COLUMNS = {  # of a record
+COLUMNS = {  # key in a slice record → title, format
     "slice": ("value", "{}"),
     "rows": ("rows", "{:,.0f}"),
     "auc": ("AUC", "{:.4f}"),
@@ -50,12 +50,13 @@ COLUMNS = {  # of a record
 
 
 class Row(NamedTuple):
-    """A figure as it is shown.
+    """Value of a result in display form.
 
     Attributes:
-        text: its value; "–" where it is not defined.
-        form: as of str.format.
-        brief: whether it is one of the few that matter most.
+        title: Title of the value.
+        text: Value as text; "–" if the value is undefined.
+        form: Format string, as for str.format.
+        brief: True if the value belongs in a brief summary.
     """
 
     title: str
@@ -64,13 +65,13 @@ class Row(NamedTuple):
     brief: bool
 
     def difference(self, value: float, other: float) -> str:
-        """How far a value is from another one, with its sign."""
+        """Return the signed difference between a value and another one as text."""
         form = self.form.replace("{:", "{:+") if "{:" in self.form else "{:+}"
         return form.format(value - other)
 
 
 def format_result(result: Mapping[str, Any]) -> dict[str, Row]:
-    """Return the figures worth a line, by their key."""
+    """Return the values of a result that are displayed, by key."""
     rows: dict[str, tuple[str, str, str]] = {}
     for figure in figures_of(result):
         rows[EVAL + figure.key] = figure.title, figure.format, BRIEF if figure.directed else ""
@@ -83,7 +84,7 @@ def format_result(result: Mapping[str, Any]) -> dict[str, Row]:
 
 
 def _beside(figure: Figure) -> dict[str, tuple[str, str, str]]:
-    """Return the counts that may come with a figure: key → title, format, ""."""
+    """Return the counts that can accompany a metric: key → (title, format, "")."""
     place, of_task = EVAL + figure.key, figure.title.rpartition(": ")[0]
     found = {place + BOUND: (f"{figure.title}: off by at most", "{:.1e}", "")}
     task = figure.key.rpartition(".")[0]
@@ -94,28 +95,28 @@ def _beside(figure: Figure) -> dict[str, tuple[str, str, str]]:
 
 
 def as_text(value: Any, form: str) -> str:
-    """A figure as it is written; what is not a number, as it is."""
+    """Return a value in a given format; values that are not numbers are converted with str."""
     if value is None:
         return "–"
     return str(value) if isnan(number(value)) else form.format(value)
 
 
 class Cell(NamedTuple):
-    """A cell of a table: text, and the value that its column is sorted by (None: the text)."""
+    """Cell of a table: text, and the value by which the column is sorted (None: the text)."""
 
     text: str
     value: float | None = None
 
 
 class Sheet(NamedTuple):
-    """A table: names of columns, and rows of cells."""
+    """Table: column names and rows of cells."""
 
     columns: list[str]
     rows: list[list[Cell]]
 
 
 def slice_tables(result: Mapping[str, Any]) -> list[tuple[str, Sheet]]:
-    """Return titles and tables of the largest and the worst slices of a result, task by task.
+    """Return titles and tables of the largest and the worst slices of a result, by task.
 
     Entries that are not records are skipped.
     """

@@ -1,4 +1,4 @@
-"""A run's metrics, their names, and how they are shown."""
+"""Metrics of a run, their keys and their display."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from raytrec.metrics.registry import (
 from raytrec.tasks.task import Task, resolve_tasks
 
 ANY_FORMAT = "{:.4g}"
-LOSS = "loss"  # the key of the training loss; TASK.loss is a task's part of it
-NE, LOG_LOSS = "ne", "logloss"  # names of metrics that reports look at
-EVAL = "eval."  # begins the keys of result.json that are of evaluations
-RETRIEVAL = "retrieval"  # of the keys of full rankings (eval.retrieval)
+LOSS = "loss"  # key of the training loss; TASK.loss is the part of one task
+NE, LOG_LOSS = "ne", "logloss"  # names of metrics that reports use
+EVAL = "eval."  # prefix of evaluation keys in result.json
+RETRIEVAL = "retrieval"  # prefix of the keys of full rankings (eval.retrieval)
 RANKING_COUNTS = [f"{RETRIEVAL}.{name}" for name in ("rows", "items", "unknown_items", "unknown_seen")]
-PREDICTED = {  # of Loss.predicts
+PREDICTED = {  # value of Loss.predicts → description
     "probability": "probabilities",
     "number": "numbers in the label's units",
     "classes": "probabilities of classes",
@@ -43,12 +43,15 @@ PREDICTED = {  # of Loss.predicts
 
 @dataclass(frozen=True)
 class Figure:
-    """A metric of a task as it is shown, also where the metric's code cannot be imported.
+    """Display properties of a task's metric; usable even if the metric's code cannot be imported.
 
     Attributes:
-        key: in messages and files: the metric's name; TASK.NAME where a run has several tasks.
-        title, label, better, format: the metric's (registry.Metric), with the task's name before it.
-        sums: whether training has it, too, not evaluations alone.
+        key: Key in messages and files: the metric's name, or TASK.NAME if the run has several tasks.
+        title: Title in result tables (registry.Metric), prefixed with the task's name.
+        label: Short name for lines and axes, prefixed with the task's name.
+        better: Direction of better values; None if no direction is better.
+        format: Format string of values.
+        sums: True if the metric is also computed during training, not only in evaluations.
     """
 
     key: str
@@ -59,40 +62,40 @@ class Figure:
     sums: bool
 
     def text(self, value: Any) -> str:
-        """A value as it is written; "–" where it is not defined."""
+        """Return a value as text; "–" if the value is undefined."""
         return "–" if isnan(number(value)) else self.format.format(value)
 
     def loss(self, value: float) -> float:
-        """A number that is smaller for better values."""
+        """Return a number that decreases as the value improves."""
         return {"higher": -value, "lower": value, "closer to 1": abs(value - 1)}[self.better or "lower"]
 
     @property
     def is_ratio(self) -> bool:
-        """Whether it should be 1."""
+        """Return True if the target value is 1."""
         return self.better == "closer to 1"
 
     @property
     def directed(self) -> bool:
-        """Whether it should be as high, or as low, as possible."""
+        """Return True if the best value is the highest or the lowest one."""
         return self.better in ("higher", "lower")
 
 
 class Selection:
-    """The metrics of a run's tasks.
+    """Metrics of a run's tasks.
 
     Args:
-        tasks: in the order of the configuration; modules of the user's are imported.
-        settings: the section `eval`; default: its defaults.
+        tasks: Tasks in the order of the configuration; user modules are imported.
+        settings: Section `eval`; default: its default values.
 
     Attributes:
-        tasks: task → it.
-        of: task → its metrics.
-        settings: as they were given.
-        of_ranking: the metrics of eval.retrieval, if it is set.
+        tasks: Task name → task.
+        of: Task name → metrics of the task.
+        settings: Section `eval`.
+        of_ranking: Metrics of eval.retrieval; empty if retrieval is not set.
 
     Raises:
-        ConfigError: there is no such metric, two of a task have one name, or one does not suit its task; a
-            task has the name that full rankings have.
+        ConfigError: A metric does not exist, occurs twice in a task, or does not suit its task; or a task has
+            the name that is reserved for full rankings.
     """
 
     def __init__(self, tasks: Sequence[Task], settings: EvalSection | None = None):
@@ -117,20 +120,20 @@ class Selection:
 
     @classmethod
     def of_config(cls, config: RunConfig, schema: Schema) -> Selection:
-        """Those of a configuration's tasks.
+        """Return the metrics of the tasks in a configuration.
 
         Raises:
-            ConfigError: as in `resolve_tasks` and here.
+            ConfigError: As in `resolve_tasks` and the constructor.
         """
         return cls(resolve_tasks(config.tasks, schema), config.eval)
 
     def key(self, task: str, name: str) -> str:
-        """What a figure of a task is called in messages and files."""
+        """Return the key of a task's value in messages and files."""
         return name if len(self.of) == 1 else f"{task}.{name}"
 
     @property
     def figures(self) -> list[Figure]:
-        """All of them, task by task, then those of full rankings."""
+        """Return all metrics by task, followed by the metrics of full rankings."""
         of_tasks = [
             _figure(self.key(task, metric.name), metric, "" if len(self.of) == 1 else f"{task}: ")
             for task, metrics in self.of.items()
@@ -139,18 +142,20 @@ class Selection:
         return of_tasks + [_figure(f"{RETRIEVAL}.{m.name}", m, f"{RETRIEVAL}: ") for m in self.of_ranking]
 
     def described(self, training: bool = False) -> list[dict[str, Any]]:
-        """`figures` as JSON, for the result of a run and, with the losses of `training`, for its start;
-        `figures_of` reads it back."""
+        """Return `figures` as JSON for the result of a run; `figures_of` is the inverse.
+
+        With `training`, the training losses are added, for the start message of a run.
+        """
         losses = [*(_loss(f"{task}.{LOSS}", f"{task}: ") for task in self.tasks), _loss(LOSS)]
         return [asdict(figure) for figure in [*self.figures, *(losses if training else [])]]
 
     def result(self, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of result.json about the last evaluation."""
+        """Return the entries of result.json for the last evaluation."""
         return {f"{EVAL}{key}": value for key, value in figures.items()} | {"metrics": self.described()}
 
     @property
     def ratios(self) -> dict[str, str]:
-        """Key of each metric that should be 1 → key of the positives that it is of."""
+        """Return a mapping from the key of each metric with target 1 to the key of its positives."""
         return {
             self.key(task, metric.name): self.key(task, POSITIVES)
             for task, metrics in self.of.items()
@@ -159,21 +164,21 @@ class Selection:
         }
 
     def best(self, key: str | None, where: str = "checkpoint.best_metric") -> Figure:
-        """The figure that decides which of several evaluations is the best.
+        """Return the metric that ranks evaluations.
 
         Args:
-            key: METRIC, TASK.METRIC or retrieval.METRIC, or one of these after `eval.`; None: the first that
-                should be low or high, those that training has before those that it has not.
-            where: the key of the configuration that it comes from.
+            key: METRIC, TASK.METRIC or retrieval.METRIC, optionally prefixed with `eval.`. None: the first
+                metric that should be high or low; metrics that training computes take precedence.
+            where: Configuration key that contains `key`, for error messages.
 
         Raises:
-            ConfigError: the tasks have no such metric, or none of its values are better than others.
+            ConfigError: No task has this metric, or the metric has no direction.
         """
         able = {figure.key: figure for figure in self.figures if figure.better}
         if key is None and able:
             return min(able.values(), key=lambda figure: (not figure.directed, not figure.sums))
         key = str(key).removeprefix(EVAL)
-        if key not in able and len(self.of) == 1:  # which may be named all the same
+        if key not in able and len(self.of) == 1:  # the name of a single task is optional
             key = key.removeprefix(f"{next(iter(self.of))}.")
         if key in able:
             return able[key]
@@ -183,10 +188,10 @@ class Selection:
 
 
 def ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:
-    """The metrics of full rankings: those that the ranks of a group's positive rows decide.
+    """Return the metrics of full rankings, which depend only on the ranks of positive rows.
 
     Args:
-        places: k of those of the first k places.
+        places: Values of k for metrics that count the first k places.
     """
     able = [m for m in METRICS.parts.values() if issubclass(m, GroupMetric) and "of_ranks" in vars(m)]
     of_places = [at_places(m, k) for m in able if m.at_k for k in dict.fromkeys(places)]
@@ -194,7 +199,7 @@ def ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:
 
 
 def _check_suits(metric: type[Metric], task: Task) -> None:
-    """Refuses a metric that cannot be computed of a task's predictions and columns."""
+    """Raise ConfigError if a task's predictions or columns do not support the metric."""
     where, predicts = f"{WHERE} of task {task.name}", task.loss.predicts
     if metric.takes is not None and predicts is not None and predicts not in metric.takes:
         able = [name for name, each in METRICS.parts.items() if each.takes is None or predicts in each.takes]
@@ -215,10 +220,10 @@ def _check_suits(metric: type[Metric], task: Task) -> None:
 
 
 def figures_of(*records: Any) -> list[Figure]:
-    """The metrics that the first of some records (a message of kind start, result.json) describes under
-    "metrics"; where none does, raytrec's own metrics, under their names.
+    """Return the metrics described under "metrics" in the first record that has valid descriptions.
 
-    Records may be untrusted: what is not a description is passed over.
+    Records are start messages and contents of result.json. Without a description, raytrec's built-in metrics
+    are returned. Records may be untrusted: invalid descriptions are skipped.
     """
     for record in records:
         described = record.get("metrics") if isinstance(record, Mapping) else None
@@ -243,7 +248,7 @@ def _figure(key: str, metric: type[Metric], of_task: str) -> Figure:
 
 
 def _read(values: Any) -> Figure | None:
-    """A description out of a file; None where it is not valid."""
+    """Return a metric description read from a file; None if it is invalid."""
     if not isinstance(values, dict):
         return None
     key, title, label = (values.get(name) for name in ("key", "title", "label"))

@@ -14,45 +14,46 @@ from raytrec.metrics.selection import LOSS, Selection
 from raytrec.tasks.outputs import Outputs, TaskOutputs
 
 ROWS = "rows"
-LOSS_OF = "loss of "  # begins the names of the tasks' losses (Outputs.losses)
-COUNTED_OF = "counted rows of "  # begins the names of the numbers of rows whose weight in a task is not 0
-HELD, HELD_VALUES = 8, 1 << 22  # steps whose rows are summed together; fewer where they have so many logits
+LOSS_OF = "loss of "  # prefix of the names of the tasks' losses (Outputs.losses)
+COUNTED_OF = "counted rows of "  # prefix: rows with nonzero weight in a task
+HELD, HELD_VALUES = 8, 1 << 22  # steps that are summed together, fewer if they have this many logits
 
 
 class Sums:
-    """Rows, and what the metrics of all tasks sum up, in float64 on the device: one vector, one all_reduce.
+    """Row counts and metric sums of all tasks: one float64 vector on the device, reduced with one all_reduce.
 
-    Rows of HELD steps are kept, and summed together: a GPU is given an eighth of the kernels, each with eight
-    times the work, and the host needs an eighth of the time.
+    Rows of HELD steps are kept and summed together. The GPU then launches an eighth of the kernels, each with
+    eight times the work, and the host needs an eighth of the time.
 
     Args:
-        selection: the metrics. Those of one task that have the same function `sums` share what it returns.
+        selection: Metrics of the tasks. Metrics of one task with the same `sums` function share its result.
+        device: Device of the vector.
 
     Attributes:
-        selection: as it was given.
+        selection: Metrics of the tasks.
     """
 
     def __init__(self, selection: Selection, device: torch.device):
         self._device, self.selection = device, selection
-        self._names: list[str] = []  # of the vector; known after the functions have first been called
-        self._before: dict[str, float] = {}  # what this rank resumes from
+        self._names: list[str] = []  # of the vector's elements; known after the first call of the functions
+        self._before: dict[str, float] = {}  # sums that this rank resumes from
         self._vector: torch.Tensor | None = None
-        self._held: list[Outputs] = []  # steps that are not in the vector yet
+        self._held: list[Outputs] = []  # steps that have not been added to the vector
         self._functions: dict[str, dict[Callable, str]] = {task: {} for task in selection.of}
-        for task, metrics in selection.of.items():  # the first metric that has a function gives it its name
+        for task, metrics in selection.of.items():  # the first metric with a function names its sums
             for metric in metrics:
                 if issubclass(metric, SumMetric):
                     self._functions[task].setdefault(metric.sums, f"{task}.{metric.name}.")
 
     def add(self, outputs: Outputs) -> None:
-        """Adds a step of this rank; the host waits for nothing."""
+        """Add the outputs of one step of this rank, without making the host wait."""
         self._held.append(replace(outputs, vectors=None))
         values = sum(own.logits.numel() for step in self._held for own in step.tasks.values())
         if len(self._held) == HELD or values >= HELD_VALUES:
             self._sum()
 
     def _sum(self) -> None:
-        """Adds the steps that are held to the vector."""
+        """Add the held steps to the vector."""
         if not self._held:
             return
         held, self._held = self._held, []
@@ -70,21 +71,21 @@ class Sums:
         self._vector += torch.stack([value.detach().double() for value in found.values()])
 
     def total(self) -> dict[str, float]:
-        """The sums since the last `reduce` over all ranks, for `resume`; a collective."""
+        """Return the sums over all ranks since the last `reduce`, for `resume`; a collective."""
         sums = self._over_ranks().tolist()
         return dict(zip(self._names, sums, strict=True))
 
     def resume(self, total: dict[str, float]) -> None:
-        """Continues from what `total` returned, with any number of ranks."""
+        """Continue from the result of `total`, with any number of ranks."""
         self._names = list(total)
         self._before = dict(total) if dist.get_rank() == 0 else {}
 
     def reduce(self) -> dict[str, float]:
-        """The `figures` since the last call; a collective, and the host waits for its result."""
+        """Return `figures` since the last call; a collective, and the host waits for its result."""
         return self.figures(self.take().cpu())
 
     def take(self) -> torch.Tensor:
-        """The sums over all ranks since the last call, float64 on the device, for `figures`; a collective."""
+        """Return and reset the sums over all ranks, float64 on the device, for `figures`; a collective."""
         sums = self._over_ranks()
         self._before = {}
         if self._vector is not None:
@@ -92,16 +93,15 @@ class Sums:
         return sums
 
     def figures(self, taken: torch.Tensor) -> dict[str, float]:
-        """Return the figures by key (Selection.key).
+        """Return metric values and counts by key (Selection.key).
 
         Args:
-            taken: sums that `take` returned, in host memory.
+            taken: Result of `take`, in host memory.
 
         Returns:
-            rows; each SumMetric of each task and its counts; counted_rows of tasks in which not every row
-            must count; in training the loss of a step, and of each task where the loss has several parts:
-            means in which steps count by rows. Metrics and losses are NaN where they are not defined, and
-            always where no row counts.
+            rows; each SumMetric of each task and its counts; counted_rows of tasks in which rows can be
+            excluded; in training the loss per step, and each task's loss if there are several tasks. Steps
+            are weighted by rows. Metrics and losses are NaN if they are undefined or no row counts.
         """
         sums = dict(zip(self._names, taken, strict=True))
         figures: dict[str, float] = {ROWS: round(float(sums[ROWS])) if ROWS in sums else 0}
@@ -126,7 +126,7 @@ class Sums:
         return figures
 
     def _over_ranks(self) -> torch.Tensor:
-        """The sums so far over all ranks; a collective."""
+        """Return the sums so far over all ranks; a collective."""
         self._sum()
         sums = self._tensor(self._before) if self._vector is None else self._vector.clone()
         if dist.is_initialized():
@@ -134,8 +134,8 @@ class Sums:
         return sums
 
     def _tensor(self, sums: dict[str, float]) -> torch.Tensor:
-        """Sums in the order of the names."""
-        if not sums:  # no copy to a GPU, for which the host would wait
+        """Return sums as a vector in the order of the names."""
+        if not sums:  # avoids a copy to the GPU, which would block the host
             return torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
         values = [sums.get(name, 0.0) for name in self._names]
         return torch.tensor(values, dtype=torch.float64, device=self._device)

@@ -1,31 +1,36 @@
-"""Models: each has its section in raytrec/config/models.
+"""Models and the contract that they follow; each model has a section in raytrec/config/models.
 
 A model is a plain nn.Module built from (schema, its section of the configuration, outputs). Its forward
-takes the dense columns, float32 [B, n], and the inputs of the sparse features, a dict of feature →
+takes the dense columns, float32 [B, n], and a dict with one input for each sparse feature:
 
 - pooled embeddings, float32 [B, dim of its table];
 - inputs.Sequence(vectors [B, L, dim], present [B, L]) for features of pooling: sequence, if the section has a
-  max_length L: embeddings id by id, the most recent first. Without max_length they are pooled by their mean;
+  max_length L: the embedding of each id, most recent first. Without max_length, embeddings are averaged.
 
-and returns logits, float32 [B] for one output, else [B, outputs]: a column for each task, or as many as it
-has classes, in the order of the tasks. The tasks decide what they mean and what is learned from them
-(raytrec/tasks): a model sees no labels. One that takes `vectors` can give those of query and item, too, for
-losses that compare the rows of a batch: [B, outputs + 2·D], the query's columns before the item's at the end.
-One whose section has `own_loss` gives its own loss, which is added to those of the tasks: one column
-after its outputs and before vectors, what each row adds to it, finite for padding, 0 in eval mode.
+forward returns logits, float32 [B] for one output, else [B, outputs]. Columns follow the order of the tasks;
+a task has one column, or one for each of its classes. The tasks define losses and the meaning of the logits
+(raytrec/tasks); a model reads no labels.
 
-One whose section `retrieves` has two more methods, called like forward: `query`, float32 [B, D] (or [B,
-outputs, D], of which retrieval takes the last), and `item`, [B, D]. Each looks at nothing but the features
-that the section's `tower_members` names; the dot product orders the items of a query as its scores do. So
-items can be ranked all at once, and found in an index (docs/retrieval.md).
+Some models return further columns:
 
-It knows nothing of tables and ranks: `embeddings.pooling.PooledEmbeddings` looks up and pools before it
-(recommender.py). It computes each row from that row alone (no batch norm), so that how rows are dealt to
-ranks changes nothing.
+- A model that takes `vectors` can also return query and item vectors, for losses that compare the rows of a
+  batch: [B, outputs + 2·D]. The query's columns come before the item's.
+- A model whose section has `own_loss` returns its own loss, which is added to the losses of the tasks. The
+  loss is one column between outputs and vectors: the contribution of each row, finite for padding, and 0 in
+  eval mode.
 
-A class of yours is one of these models, too: `model.name: "my.module:MyModel"`, with what it wants to know
-under `model.options`. It is given `outputs`, `vectors` and `tasks` (task → its columns of logits, in their
-order, for layers of each task's own) only if its __init__ takes them.
+A model whose section sets `retrieves` has two more methods with the arguments of forward: `query`, float32
+[B, D] (or [B, outputs, D], of which retrieval uses the last output), and `item`, [B, D]. Each reads only the
+features in the section's `tower_members`. The dot product orders the items of a query as the scores do, so
+items can be ranked together and stored in an index (docs/retrieval.md).
+
+A model is independent of tables and ranks: `embeddings.pooling.PooledEmbeddings` looks up and pools the
+embeddings (recommender.py). Each row is computed from that row alone (no batch norm), so the distribution of
+rows over ranks does not change the result.
+
+A user's class follows the same contract: `model.name: "my.module:MyModel"`, with its settings under
+`model.options`. Its __init__ receives `outputs`, `vectors` and `tasks` only if it has parameters of these
+names. `tasks` maps each task to the number of its columns of logits, in order, for layers per task.
 """
 
 from __future__ import annotations
@@ -49,16 +54,18 @@ def build_model(
     vectors: bool = False,
     tasks: Mapping[str, int] | None = None,
 ) -> nn.Module:
-    """The model that `model.name` names.
+    """Return the model named by `model.name`.
 
     Args:
-        outputs: columns of logits; 0 only with `vectors`.
-        vectors: whether it gives vectors of query and item, too.
-        tasks: task → its columns, `outputs` in all, in the order of the columns; default: a task for each
-            column, without its own name.
+        schema: Schema of the data.
+        config: The model's section of the configuration.
+        outputs: Number of columns of logits; 0 only with `vectors`.
+        vectors: True if the model must also return query and item vectors.
+        tasks: Task → number of its columns, `outputs` in all, in the order of the columns; default: one
+            unnamed task for each column.
 
     Raises:
-        ConfigError: what the model refuses; no such module or class, or one that cannot be a model.
+        ConfigError: The model rejects its configuration, or the module or class is missing or not a model.
     """
     tasks = dict(tasks or {f"task_{place}": 1 for place in range(outputs)})
     check_model(schema, config, vectors, tasks)
@@ -78,7 +85,7 @@ def build_model(
 
 
 def _checked(found: type, schema: Schema, config: ModelSection, taken: dict[str, Any]) -> nn.Module:
-    """A model of the user's, whose class is held to the contract first."""
+    """Return a model of the user's class after checking the class against the contract."""
     try:
         inspect.signature(found).bind(schema, config, **taken)
     except TypeError as error:
@@ -107,7 +114,7 @@ def _checked(found: type, schema: Schema, config: ModelSection, taken: dict[str,
 
 
 def _takes(found: type, name: str) -> bool:
-    """Whether a class can be given an argument of this name, in addition to (schema, config)."""
+    """Return True if the class accepts an argument of this name in addition to (schema, config)."""
     places = list(inspect.signature(found).parameters.values())
     return any(each.name == name and each.kind is not each.VAR_KEYWORD for each in places[2:])
 

@@ -1,4 +1,4 @@
-"""DCN-V2: learned products of features, layer by layer.
+"""DCN-V2: learned products of features in cross layers.
 
 Wang et al. 2021, arXiv:2008.13535.
 """
@@ -16,21 +16,18 @@ from raytrec.models.parts.layers import dim_of, mlp
 class DCN(nn.Module):
     """Cross layers over the dense columns and all pooled embeddings side by side, and deep layers.
 
-    x₀ has the dense columns (behind bottom_mlp) and the embeddings in the schema's order. stacked: the deep
-    layers read what the cross layers give. parallel: they read x₀, and the logit is of both side by side.
-    MLPerf's DLRM-DCNv2 is bottom_mlp [512, 256, 128], 3 cross layers of rank 512, stacked, and top_mlp
-    [1024, 1024, 512, 256].
+    x₀ consists of the dense columns (after bottom_mlp) and the embeddings in the schema's order. stacked: the
+    deep layers read the output of the cross layers. parallel: the deep layers read x₀, and the logit is
+    linear in both outputs side by side. MLPerf's DLRM-DCNv2 is bottom_mlp [512, 256, 128], 3 cross layers of
+    rank 512, stacked, and top_mlp [1024, 1024, 512, 256].
 
     Args:
-        schema: any dense columns, sparse features of any dims.
-        config: sizes and dropout.
-        outputs: logits of a row, which share all layers but the last.
-
-    Returns (forward):
-        float32 [B]: the logit of each row; [B, outputs] for several.
+        schema: Any dense columns, sparse features of any dims.
+        config: Sizes and dropout.
+        outputs: Number of logits per row; all layers but the last are shared.
 
     Raises:
-        ConfigError: a bottom_mlp without dense columns.
+        ConfigError: bottom_mlp is set without dense columns.
     """
 
     def __init__(self, schema: Schema, config: DcnSection, outputs: int = 1):
@@ -47,6 +44,7 @@ class DCN(nn.Module):
         self.logit = nn.Linear(deep + width * self.parallel, outputs)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""
         parts = [self.bottom(dense)] if self.bottom is not None else []
         x_BN = torch.cat([*parts, *(pooled[f] for f in self.features)], dim=1)
         crossed_BN = self.cross(x_BN)
@@ -55,9 +53,9 @@ class DCN(nn.Module):
 
 
 class Cross(nn.Module):
-    """Cross layers, each x ← x₀ ⊙ (W x + b) + x, with W whole or a product U V of the given rank.
+    """Cross layers, each x ← x₀ ⊙ (W x + b) + x, where W is a full matrix or a product U V of the given rank.
 
-    float [B, n] → [B, n]. Matrices begin as in Glorot and Bengio 2010, biases with 0.
+    float [B, n] → [B, n]. Matrices are initialized as in Glorot and Bengio 2010, biases with 0.
     """
 
     def __init__(self, n: int, layers: int, rank: int | None = None):
@@ -65,6 +63,7 @@ class Cross(nn.Module):
         self.layers = nn.ModuleList(_matrix(n, rank) for _ in range(layers))
 
     def forward(self, x0_BN: torch.Tensor) -> torch.Tensor:
+        """Return the output of the last cross layer, float [B, n]."""
         x_BN = x0_BN
         for layer in self.layers:
             x_BN = torch.addcmul(x_BN, x0_BN, layer(x_BN))
@@ -72,7 +71,7 @@ class Cross(nn.Module):
 
 
 def _matrix(n: int, rank: int | None) -> nn.Module:
-    """x → W x + b."""
+    """Return the module x → W x + b."""
     parts = [nn.Linear(n, rank, bias=False), nn.Linear(rank, n)] if rank else [nn.Linear(n, n)]
     for part in parts:
         nn.init.xavier_normal_(part.weight)

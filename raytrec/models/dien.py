@@ -1,4 +1,4 @@
-"""DIEN: interests, and how they change towards a target.
+"""DIEN: evolution of interests towards a target.
 
 Zhou et al. 2019, arXiv:1809.03672.
 """
@@ -21,30 +21,28 @@ from raytrec.models.parts.packed import turn
 
 
 class DIEN(nn.Module):
-    """Each sequence becomes the last state of an AUGRU over the states of a GRU; then an MLP over the dense
-    columns, those states and all other features but the negatives, the target among them.
+    """Model that reads each sequence with a GRU and an AUGRU, and all features with an MLP.
 
-    With the ids' vectors e_1 … e_T from the oldest to the most recent one, and the target's vector e_a:
+    A sequence becomes the last state of an AUGRU over the states of a GRU. The MLP reads the dense columns,
+    these states and all other features (including the target) but the negatives.
+
+    With the ids' vectors e_1 … e_T, oldest first, and the target's vector e_a:
         h_t = GRU(e_t, h_{t−1}), as wide as e
         a_t = softmax over t of h_t W e_a
-        the sequence's vector is the last state of AUGRU(h_t, a_t); 0 of an empty sequence
+        the sequence's vector is the last state of AUGRU(h_t, a_t); 0 for an empty sequence
     With negatives n_1 … n_T, one for each id, the model's own loss of a row is
         −α · Σ over t from 1 to T − 1 of ln σ(⟨h_t, e_{t+1}⟩) + ln(1 − σ(⟨h_t, n_{t+1}⟩))
-    A row has negatives in the order of its ids, as both are given; where one has none, that term is left out.
-    Activations of the MLP are PReLU (see din.py).
+    A row's negatives are in the order of its ids; the term of an id without a negative is omitted.
+    Activations of the MLP are PReLU (see DIN in targeted.py).
 
     Args:
-        schema: any dense columns, sparse features of any dims, at least one of pooling: sequence.
-        config: target, negatives and α; sizes and dropout.
-        outputs: logits of a row, which share all layers but the last.
-
-    Returns (forward):
-        float32 [B]: the logit of each row; [B, outputs] for several; with negatives [B, outputs + 1], the
-        last of which is the own loss: in eval mode, 0.
+        schema: Any dense columns, sparse features of any dims, at least one of pooling: sequence.
+        config: Target, negatives and α; sizes and dropout.
+        outputs: Number of logits per row; all layers but the last are shared.
 
     Raises:
-        ConfigError: no sequence; a target that there is not, or that has to be named; negatives of a table
-            that no sequence has.
+        ConfigError: There is no sequence, the target does not exist or must be named, or no sequence uses the
+            table of the negatives.
     """
 
     def __init__(self, schema: Schema, config: DienSection, outputs: int = 1):
@@ -60,6 +58,10 @@ class DIEN(nn.Module):
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
+        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs.
+
+        With negatives, [B, outputs + 1]: the last column is the own loss, 0 in eval mode.
+        """
         read, own_B = dict(inputs), dense.new_zeros(dense.shape[0])
         for feature, (last_BD, states_BLD) in self.interests(inputs).items():
             read[feature] = last_BD
@@ -74,14 +76,11 @@ class DIEN(nn.Module):
 
 
 class Interests(nn.Module):
-    """A sequence's interests, and what has become of them for a target.
+    """Interests of a sequence and their evolution towards a target.
 
     Args:
-        dim: of the sequence's vectors. target_dim: of the target's.
-
-    Returns (forward):
-        (float [B, dim], the last state for the target; float [B, L, dim], the state after each id, the most
-        recent first, any numbers where there is none).
+        dim: Width of the sequence's vectors.
+        target_dim: Width of the target's vector.
     """
 
     def __init__(self, dim: int, target_dim: int):
@@ -91,7 +90,12 @@ class Interests(nn.Module):
         self.evolution = AUGRU(dim, dim)
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        lengths_B, there_BT = sequence.present.sum(1), sequence.present  # the first ones, in either order
+        """Return the last state for the target, float [B, dim], and all states, float [B, L, dim].
+
+        The second is the state after each id, most recent first; values at positions without an id are
+        undefined.
+        """
+        lengths_B, there_BT = sequence.present.sum(1), sequence.present  # a prefix, in either order
         states_BTD = self._states(turn(sequence.vectors, lengths_B))
         scores_BT = torch.einsum("btd,bd->bt", states_BTD, self.attention(target_BD))
         scores_BT = scores_BT.float().masked_fill(~there_BT, torch.finfo(torch.float32).min)
@@ -99,10 +103,10 @@ class Interests(nn.Module):
         return self.evolution(states_BTD, weights_BT), turn(states_BTD, lengths_B)
 
     def _states(self, steps_BTD: torch.Tensor) -> torch.Tensor:
-        """The GRU's, on a GPU in float32 in any case.
+        """Return the states of the GRU; on a GPU always in float32.
 
-        torch's autocast gives cuDNN's RNNs float16 whatever it was asked for (ATen/cudnn/AutocastRNN.cpp), in
-        which most gradients of a mean over a large batch are 0.
+        torch's autocast runs cuDNN's RNNs in float16 regardless of the requested dtype
+        (ATen/cudnn/AutocastRNN.cpp). Most gradients of a mean over a large batch are 0 in float16.
         """
         if not steps_BTD.is_cuda:
             return self.extractor(steps_BTD)[0]
@@ -111,11 +115,13 @@ class Interests(nn.Module):
 
 
 def auxiliary(states_BLD: torch.Tensor, sequence: Sequence, negatives: Sequence) -> torch.Tensor:
-    """Σ over ids but the oldest of −ln σ(⟨h, e⟩) − ln(1 − σ(⟨h, n⟩)), with the state h before the id e, and
-    its negative n: float32 [B]. All have the most recent first."""
+    """Return Σ over all ids but the oldest of −ln σ(⟨h, e⟩) − ln(1 − σ(⟨h, n⟩)), float32 [B].
+
+    h is the state before the id, e the id's vector, and n its negative. All inputs are most recent first.
+    """
     length = min(states_BLD.shape[1], negatives.vectors.shape[1] + 1) - 1
     before_BLD = states_BLD[:, 1 : length + 1]
-    # The state before an id is there where there is an older id.
+    # The state before an id exists if there is an older id.
     here_BL = sequence.present[:, 1 : length + 1] & negatives.present[:, :length]
     real_BL = (before_BLD * sequence.vectors[:, :length]).sum(2).float()
     drawn_BL = (before_BLD * negatives.vectors[:, :length]).sum(2).float()
@@ -123,25 +129,24 @@ def auxiliary(states_BLD: torch.Tensor, sequence: Sequence, negatives: Sequence)
 
 
 class AUGRU(nn.Module):
-    """A GRU whose update gate is weakened by how much each step matters (Zhou et al. 2019, section 4.3).
+    """GRU whose update gate is scaled by the weight of each step (Zhou et al. 2019, section 4.3).
 
-    With the gates of nn.GRU, h_t = (1 − a_t·u_t) ∘ h_{t−1} + a_t·u_t ∘ h̃_t, where u_t is the share of what is
-    new (1 − z of nn.GRU), and h_0 = 0. A step of weight 0 changes nothing. As nn.GRU on GPUs, in float32 in
-    any case.
+    With the gates of nn.GRU, h_t = (1 − a_t·u_t) ∘ h_{t−1} + a_t·u_t ∘ h̃_t, where u_t is the share of the
+    new state (1 − z of nn.GRU), and h_0 = 0. A step of weight 0 does not change the state. The AUGRU is
+    always computed in float32, like nn.GRU on GPUs.
 
     Args:
-        inputs: width of the steps. width: of the state.
-
-    Returns (forward):
-        float [B, width]: the last state.
+        inputs: Width of the steps.
+        width: Width of the state.
     """
 
     def __init__(self, inputs: int, width: int):
         super().__init__()
-        self.cell = nn.GRUCell(inputs, width)  # its weights alone: r, z, n below each other
+        self.cell = nn.GRUCell(inputs, width)  # used for its weights only: r, z, n stacked
 
     @torch.compiler.disable
     def forward(self, steps_BTD: torch.Tensor, weights_BT: torch.Tensor) -> torch.Tensor:
+        """Return the last state, float [B, width]."""
         cell = self.cell
         given_BTG = linear(steps_BTD, cell.weight_ih, cell.bias_ih)
         with torch.autocast(given_BTG.device.type, enabled=False):
@@ -149,11 +154,11 @@ class AUGRU(nn.Module):
 
 
 class _Evolve(torch.autograd.Function):
-    """The steps of an AUGRU: the last state, float32 [B, H].
+    """All steps of an AUGRU, with the last state as output, float32 [B, H].
 
-    A step waits for the one before it, so on a GPU it costs what launching its kernels costs. What does not
-    depend on the state is computed for all steps at once, in backward, too: there a step is linear in the
-    gradient of its state. 10 kernels a step are left; autograd would take 35.
+    Steps are sequential, so on a GPU their cost is the launch of kernels. Terms that do not depend on the
+    state are computed for all steps at once. Backward does the same, as a step is linear in the gradient of
+    its state. The loop launches 10 kernels a step; autograd would launch 35.
     """
 
     @staticmethod
@@ -165,12 +170,12 @@ class _Evolve(torch.autograd.Function):
         bias_G: torch.Tensor,
     ) -> torch.Tensor:
         (rows, steps, _), width = given_BTG.shape, of_state_GH.shape[1]
-        sizes = [2 * width, width]  # of both gates, of what is new
+        sizes = [2 * width, width]  # of both gates, of the new state
         gates_TBG = given_BTG.new_empty(steps, rows, 3 * width)
         candidates_TBH = given_BTG.new_empty(steps, rows, width)
         states_TBH = given_BTG.new_zeros(steps + 1, rows, width)
         state_BH, kept = states_TBH[0], (gates_TBG, candidates_TBH, states_TBH[1:])
-        # In exported programs, what is written into a part of a tensor is a copy of the whole.
+        # In exported programs, writing into a part of a tensor copies the whole tensor.
         is_kept = not torch.compiler.is_exporting()
         places = zip(*(each.unbind(0) for each in kept), strict=True) if is_kept else repeat((None,) * 3)
         parts = zip(given_BTG.unbind(1), weights_BT1.unbind(1), places, strict=False)
@@ -191,7 +196,7 @@ class _Evolve(torch.autograd.Function):
         reset_TBH, keep_TBH, of_state_TBH = gates_TBG.chunk(3, 2)
         share_TBH = (1 - keep_TBH).mul_(weights_BT1.transpose(0, 1))
         back_TBH = states_TBH - candidates_TBH
-        # What a state's gradient is multiplied with: for its new part, and for what was added to each gate.
+        # Factors of a state's gradient: for its new part, and for the terms added to each gate.
         of_new_TBH = torch.addcmul(share_TBH, share_TBH * candidates_TBH, candidates_TBH, value=-1)
         added_TBG = torch.empty_like(gates_TBG)
         of_reset_TBH, of_keep_TBH, of_new_state_TBH = added_TBG.chunk(3, 2)

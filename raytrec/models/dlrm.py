@@ -1,4 +1,4 @@
-"""DLRM: dense and sparse features meet in dot products."""
+"""DLRM: dot products of dense and sparse features."""
 
 from __future__ import annotations
 
@@ -13,22 +13,19 @@ from raytrec.models.parts.layers import Constant, mlp, mlp_and_linear
 
 
 class DLRM(nn.Module):
-    """Bottom MLP, pairwise dot products with the pooled embeddings, top MLP (Naumov et al. 2019,
-    arXiv:1906.00091).
+    """Bottom MLP, pairwise dot products with the pooled embeddings, top MLP.
 
-    The dense columns become one vector of the tables' dim. Without dense columns a learned constant takes its
-    place, so that its dot products still give each feature a first-order term.
+    Naumov et al. 2019, arXiv:1906.00091. The dense columns become one vector of the tables' dim. Without
+    dense columns, a learned constant takes its place, so that its dot products still give each feature a
+    first-order term.
 
     Args:
-        schema: any dense columns, sparse features whose tables all have one dim.
-        config: sizes and dropout.
-        outputs: logits of a row, which share all layers but the last.
-
-    Returns (forward):
-        float32 [B]: the logit of each row; [B, outputs] for several.
+        schema: Any dense columns, sparse features whose tables all have one dim.
+        config: Sizes and dropout.
+        outputs: Number of logits per row; all layers but the last are shared.
 
     Raises:
-        ConfigError: tables of different dims.
+        ConfigError: The tables have different dims.
     """
 
     def __init__(self, schema: Schema, config: DlrmSection | SequenceSection, outputs: int = 1):
@@ -44,6 +41,7 @@ class DLRM(nn.Module):
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""
         dense_BD = self.bottom(dense)
         vectors_BFD = torch.stack([dense_BD] + [pooled[f] for f in self.features], dim=1)
         pairs_BP = self.interact(vectors_BFD)
@@ -60,5 +58,6 @@ class DotInteraction(nn.Module):
         self.register_buffer("upper", rows * n + columns, persistent=False)
 
     def forward(self, vectors_BFD: torch.Tensor) -> torch.Tensor:
+        """Return the dot product of each pair of vectors, float [B, n·(n-1)/2]."""
         products_BFF = torch.bmm(vectors_BFD, vectors_BFD.transpose(1, 2))
         return products_BFF.flatten(1).index_select(1, self.upper)

@@ -1,4 +1,4 @@
-"""Wide & Deep, DeepFM and xDeepFM: a weight for each id."""
+"""Wide & Deep, DeepFM and xDeepFM: models with a weight for each id."""
 
 from __future__ import annotations
 
@@ -12,30 +12,27 @@ from raytrec.models.parts.layers import Fields, SideBySide, mlp, mlp_and_linear
 
 
 class WideDeep(nn.Module):
-    """logit = Σ of the wide part's weights + wᵀ MLP(the deep part side by side) + b (Cheng et al. 2016,
-    arXiv:1606.07792).
+    """logit = Σ of the wide part's weights + wᵀ MLP(the deep part side by side) + b.
 
-    The wide part is linear in ids and dense columns. An id's weight is a separate number: the first of its
-    row of the table, which the MLP does not read; with T outputs the first T, one for each. So a pooled
-    embedding has Σ of its ids' weights (or their mean, as it is pooled). A feature that is deep alone enters
-    the MLP with its whole row. Products of columns, φ(x) in the paper, are features that the data has.
+    Cheng et al. 2016, arXiv:1606.07792. The wide part is linear in ids and dense columns. An id's weight is
+    the first number of its row of the table, which the MLP does not read; with T outputs, the first T numbers
+    are weights, one for each output. A pooled embedding thus contains the sum of its ids' weights (or their
+    mean, depending on the pooling). For a feature in the deep part only, the MLP reads the whole row.
+    Products of columns, φ(x) in the paper, must be features of the data.
 
-    With cross_layers the MLP reads those of DCN-V2. With deep_dropout the deep part is left out of a random
-    share of rows in training, for which the linear part predicts alone; w is initialized near 0, slopes to 0.
-    After training, w can be scaled down (`shrunk`) if held-out rows are predicted better with less of the
-    deep part.
+    With cross_layers, the MLP reads the output of DCN-V2's cross layers. With deep_dropout, the deep part is
+    dropped for a random share of training rows, for which the linear part predicts alone. In that case w is
+    initialized near 0 and slopes with 0. After training, w can be scaled down (`shrunk`) if held-out rows are
+    predicted better with less of the deep part.
 
     Args:
-        schema: any dense columns, sparse features of any dims larger than T.
-        config: which features belong to which part; sizes and dropout.
-        outputs: T, logits of a row; each has its own weights, and they share all of the MLP but its last
+        schema: Any dense columns, sparse features of any dims larger than T.
+        config: Features of each part; sizes and dropout.
+        outputs: T, the number of logits per row. Each has its own weights; the MLP is shared but its last
             layer.
 
-    Returns (forward):
-        float32 [B]: the logit of each row; [B, T] for several.
-
     Raises:
-        ConfigError: a feature in neither part, or a pattern that matches nothing.
+        ConfigError: A feature is in neither part, or a pattern matches nothing.
     """
 
     def __init__(self, schema: Schema, config: WideDeepSection, outputs: int = 1):
@@ -62,6 +59,7 @@ class WideDeep(nn.Module):
         return self.logit.weight if self.shrinks else None
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logit of each row, float32 [B]; [B, T] for several outputs."""
         deep_BM = self.deep(self.cross(self.beside(dense, pooled)))
         if self.training and self.shrinks:
             deep_BM = deep_BM * (self.kept(torch.ones_like(deep_BM[:, :1])) > 0)
@@ -77,22 +75,19 @@ class WideDeep(nn.Module):
 class DeepFM(nn.Module):
     """logit = Σᵢ wᵢ xᵢ + Σᵢ<ⱼ ⟨vᵢ, vⱼ⟩ xᵢ xⱼ + wᵀ MLP(all vectors side by side) + b.
 
-    (Guo et al. 2017, arXiv:1703.04247.) Weights wᵢ and vectors vᵢ are parts of one row of a table
-    (layers.Fields). Several outputs have weights and a last layer each, and sum the D numbers of Σᵢ<ⱼ vᵢ ⊙ vⱼ
-    with learned factors, which begin as 1; those of one output are 1.
-    (torchrec.modules.deepfm.FactorizationMachine also multiplies each number of a vector by the others: its
-    products are not the paper's.)
+    Guo et al. 2017, arXiv:1703.04247. Weights wᵢ and vectors vᵢ are parts of one row of a table
+    (layers.Fields). Several outputs have separate weights and last layers. Each sums the D numbers of Σᵢ<ⱼ vᵢ
+    ⊙ vⱼ with learned factors, initially 1; for a single output they are fixed to 1.
+    (torchrec.modules.deepfm.FactorizationMachine also multiplies each number of a vector by the others, so
+    its products are not the paper's.)
 
     Args:
-        schema: any dense columns, sparse features whose tables all have one dim, larger than T.
-        config: sizes and dropout.
-        outputs: T, logits of a row.
-
-    Returns (forward):
-        float32 [B]: the logit of each row; [B, T] for several.
+        schema: Any dense columns, sparse features whose tables all have one dim, larger than T.
+        config: Sizes and dropout.
+        outputs: T, the number of logits per row.
 
     Raises:
-        ConfigError: tables of different dims.
+        ConfigError: The tables have different dims.
     """
 
     def __init__(self, schema: Schema, config: DeepFMSection, outputs: int = 1):
@@ -103,6 +98,7 @@ class DeepFM(nn.Module):
         self.deep, self.logit = mlp_and_linear([width, *config.top_mlp], outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logit of each row, float32 [B]; [B, T] for several outputs."""
         first_BT, vectors_BFD = self.fields(dense, pooled)
         pairs_BD = sum_of_pairs(vectors_BFD)
         second = pairs_BD.sum(1, keepdim=True) if self.factors is None else pairs_BD @ self.factors
@@ -110,26 +106,23 @@ class DeepFM(nn.Module):
 
 
 def sum_of_pairs(vectors_BFD: torch.Tensor) -> torch.Tensor:
-    """Σᵢ<ⱼ vᵢ ⊙ vⱼ = ((Σ v)² − Σ v²) ÷ 2: float [B, F, D] → [B, D]."""
+    """Return Σᵢ<ⱼ vᵢ ⊙ vⱼ = ((Σ v)² − Σ v²) ÷ 2: float [B, F, D] → [B, D]."""
     return (vectors_BFD.sum(1).square() - vectors_BFD.square().sum(1)) / 2
 
 
 class XDeepFM(nn.Module):
     """logit = Σᵢ wᵢ xᵢ + wᵀ CIN(vectors) + wᵀ MLP(all vectors side by side) + b.
 
-    (Lian et al. 2018, arXiv:1803.05170.) Weights wᵢ and vectors are parts of one row of a table
+    Lian et al. 2018, arXiv:1803.05170. Weights wᵢ and vectors are parts of one row of a table
     (layers.Fields).
 
     Args:
-        schema: any dense columns, sparse features whose tables all have one dim, larger than T.
-        config: sizes and dropout.
-        outputs: T, logits of a row, which share CIN and MLP.
-
-    Returns (forward):
-        float32 [B]: the logit of each row; [B, T] for several.
+        schema: Any dense columns, sparse features whose tables all have one dim, larger than T.
+        config: Sizes and dropout.
+        outputs: T, the number of logits per row, which share CIN and MLP.
 
     Raises:
-        ConfigError: tables of different dims.
+        ConfigError: The tables have different dims.
     """
 
     def __init__(self, schema: Schema, config: XDeepFMSection, outputs: int = 1):
@@ -141,6 +134,7 @@ class XDeepFM(nn.Module):
         self.logit = nn.Linear(sum(config.cin) + (config.top_mlp or [width])[-1], outputs)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logit of each row, float32 [B]; [B, T] for several outputs."""
         first_BT, vectors_BFD = self.fields(dense, pooled)
         both = torch.cat([self.cin(vectors_BFD), self.deep(vectors_BFD.flatten(1))], dim=1)
         return (first_BT + self.logit(both)).squeeze(1)
@@ -149,12 +143,13 @@ class XDeepFM(nn.Module):
 class CIN(nn.Module):
     """Compressed interaction network: float [B, F, D] → [B, Σ sizes].
 
-    Row h of layer k is Σᵢⱼ W[k,h,i,j] · (row i of layer k − 1 ⊙ row j of the vectors), layer 0 being the
-    vectors; the result has the sum over D of each row of each layer (equations 6 and 8, without an
-    activation between layers, as the paper's best).
+    Row h of layer k is Σᵢⱼ W[k,h,i,j] · (row i of layer k − 1 ⊙ row j of the vectors), where layer 0 is the
+    vectors. The result is the sum over D of each row of each layer (equations 6 and 8). There is no
+    activation between layers, as in the paper's best variant.
 
     Args:
-        fields: F. sizes: rows of each layer.
+        fields: F, the number of vectors.
+        sizes: Number of rows of each layer.
     """
 
     def __init__(self, fields: int, sizes: list[int]):
@@ -165,6 +160,7 @@ class CIN(nn.Module):
         )
 
     def forward(self, vectors_BFD: torch.Tensor) -> torch.Tensor:
+        """Return the sums over D of the rows of all layers, float [B, Σ sizes]."""
         columns_BDF = vectors_BFD.transpose(1, 2)
         rows_BDH, sums = columns_BDF, []
         for layer in self.layers:

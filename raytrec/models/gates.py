@@ -1,4 +1,4 @@
-"""Models that weigh their inputs by the row: FinalMLP and MaskNet."""
+"""Models that weight their inputs for each row: FinalMLP and MaskNet."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from raytrec.models.parts.layers import Fields, SideBySide, mlp, mlp_and_linear
 class FinalMLP(nn.Module):
     """logit = b + w₁ᵀ o₁ + w₂ᵀ o₂ + Σ over heads of o₁ₕᵀ Wₕ o₂ₕ, with oₛ = MLPₛ(gateₛ ⊙ e).
 
-    e has the dense columns and embeddings side by side. gateₛ = 2 σ(MLP(the features that the stream's gate
-    reads)), so that each stream looks at other features; without such features it reads one learned vector.
-    Heads cut o₁ and o₂ into equal parts; head h has parts h of both.
+    e contains the dense columns and embeddings side by side. gateₛ = 2 σ(MLP(features of the stream's gate)),
+    so each stream emphasizes other features. A gate without features reads one learned vector. o₁ and o₂ are
+    cut into equal parts, one for each head; head h reads part h of both.
 
     Args:
-        schema: any dense columns, sparse features of any dims.
-        config: sizes, gates, heads and dropout.
-        outputs: logits of a row, which share both streams.
-
-    Returns (forward):
-        float32 [B]: the logit of each row; [B, outputs] for several.
+        schema: Any dense columns, sparse features of any dims.
+        config: Sizes, gates, heads and dropout.
+        outputs: Number of logits per row, which share both streams.
 
     Raises:
-        ConfigError: gates without gating, or of features that there are not; streams that cannot be cut.
+        ConfigError: Gates are set without gating or name unknown features, or streams cannot be cut into
+            heads.
     """
 
     def __init__(self, schema: Schema, config: FinalMLPSection, outputs: int = 1):
@@ -48,6 +46,7 @@ class FinalMLP(nn.Module):
         nn.init.xavier_normal_(self.bilinear)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""
         e_BN = self.beside(dense, pooled)
         gated = [gate(dense, pooled) * e_BN for gate in self.gates] or [e_BN, e_BN]
         one, two = (stream(x_BN) for stream, x_BN in zip(self.streams, gated, strict=True))
@@ -60,8 +59,10 @@ class Gate(nn.Module):
     """2 σ(MLP(context)): a weight in (0, 2) for each of `width` inputs, float32 [B, width].
 
     Args:
-        members: features and dense columns that it reads; none: a learned vector takes their place.
-        sizes: hidden sizes.
+        schema: Schema of the data.
+        members: Features and dense columns of the context; if empty, a learned vector takes their place.
+        sizes: Hidden sizes.
+        width: Number of weights.
     """
 
     def __init__(self, schema: Schema, members: set[str], sizes: list[int], width: int):
@@ -72,28 +73,26 @@ class Gate(nn.Module):
         self.hidden, self.last = mlp_and_linear([inputs, *sizes], width)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the weights, float32 [B, width]; [1, width] without members."""
         context = self.vector if self.context is None else self.context(dense, pooled)
         return 2 * self.last(self.hidden(context)).sigmoid()
 
 
 class MaskNet(nn.Module):
-    """Mask blocks over normalised embeddings, side by side or one after the other; then an MLP.
+    """Mask blocks over normalized embeddings, side by side or one after the other, followed by an MLP.
 
-    With V the F vectors of a row side by side, [F·D], and N their layer norms, each with a gain and a bias of
-    its own: parallel blocks all read N, and the MLP reads what they give side by side; of serial ones the
-    first reads N and each other one what the one before it gives, and the MLP reads the last. Every
-    block's mask follows from V.
+    V contains the F vectors of a row side by side, [F·D]. N contains their layer norms, each with a separate
+    gain and bias. Parallel blocks all read N, and the MLP reads their outputs side by side. Of serial blocks,
+    the first reads N and every other block reads the output of the previous one; the MLP reads the last
+    output. The mask of every block is computed from V.
 
     Args:
-        schema: any dense columns, sparse features whose tables all have one dim.
-        config: arrangement, sizes and dropout.
-        outputs: logits of a row, which share all layers but the last.
-
-    Returns (forward):
-        float32 [B]: the logit of each row; [B, outputs] for several.
+        schema: Any dense columns, sparse features whose tables all have one dim.
+        config: Arrangement, sizes and dropout.
+        outputs: Number of logits per row; all layers but the last are shared.
 
     Raises:
-        ConfigError: tables of different dims.
+        ConfigError: The tables have different dims.
     """
 
     def __init__(self, schema: Schema, config: MaskNetSection, outputs: int = 1):
@@ -112,6 +111,7 @@ class MaskNet(nn.Module):
         self.top, self.logit = mlp_and_linear([given, *config.top_mlp], outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""
         _, vectors_BFD = self.fields(dense, pooled)
         normal_BFD = nn.functional.layer_norm(vectors_BFD, vectors_BFD.shape[2:])
         embeddings_BN, normal_BN = vectors_BFD.flatten(1), (normal_BFD * self.gain + self.bias).flatten(1)
@@ -128,8 +128,10 @@ class MaskBlock(nn.Module):
     """ReLU(LN(W (mask ⊙ h))), where mask = W₂ ReLU(W₁ V + b₁) + b₂ (equations 4, 7 and 8).
 
     Args:
-        embeddings: width of V. inputs: width of h, and of the mask. size: width of what it gives.
-        reduction: width of the mask's hidden layer ÷ that of the mask.
+        embeddings: Width of V.
+        inputs: Width of h and of the mask.
+        size: Width of the output.
+        reduction: Width of the mask's hidden layer ÷ width of the mask.
     """
 
     def __init__(self, embeddings: int, inputs: int, size: int, reduction: float):
@@ -140,4 +142,5 @@ class MaskBlock(nn.Module):
         self.norm, self.relu = nn.LayerNorm(size), nn.ReLU()
 
     def forward(self, embeddings_BN: torch.Tensor, hidden_BI: torch.Tensor) -> torch.Tensor:
+        """Return the output of the block, float [B, size]."""
         return self.relu(self.norm(self.layer(self.mask(embeddings_BN) * hidden_BI)))

@@ -1,4 +1,4 @@
-"""Inputs of models."""
+"""Inputs of models: sequences, ids, and candidates of requests."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from raytrec.data.batch import Batch
 
 
 class Sequence(NamedTuple):
-    """A sequence feature, id by id.
+    """Sequence feature with one embedding per id.
 
     Attributes:
-        vectors: float32 [B, L, dim], the embedding of each id (times its weight, where the feature has
-            weights), the most recent first; 0 where there is none.
-        present: bool [B, L], where there is an id: the first `length` of each row.
-        side_features: float64 [B, L, n], the numbers and times (seconds since 1970) of each id, in the
-            order of `side_features` in the schema; 0 where there is no id. None: the schema names none.
-        lengths: int32 [B], how many ids each row has, on the host; None: only `present` knows.
+        vectors: float32 [B, L, dim], the embedding of each id (times its weight, if the feature has weights),
+            most recent first; 0 at positions without an id.
+        present: bool [B, L], True at positions with an id: the first `length` of each row.
+        side_features: float64 [B, L, n], the numbers and times (seconds since 1970) of each id, in the order
+            of `side_features` in the schema; 0 at positions without an id. None: the schema names none.
+        lengths: int32 [B], number of ids of each row, on the host; None: only `present` has the lengths.
     """
 
     vectors: torch.Tensor
@@ -32,15 +32,15 @@ class Sequence(NamedTuple):
     lengths: torch.Tensor | None = None
 
 
-IDS = "ids that were looked up"  # among a model's inputs, where it reads any: feature → int64 [B, L]
+IDS = "ids that were looked up"  # key of a model's inputs if it reads ids: feature → int64 [B, L]
 
 
 class Sequences:
-    """Makes a model's inputs of what was looked up, where sequences are read id by id.
+    """Converter from looked-up embeddings to the inputs of a model that reads sequences id by id.
 
     Args:
-        features: of the run.
-        with_ids: features whose ids the model is given, too (ModelSection.reads_ids).
+        features: Features of the run.
+        with_ids: Features whose ids are also inputs of the model (ModelSection.reads_ids).
     """
 
     def __init__(self, features: Features, with_ids: Collection[str] = ()):
@@ -71,8 +71,10 @@ class Sequences:
         return inputs
 
     def _ids(self, feature: str, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """The ids of a sequence that is read id by id, int64 [B, L]; the first of each row of another
-        feature, [B, 1]. -1: there is none."""
+        """Return the ids of a sequence, int64 [B, L], or the first id of each row of another feature, [B, 1].
+
+        Positions without an id are -1.
+        """
         starts_FB = sparse.offsets()[:-1].view(len(self._keys), -1)
         lengths_FB, place = sparse.lengths().view(len(self._keys), -1), self._keys.index(feature)
         back_L = torch.arange(self._lengths.get(feature, 1), device=starts_FB.device)
@@ -83,9 +85,9 @@ class Sequences:
 
 
 def side_by_side(values_Nn: torch.Tensor, lengths_B: torch.Tensor, length: int) -> torch.Tensor:
-    """Values of bags of at most `length` ids, [B, length, n]; 0 behind the last of each.
+    """Return the values of bags of at most `length` ids, padded with 0: [B, length, n].
 
-    Not by FBGEMM's jagged_to_padded_dense, which knows no float64 on CPU (1.8.0).
+    FBGEMM's jagged_to_padded_dense does not support float64 on CPU (1.8.0).
     """
     rows = torch.arange(len(lengths_B), device=lengths_B.device)
     row_N = rows.repeat_interleave(lengths_B, output_size=len(values_Nn))
@@ -95,15 +97,15 @@ def side_by_side(values_Nn: torch.Tensor, lengths_B: torch.Tensor, length: int) 
     return whole.index_put_((row_N, place_N), values_Nn)
 
 
-REQUESTS = "requests of examples"  # among a model's inputs, where it encodes each request once: Requests
+REQUESTS = "requests of examples"  # key of a model's inputs if it encodes each request once: Requests
 
 
 class Requests(NamedTuple):
     """The rows of a batch that are requests, some of whose inputs are [R, ...].
 
     Attributes:
-        of: int64 [N], the request of each example.
-        dense: float32 [R, dense columns]; 0 in those of candidates.
+        of: Request of each example, int64 [N].
+        dense: Dense columns, float32 [R, dense columns]; columns of candidates are 0.
     """
 
     of: torch.Tensor
@@ -111,10 +113,11 @@ class Requests(NamedTuple):
 
 
 class Examples:
-    """Makes a model's inputs of those of requests, an example for each candidate.
+    """Converter from inputs of requests to inputs of examples, one for each candidate.
 
     Args:
-        encoded: features that the model itself reads request by request (`once`); they are left as they are.
+        schema: Schema of the data.
+        encoded: Features that the model itself encodes per request (`once`); their inputs are not expanded.
     """
 
     def __init__(self, schema: Schema, encoded: Collection[str] = ()):
@@ -127,11 +130,11 @@ class Examples:
     def __call__(self, batch: Batch, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return dense columns [N, n] and inputs [N, ...] of N candidates; of one row if there are none.
 
-        Few layers take a batch without rows.
+        Few layers support a batch without rows.
 
         Args:
             batch: R requests with their candidates.
-            inputs: Inputs of the requests by feature, [R, ...]; those of candidates are [N, ...].
+            inputs: Inputs of the requests by feature, [R, ...]; inputs of candidates are [N, ...].
         """
         requests_N, dense_of_candidates = batch.requests, batch.dense_of_candidates
         if not len(requests_N):
@@ -144,7 +147,7 @@ class Examples:
         bags = [
             name for name, of in inputs.items() if name not in self._left and not isinstance(of, Sequence)
         ]
-        if bags:  # at once: there may be hundreds
+        if bags:  # one index_select for all, as there may be hundreds
             widths = [inputs[name].shape[1] for name in bags]
             wide_NS = torch.cat([inputs[name] for name in bags], 1).index_select(0, requests_N)
             given |= zip(bags, wide_NS.split(widths, 1), strict=True)
@@ -162,7 +165,10 @@ def once(
     dense: torch.Tensor,
     inputs: dict[str, Any],
 ) -> torch.Tensor:
-    """What a model makes of each row's request, [N, ...]: made once where several rows have the same."""
+    """Return the encoding of each row's request, [N, ...].
+
+    A request that several rows share is encoded once.
+    """
     requests = inputs.get(REQUESTS)
     if requests is None:
         return encode(dense, inputs)

@@ -1,4 +1,4 @@
-"""Models of several tasks: experts, ESMM and DBMTL."""
+"""Models of several tasks: shared bottom, mixtures of experts, ESMM and DBMTL."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from raytrec.models.parts.layers import SideBySide, mlp, mlp_and_linear
 
 
 class SharedBottom(nn.Module):
-    """logits of task k = towerₖ(MLP(dense columns and embeddings side by side)) (Caruana 1997, "Multitask
-    Learning", Machine Learning 28).
+    """logits of task k = towerₖ(MLP(dense columns and embeddings side by side)).
+
+    Caruana 1997, "Multitask Learning", Machine Learning 28.
 
     Args:
-        schema: any dense columns, sparse features of any dims.
-        config: sizes and dropout.
-        tasks: task → its columns of logits.
-
-    Returns (forward):
-        float32 [B, columns of all tasks], in their order; [B] of one column.
+        schema: Any dense columns, sparse features of any dims.
+        config: Sizes and dropout.
+        tasks: Task → number of its columns of logits.
     """
 
     def __init__(self, schema: Schema, config: SharedBottomSection, tasks: Mapping[str, int]):
@@ -39,23 +37,21 @@ class SharedBottom(nn.Module):
         self.count = len(tasks)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logits of all tasks in order, float32 [B, columns]; [B] for a single column."""
         shared_BN = self.bottom(self.beside(dense, pooled))
         return self.towers([shared_BN] * self.count)
 
 
 class MMoE(nn.Module):
-    """logits of task k = towerₖ(Σₑ softmax(Wₖ x)ₑ · expertₑ(x)) (Ma et al. 2018,
-    doi:10.1145/3219819.3220007, equations 6 and 7).
+    """logits of task k = towerₖ(Σₑ softmax(Wₖ x)ₑ · expertₑ(x)).
 
-    x has the dense columns and embeddings side by side.
+    Ma et al. 2018, doi:10.1145/3219819.3220007, equations 6 and 7. x contains the dense columns and
+    embeddings side by side.
 
     Args:
-        schema: any dense columns, sparse features of any dims.
-        config: experts, sizes and dropout.
-        tasks: task → its columns of logits.
-
-    Returns (forward):
-        float32 [B, columns of all tasks], in their order; [B] of one column.
+        schema: Any dense columns, sparse features of any dims.
+        config: Experts, sizes and dropout.
+        tasks: Task → number of its columns of logits.
     """
 
     def __init__(self, schema: Schema, config: MMoESection, tasks: Mapping[str, int]):
@@ -67,25 +63,23 @@ class MMoE(nn.Module):
         self.towers = TaskTowers(config.expert_mlp[-1], config.tower_mlp, tasks, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logits of all tasks in order, float32 [B, columns]; [B] for a single column."""
         x_BN = self.beside(dense, pooled)
         experts_BEM = self.experts(x_BN)
         return self.towers([gate(x_BN, experts_BEM) for gate in self.gates])
 
 
 class PLE(nn.Module):
-    """Progressive layered extraction: levels of experts and gates, then a tower for each task (Tang et al.
-    2020, doi:10.1145/3383313.3412236).
+    """Progressive layered extraction: levels of experts and gates, then a tower for each task.
 
-    The first level reads x, the dense columns and embeddings side by side; each other one reads what the
-    level before gives each task, and what it gives all. Of a single level this is CGC.
+    Tang et al. 2020, doi:10.1145/3383313.3412236. The first level reads x, the dense columns and embeddings
+    side by side. Every other level reads the previous level's output for each task and its shared output.
+    With a single level, PLE is CGC.
 
     Args:
-        schema: any dense columns, sparse features of any dims.
-        config: levels, experts, sizes and dropout.
-        tasks: task → its columns of logits.
-
-    Returns (forward):
-        float32 [B, columns of all tasks], in their order; [B] of one column.
+        schema: Any dense columns, sparse features of any dims.
+        config: Levels, experts, sizes and dropout.
+        tasks: Task → number of its columns of logits.
     """
 
     def __init__(self, schema: Schema, config: PLESection, tasks: Mapping[str, int]):
@@ -99,6 +93,7 @@ class PLE(nn.Module):
         self.towers = TaskTowers(config.expert_mlp[-1], config.tower_mlp, tasks, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logits of all tasks in order, float32 [B, columns]; [B] for a single column."""
         inputs = [self.beside(dense, pooled)] * (self.count + 1)
         for level in self.levels:
             inputs = level(inputs)
@@ -106,15 +101,17 @@ class PLE(nn.Module):
 
 
 class Level(nn.Module):
-    """Task k is given Σₑ softmax(Wₖ xₖ)ₑ · expert e of its experts, which read xₖ, and the shared ones,
-    which read x of all; all are given the same of every expert, weighted by softmax(W x), but at the last
-    level (equations 4 to 7).
+    """One level of PLE (equations 4 to 7).
+
+    The output for task k is Σₑ softmax(Wₖ xₖ)ₑ · expert e over the task's experts and the shared experts. The
+    task's experts read xₖ, the shared experts the shared x. The shared output is the same mean over all
+    experts, weighted by softmax(W x). The last level has no shared output.
 
     Args:
-        inputs: width of what it reads. tasks: how many. last: whether there is nothing for all.
-
-    Returns (forward):
-        Of xₖ of each task and x of all, float [B, inputs] each: float [B, expert_mlp[-1]], likewise.
+        inputs: Width of each input.
+        tasks: Number of tasks.
+        config: Experts, sizes and dropout.
+        last: True for the last level.
     """
 
     def __init__(self, inputs: int, tasks: int, config: PLESection, last: bool):
@@ -128,44 +125,54 @@ class Level(nn.Module):
         self.gates = nn.ModuleList(Gate(inputs, count) for count in read)
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the output of each task, float [B, expert_mlp[-1]], and the shared one unless last is set.
+
+        Args:
+            inputs: xₖ of each task, then the shared x, float [B, inputs] each.
+        """
         *own, shared_BEM = (experts(x_BN) for experts, x_BN in zip(self.experts, inputs, strict=True))
         read = [torch.cat([of_task_BEM, shared_BEM], dim=1) for of_task_BEM in own]
         read.append(torch.cat([*own, shared_BEM], dim=1))
-        # Without a gate for all, zip leaves the last of both out.
+        # The last level has no shared gate, so zip omits the shared input.
         return [gate(x_BN, experts) for gate, x_BN, experts in zip(self.gates, inputs, read, strict=False)]
 
 
 class TaskTowers(nn.Module):
-    """An MLP with a linear last layer for each task.
+    """MLPs with a linear last layer, one for each task.
 
     Args:
-        inputs: width of what each tower reads. sizes: hidden sizes.
-        tasks: task → its columns of logits.
-
-    Returns (forward):
-        Of one float [B, inputs] for each task: float32 [B, columns of all tasks]; [B] of one column.
+        inputs: Width of each tower's input.
+        sizes: Hidden sizes.
+        tasks: Task → number of its columns of logits.
+        dropout: Dropout rate of the MLPs.
     """
 
     def __init__(self, inputs: int, sizes: list[int], tasks: Mapping[str, int], dropout: float):
         super().__init__()
-        # A task's name cannot name a module: it may be that of a method of nn.Module.
+        # Names of tasks are not names of modules, as they may equal a method of nn.Module.
         self.towers = nn.ModuleList(mlp([inputs, *sizes], dropout) for _ in tasks)
         last = (sizes or [inputs])[-1]
         self.logits = nn.ModuleList(nn.Linear(last, columns) for columns in tasks.values())
 
     def forward(self, of_tasks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the logits of all tasks in order, float32 [B, columns]; [B] for a single column.
+
+        Args:
+            of_tasks: Input of each task's tower, float [B, inputs].
+        """
         layers = zip(self.towers, self.logits, of_tasks, strict=True)
         return torch.cat([logit(tower(x_BN)) for tower, logit, x_BN in layers], dim=1).squeeze(1)
 
 
 class Experts(nn.Module):
-    """Equal MLPs over one input: float [B, inputs] → [B, count, sizes[-1]]."""
+    """MLPs of equal sizes over one input: float [B, inputs] → [B, count, sizes[-1]]."""
 
     def __init__(self, count: int, inputs: int, sizes: list[int], dropout: float):
         super().__init__()
         self.experts = nn.ModuleList(mlp([inputs, *sizes], dropout) for _ in range(count))
 
     def forward(self, x_BN: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of all experts, float [B, count, sizes[-1]]."""
         return torch.stack([expert(x_BN) for expert in self.experts], dim=1)
 
 
@@ -173,7 +180,8 @@ class Gate(nn.Module):
     """Σₑ softmax(W x)ₑ · expert e: a mean of experts, weighted by x.
 
     Args:
-        inputs: width of x. experts: how many there are.
+        inputs: Width of x.
+        experts: Number of experts.
     """
 
     def __init__(self, inputs: int, experts: int):
@@ -181,28 +189,24 @@ class Gate(nn.Module):
         self.scores = nn.Linear(inputs, experts, bias=False)
 
     def forward(self, x_BN: torch.Tensor, experts_BEM: torch.Tensor) -> torch.Tensor:
-        """float [B, inputs] and [B, experts, M] → [B, M]."""
+        """Return the weighted mean of the experts: float [B, inputs] and [B, experts, M] → [B, M]."""
         weights_BE = self.scores(x_BN).softmax(dim=1)
         return torch.einsum("be,bem->bm", weights_BE, experts_BEM)
 
 
 class ESMM(nn.Module):
-    """pCTCVR = pCTR · pCVR: two towers that share the embeddings, and the log-odds of both products
-    (Ma et al. 2018, arXiv:1804.07931).
+    """pCTCVR = pCTR · pCVR: two towers that share the embeddings, and the log-odds of both products.
 
-    The click's logit is a, with pCTR = σ(a). The conversion's tower gives b, with pCVR = σ(b), which no label
-    reaches on its own: the conversion's logit is that of p = σ(a) · σ(b), so that it is learned from all
-    impressions and not from clicked ones alone. As (1 − p) ÷ p = (1 + e⁻ᵃ)(1 + e⁻ᵇ) − 1, this is
-    −ln(e⁻ᵃ + e⁻ᵇ + e⁻ᵃ⁻ᵇ), exact where p is next to 0 or to 1. P(conversion | click) is the quotient of the
-    two predictions.
+    Ma et al. 2018, arXiv:1804.07931. The click's logit is a, with pCTR = σ(a). The conversion's tower returns
+    b, with pCVR = σ(b), for which there is no separate label. The conversion's logit is the logit of p = σ(a)
+    · σ(b), so the tower is trained on all impressions and not only on clicked ones. As (1 − p) ÷ p = (1 +
+    e⁻ᵃ)(1 + e⁻ᵇ) − 1, this logit is −ln(e⁻ᵃ + e⁻ᵇ + e⁻ᵃ⁻ᵇ), exact for p near 0 or 1. P(conversion | click) is
+    the quotient of the two predictions.
 
     Args:
-        schema: any dense columns, sparse features of any dims.
-        config: which task is which; sizes and dropout.
-        tasks: the two, in the order of their columns.
-
-    Returns (forward):
-        float32 [B, 2], in the order of the tasks.
+        schema: Any dense columns, sparse features of any dims.
+        config: Names of the click and conversion tasks; sizes and dropout.
+        tasks: The two tasks, in the order of their columns.
     """
 
     def __init__(self, schema: Schema, config: ESMMSection, tasks: Mapping[str, int]):
@@ -215,6 +219,7 @@ class ESMM(nn.Module):
         self.click_first = next(iter(tasks)) == config.click
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logits of both tasks, float32 [B, 2], in the order of the tasks."""
         x_BN = self.beside(dense, pooled)
         click_B1, given_click_B1 = self.click(x_BN).float(), self.conversion(x_BN).float()
         against_B3 = torch.cat([-click_B1, -given_click_B1, -click_B1 - given_click_B1], dim=1)
@@ -223,22 +228,19 @@ class ESMM(nn.Module):
 
 
 class DBMTL(nn.Module):
-    """P(labels | x) = Πₖ P(label k | x, the labels that it depends on), in the layers below the logits
-    (Wang et al. 2019, arXiv:1902.09154).
+    """P(labels | x) = Πₖ P(label k | x, the labels that it depends on), in the layers below the logits.
 
-    With s the layers that all share over the dense columns and embeddings side by side, and tₖ = towerₖ(s)
-    those of task k: rₖ = MLPₖ(tₖ next to rⱼ of each task j that it depends on); its logits are linear in rₖ.
+    Wang et al. 2019, arXiv:1902.09154. s is the output of the shared layers over the dense columns and
+    embeddings side by side, and tₖ = towerₖ(s). For each task k, rₖ = MLPₖ(tₖ next to rⱼ of each task j that
+    task k depends on). The logits of task k are linear in rₖ.
 
     Args:
-        schema: any dense columns, sparse features of any dims.
-        config: relations, sizes and dropout.
-        tasks: task → its columns of logits.
-
-    Returns (forward):
-        float32 [B, columns of all tasks], in their order; [B] of one column.
+        schema: Any dense columns, sparse features of any dims.
+        config: Relations, sizes and dropout.
+        tasks: Task → number of its columns of logits.
 
     Raises:
-        ConfigError: relations of tasks that there are not, or in a circle.
+        ConfigError: Relations name unknown tasks or form a cycle.
     """
 
     def __init__(self, schema: Schema, config: DBMTLSection, tasks: Mapping[str, int]):
@@ -247,7 +249,7 @@ class DBMTL(nn.Module):
         self.bottom = mlp([self.beside.width, *config.bottom_mlp], config.dropout)
         shared = (config.bottom_mlp or [self.beside.width])[-1]
         places = {name: place for place, name in enumerate(tasks)}
-        # place of a task → places of those that it depends on, in an order in which they can be computed
+        # index of a task → indices of its parent tasks, in topological order
         self.parents = {
             places[name]: [places[parent] for parent in parents]
             for name, parents in config.order(tasks).items()
@@ -261,6 +263,7 @@ class DBMTL(nn.Module):
         self.logits = nn.ModuleList(nn.Linear(related, columns) for columns in tasks.values())
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logits of all tasks in order, float32 [B, columns]; [B] for a single column."""
         shared_BN = self.bottom(self.beside(dense, pooled))
         related: dict[int, torch.Tensor] = {}
         for place, parents in self.parents.items():

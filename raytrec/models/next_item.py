@@ -17,31 +17,29 @@ from raytrec.models.parts.packed import Packed, pack_ids
 from raytrec.models.parts.sampled import Queries, SampledLoss, result
 from raytrec.models.parts.shared import ItemBatch, SharedNegatives
 
-BUCKETS = 128  # of times between items; the last takes all that are longer
-FACTOR = log(1.35)  # a bucket's times are 1.35 × as long as those of the one before
+BUCKETS = 128  # of times between items; the last bucket is unbounded
+FACTOR = log(1.35)  # each bucket's times are 1.35 × those of the previous one
 
 
 class NextItem(nn.Module, ABC):
-    """A causal model of a sequence: the state after each item is a query for the next one.
+    """Causal model of a sequence in which the state after each item is a query for the next item.
 
     score = ⟨state after the most recent item, item⟩ ÷ temperature, of unit vectors with `normalize`. A row
     without a history has the state 0, and so the score 0 for every item.
 
-    The model's own loss is that of every item of the history, the oldest aside, and of the row's own item,
-    each predicted from what was before it and held against the row's negatives. A row's loss is the sum over
-    these places ÷ max_length, so that all places of all rows count alike.
+    The model's own loss sums over every item of the history but the oldest, and over the row's item. Each is
+    predicted from the items before it and compared with the row's negatives. The sum is divided by
+    max_length, so all positions of all rows have the same weight.
 
     Args:
-        schema: history and item, of one table; others are not read.
-        config: their names, sizes, and what is learned.
-        outputs: logits of a row; of several, each has its own query (sampled.Queries).
-        vectors: whether vectors are given, too: the query's is divided by the temperature.
-
-    Returns (forward):
-        float32 [B], or [B, outputs | own loss | query D, item D] (models/__init__.py), D = dim of the table.
+        schema: Schema with history and item, of one table with dim D; other features are not read.
+        config: Names of the features, sizes, and settings of the loss.
+        outputs: Number of logits per row; each of several has its own query (sampled.Queries).
+        vectors: True to also return vectors; the query is divided by the temperature.
 
     Raises:
-        ConfigError: no such feature; no sequence; history, item and negatives of different tables.
+        ConfigError: A feature is missing or not a sequence, or the tables of history, item and negatives
+            differ.
     """
 
     def __init__(self, schema: Schema, config: NextItemSection, outputs: int = 1, vectors: bool = False):
@@ -60,23 +58,23 @@ class NextItem(nn.Module, ABC):
         """Return the state after each item, from this item and older ones alone: float32 [N, D]."""
 
     def placed(self, history: Sequence, packed: Packed) -> torch.Tensor:
-        """√D · e + p for each item's embedding e and the learned vector p of its position, with dropout:
-        float32 [N, D]."""
+        """Return √D · e + p, with dropout, for each item's embedding e and position vector p: [N, D]."""
         places_N = packed.recency if self.config.positions == "recency" else packed.order
         x_ND = packed.pack(history.vectors) * self.dim**0.5
         return self.dropout(x_ND + embedding(places_N, self.positions))
 
     def query(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """float32 [B, D] of the history alone; of several outputs, [B, outputs, D]."""
+        """Return the query vectors of the history, float32 [B, D]; [B, outputs, D] for several outputs."""
         history = inputs[self.config.history]
         packed = pack_ids(history.present, history.lengths)
         return self._query(self.states(history, packed), packed)
 
     def item(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """float32 [B, D] of the item alone."""
+        """Return the item vectors, float32 [B, D]."""
         return self._unit(inputs[self.config.item])
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
+        """Return float32 [B], or [B, outputs | own loss | query D, item D] (models/__init__.py)."""
         history, item_BD = inputs[self.config.history], self.item(dense, inputs)
         packed = pack_ids(history.present, history.lengths)
         states_ND, own_B = self.states(history, packed), None
@@ -89,10 +87,9 @@ class NextItem(nn.Module, ABC):
 
     @torch.compiler.disable
     def _own_loss(self, states_ND: torch.Tensor, packed: Packed, inputs: dict) -> torch.Tensor:
-        """float32 [B]."""
         history = inputs[self.config.history]
         query_ND = self._unit(self.queries.of_own_loss(states_ND)) / self.config.temperature
-        # What follows each item; the row's own follows the most recent one.
+        # The item after each item; the row's item follows the most recent one.
         next_BLD = torch.cat([inputs[self.config.item].unsqueeze(1), history.vectors[:, :-1]], dim=1)
         next_ND = self._unit(packed.pack(next_BLD))
         if self.shared is None:
@@ -104,7 +101,7 @@ class NextItem(nn.Module, ABC):
     def _against_drawn(
         self, query_ND: torch.Tensor, next_ND: torch.Tensor, packed: Packed, drawn: Sequence
     ) -> torch.Tensor:
-        """The sum of each row's losses against its negatives, float32 [B]."""
+        """Return the sum of each row's losses against its negatives, float32 [B]."""
         groups = zip(
             packed.by_time(query_ND),
             packed.by_time(next_ND),
@@ -122,7 +119,7 @@ class NextItem(nn.Module, ABC):
     def _against_all_drawn(
         self, query_ND: torch.Tensor, next_ND: torch.Tensor, packed: Packed, inputs: dict
     ) -> torch.Tensor:
-        """The same against the negatives of all rows of the global batch."""
+        """Return the sum of each row's losses against the negatives of the global batch, float32 [B]."""
         ids, most = inputs[IDS], inputs[self.config.history].present.numel()
         next_BL = torch.cat([ids[self.config.item], ids[self.config.history][:, :-1]], dim=1)
         own = ItemBatch(next_ND, packed.pack(next_BL.unsqueeze(2)).squeeze(1))
@@ -137,17 +134,16 @@ class NextItem(nn.Module, ABC):
 
 
 class SASRec(NextItem):
-    """A causal transformer over a history (Kang and McAuley 2018, arXiv:1808.09781).
+    """Causal transformer over a history (Kang and McAuley 2018, arXiv:1808.09781).
 
-    x = √D · e + p for each item's embedding e and the learned vector p of its position (the factor is that of
+    x = √D · e + p for each item's embedding e and the learned vector p of its position (the factor is from
     the authors' code). Then in each block, with layer norm N and dropout d (sections III.A to III.C):
 
         x ← x + d(attention(N x))         multi-head, causal
         x ← x + d(W₂ · d(relu(W₁ N x)))
 
-    The state is N of the last block's x.
-
-    Args, Returns, Raises: see NextItem; ConfigError, too, if the heads do not divide D.
+    The state is N of the last block's x. For arguments and errors, see NextItem. A ConfigError is also raised
+    if the heads do not divide D.
     """
 
     def __init__(self, schema: Schema, config: SasrecSection, outputs: int = 1, vectors: bool = False):
@@ -156,6 +152,7 @@ class SASRec(NextItem):
         self.norm = nn.LayerNorm(self.dim)
 
     def states(self, history: Sequence, packed: Packed) -> torch.Tensor:
+        """Return the state after each item, float32 [N, D]."""
         x_ND = self.placed(history, packed)
         for block in self.blocks:
             x_ND = block(x_ND, packed)
@@ -163,7 +160,7 @@ class SASRec(NextItem):
 
 
 class Block(nn.Module):
-    """Attention, and a network of two layers for each item: [N, D] → [N, D]."""
+    """Attention and a network of two layers for each item: [N, D] → [N, D]."""
 
     def __init__(self, dim: int, config: SasrecSection):
         super().__init__()
@@ -175,6 +172,7 @@ class Block(nn.Module):
         self.network = nn.Sequential(*layers)
 
     def forward(self, x_ND: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """Return the output of the block, [N, D]."""
         x_ND = x_ND + self.dropout(self.attention(self.norms[0](x_ND), packed))
         return x_ND + self.dropout(self.network(self.norms[1](x_ND)))
 
@@ -188,11 +186,12 @@ class Attention(nn.Module):
         self.inputs, self.output = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
     def forward(self, x_ND: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """Return the attention output of each item, [N, D]."""
         return self.output(self._read(self.inputs(x_ND), packed))
 
     @torch.compiler.disable
     def _read(self, of_all_NE: torch.Tensor, packed: Packed) -> torch.Tensor:
-        """Σ_j a_ij v_j: [N, 3 · D] → [N, D]."""
+        """Return Σ_j a_ij v_j: [N, 3 · D] → [N, D]."""
         rate, read = self.rate if self.training else 0.0, []
         for group_bTE in packed.by_time(of_all_NE):
             of_all = group_bTE.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, b, H, T, D ÷ H]
@@ -207,19 +206,17 @@ class Attention(nn.Module):
 class HSTU(NextItem):
     """Hierarchical sequential transduction units over a history (Zhai et al. 2024, arXiv:2402.17152).
 
-    x begins as in SASRec. Then in each layer, with layer norm N (without weights) and dropout d (equations 1
+    x starts as in SASRec. Then in each layer, with layer norm N (without weights) and dropout d (equations 1
     to 3), in each head:
 
         u, v, q, k = silu(W₁ N x)
         a_ij = silu(⟨q_i, k_j⟩ + r_{i−j} + s_{bucket(t_i − t_j)}) ÷ max_length   for j ≤ i, else 0
         x ← x + W₂ · d(u ⊙ N(Σ_j a_ij v_j))
 
-    with learned biases r of each distance and s of each of 128 buckets of times between the two, on a
-    logarithmic scale (s only with model.time). Weights do not add up to 1: how much of a history is about
-    something counts, too. The state is the last layer's x.
-
-    Args, Returns, Raises: see NextItem; ConfigError, too, if the heads do not divide the width, or there is
-    no such column of times.
+    r has a learned bias for each distance. s has one for each of 128 buckets of times between two items, on a
+    logarithmic scale (only with model.time). Weights do not add up to 1, so the number of relevant items
+    matters as well. The state is the last layer's x. For arguments and errors, see NextItem. A ConfigError is
+    also raised if the heads do not divide the width or the column of times is missing.
     """
 
     def __init__(self, schema: Schema, config: HstuSection, outputs: int = 1, vectors: bool = False):
@@ -228,6 +225,7 @@ class HSTU(NextItem):
         self.layers = nn.ModuleList(Layer(self.dim, config) for _ in range(config.blocks))
 
     def states(self, history: Sequence, packed: Packed) -> torch.Tensor:
+        """Return the state after each item, float32 [N, D]."""
         x_ND = self.placed(history, packed)
         buckets = None if self.time is None else self._buckets(history, packed)
         for layer in self.layers:
@@ -236,7 +234,7 @@ class HSTU(NextItem):
 
     @torch.compiler.disable
     def _buckets(self, history: Sequence, packed: Packed) -> list[torch.Tensor]:
-        """Of the times between every two items: int64 [b, T, T] of each group; 0: none, or before."""
+        """Return the bucket of the time between every two items, int64 [b, T, T] of each group."""
         assert history.side_features is not None
         times_BL1 = history.side_features[:, :, self.time].unsqueeze(2)
         groups = [group_bT1.squeeze(2) for group_bT1 in packed.by_time(packed.pack(times_BL1))]
@@ -244,12 +242,12 @@ class HSTU(NextItem):
 
 
 def bucket(between: torch.Tensor) -> torch.Tensor:
-    """The bucket of a time between items, in the column's own unit: float [...] → int64 [...]."""
+    """Return the bucket of a time between items, in the column's own unit: float [...] → int64 [...]."""
     return (between.clamp(min=1).log() / FACTOR).long().clamp(max=BUCKETS - 1)
 
 
 class Layer(nn.Module):
-    """One unit: [N, D] → [N, D]."""
+    """One HSTU unit: [N, D] → [N, D]."""
 
     def __init__(self, dim: int, config: HstuSection):
         super().__init__()
@@ -262,6 +260,7 @@ class Layer(nn.Module):
         nn.init.xavier_uniform_(self.output.weight)
 
     def forward(self, x_ND: torch.Tensor, packed: Packed, buckets: list[torch.Tensor] | None) -> torch.Tensor:
+        """Return the output of the unit, [N, D]."""
         of_all_NW = silu(self.inputs(layer_norm(x_ND, x_ND.shape[1:])))
         width = of_all_NW.shape[1] // 4
         gate_NW, others_NW = of_all_NW.split([width, 3 * width], dim=1)
@@ -273,12 +272,12 @@ class Layer(nn.Module):
     def _read(
         self, others_NW: torch.Tensor, packed: Packed, buckets: list[torch.Tensor] | None
     ) -> torch.Tensor:
-        """Σ_j a_ij v_j: [N, 3 · width] → [N, width]."""
+        """Return Σ_j a_ij v_j: [N, 3 · width] → [N, width]."""
         groups = packed.by_time(others_NW)
         return packed.from_time([self._of_group(g, buckets and buckets[i]) for i, g in enumerate(groups)])
 
     def _of_group(self, group_bTW: torch.Tensor, buckets_bTT: torch.Tensor | None) -> torch.Tensor:
-        """Of one group: [b, T, 3 · width] → [b, T, width]."""
+        """Return Σ_j a_ij v_j of one group: [b, T, 3 · width] → [b, T, width]."""
         rows, length, _ = group_bTW.shape
         by_head = group_bTW.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         value_nTd, query_nTd, key_nTd = by_head.flatten(1, 2).unbind(0)  # n = b · heads
@@ -288,7 +287,7 @@ class Layer(nn.Module):
         return read_nTd.unflatten(0, (rows, self.heads)).transpose(1, 2).flatten(2)
 
     def _bias(self, length: int, buckets_bTT: torch.Tensor | None) -> torch.Tensor:
-        """Of each query for each key: [1, T, T], with times [b · heads, T, T]; of later keys, any."""
+        """Return biases [1, T, T], with times [b · heads, T, T]; biases of later keys are undefined."""
         places_T = torch.arange(length, device=self.distances.device)
         back_TT = (places_T.unsqueeze(1) - places_T).clamp(min=0)
         bias_1TT = self.distances[back_TT].unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Models of a query and an item: two towers, matrix factorisation, neural collaborative filtering (NeuMF)."""
+"""Models of a query and an item: two towers, matrix factorization, neural collaborative filtering (NeuMF)."""
 
 from __future__ import annotations
 
@@ -14,33 +14,30 @@ from raytrec.models.parts.shared import SharedNegatives, losses_of_pairs
 
 
 class TwoTower(nn.Module):
-    """logit = scale · ⟨query, item⟩ + bias, with a learned bias, and a scale that is learned or fixed.
+    """logit = scale · ⟨query, item⟩ + bias, with a learned bias and a learned or fixed scale.
 
-    `query` and `item` alone are what retrieval needs: the items' vectors go into an index, which is asked
-    with the query's. Scale and bias change no order of the items of one query, as long as
-    the scale is positive.
+    Retrieval needs only `query` and `item`: the items' vectors are stored in an index, which is searched with
+    the query's vector. A positive scale and the bias do not change the order of one query's items.
 
-    With several outputs, each has its own query vector, scale and bias, so that one index of items
-    serves all tasks. With `vectors`, one more query vector is for losses that compare rows; they are given
-    scale · query next to item, so that the scale is a learned temperature.
+    Each of several outputs has its own query vector, scale and bias, so one index of items serves all tasks.
+    With `vectors`, one more query vector is for losses that compare rows. These losses read scale · query
+    next to item, so the scale is a learned temperature.
 
-    With `negatives`, the model's own loss holds a row's item against theirs, whose vectors the item tower
-    makes of their ids (sampled.py). It is of the last output's query; without outputs, of the one for losses
-    that compare rows, to which it is then added: negatives from the batch are frequent items more often
-    than others, drawn ones are not (mixed, as in Yang et al. 2020, https://doi.org/10.1145/3366424.3386195).
+    With `negatives`, the model's own loss compares a row's item with drawn items, whose vectors the item
+    tower computes from their ids (sampled.py). The loss uses the query of the last output. Without outputs,
+    it uses the query for losses that compare rows and is added to them. Negatives from the batch are mostly
+    frequent items, drawn ones are not (mixed, as in Yang et al. 2020,
+    https://doi.org/10.1145/3366424.3386195).
 
     Args:
-        schema: any; sequences enter by their mean.
-        config: which features belong to which tower, and the sizes of the towers.
-        outputs: logits of a row. vectors: whether vectors are given, too.
-
-    Returns (forward):
-        float32 [B]: the logit of each row; [B, outputs] for several; else [B, outputs | own loss | query D,
-        item D] (models/__init__.py), where D is tower_mlp[-1].
+        schema: Any schema; sequences are averaged.
+        config: Features and sizes of the towers.
+        outputs: Number of logits per row.
+        vectors: True to also return vectors.
 
     Raises:
-        ConfigError: a feature of no or of two towers; a pattern that matches nothing; negatives for an item
-            tower that reads more than ids.
+        ConfigError: A feature is in no tower or in both, a pattern matches nothing, or negatives are set for
+            an item tower that reads more than ids.
     """
 
     def __init__(self, schema: Schema, config: TwoTowerSection, outputs: int = 1, vectors: bool = False):
@@ -70,17 +67,22 @@ class TwoTower(nn.Module):
             self.shared = SharedNegatives.of(schema, config, self.loss)
 
     def query(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The query tower's vectors: float32 [B, tower_mlp[-1]]; only its own features are looked at.
+        """Return the query tower's vectors, float32 [B, tower_mlp[-1]], from its own features only.
 
-        With several outputs, [B, outputs, tower_mlp[-1]], and one more, the last, with `vectors`.
+        For several outputs, [B, outputs, tower_mlp[-1]]; with `vectors` there is one more, the last.
         """
         return self._vectors("query", dense, pooled)
 
     def item(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The item tower's vectors: float32 [B, tower_mlp[-1]]; only its own features are looked at."""
+        """Return the item tower's vectors, float32 [B, tower_mlp[-1]], from its own features only."""
         return self._vectors("item", dense, pooled)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs.
+
+        With vectors or own loss, [B, outputs | own loss | query D, item D] (models/__init__.py), where D is
+        tower_mlp[-1].
+        """
         query, item_BD = once(self.query, dense, pooled), self.item(dense, pooled)
         if self.queries == 1 and not self.vectors and not self.config.own_loss:
             return self.scale * (query * item_BD).sum(1) + self.bias
@@ -92,12 +94,12 @@ class TwoTower(nn.Module):
     def _own_loss(
         self, query_BQD: torch.Tensor, item_BD: torch.Tensor, dense: torch.Tensor, pooled: dict
     ) -> torch.Tensor:
-        """float32 [B]; 0 in evaluations. query_BQD: times the scale."""
+        """Return the own loss of each row, float32 [B]; 0 in evaluations. query_BQD includes the scale."""
         if not self.training:
             return item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
         drawn, (feature,) = pooled[self.config.negatives], self.towers["item"].beside.first_of
         of_all = self._vectors("item", dense, {feature: drawn.vectors.flatten(0, 1)})
-        # The last output's, or without outputs the only one.
+        # The query of the last output; without outputs, the only query.
         own = self.queries - 1 - (self.vectors and self.bias is not None)
         bias_11 = None if self.bias is None else self.bias.view(1, -1)[:, -1:]
         drawn = Sequence(of_all.view(*drawn.present.shape, self.width), drawn.present)
@@ -112,11 +114,13 @@ class TwoTower(nn.Module):
 
 
 class Tower(nn.Module):
-    """An MLP over some dense columns and pooled embeddings side by side; its last layer is linear.
+    """MLP over some dense columns and pooled embeddings side by side; its last layer is linear.
 
     Args:
-        members: names of dense columns and sparse features.
-        outputs: width of the last layer.
+        schema: Schema of the data.
+        members: Names of dense columns and sparse features.
+        config: Sizes and dropout.
+        outputs: Width of the last layer.
     """
 
     def __init__(self, schema: Schema, members: set[str], config: TwoTowerSection, outputs: int):
@@ -126,28 +130,25 @@ class Tower(nn.Module):
         self.hidden, self.last = mlp_and_linear(sizes, outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the tower's output, float32 [B, outputs]."""
         return self.last(self.hidden(self.beside(dense, pooled)))
 
 
 class MatrixFactorization(nn.Module):
-    """score = ⟨p, q⟩ + b_user + b_item + b for embeddings (p, b_user) and (q, b_item), with a learned b
-    (Rendle et al. 2020, arXiv:2005.09683).
+    """score = ⟨p, q⟩ + b_user + b_item + b for embeddings (p, b_user) and (q, b_item), with a learned b.
 
-    Of these, ⟨p, q⟩ + b_item orders the items of a user: query = (p, 1), item = (q, b_item). b_user and b are
-    in logits, and in the model's own loss where it is bce. Of a feature with several ids, the sum or mean of
-    their embeddings takes the place of one.
+    Rendle et al. 2020, arXiv:2005.09683. The items of a user are ordered by ⟨p, q⟩ + b_item: query = (p, 1),
+    item = (q, b_item). b_user and b are part of the logits, and of the model's own loss if it is bce. For a
+    feature with several ids, the sum or mean of their embeddings is used.
 
     Args:
-        schema: the features of user and item, with one dim; others are not read.
-        config: their names; the negatives, and what is learned from them.
-        outputs: logits of a row; of several, each has its own query (sampled.Queries) and b.
-        vectors: whether vectors are given, too.
-
-    Returns (forward):
-        float32 [B], or [B, outputs | own loss | query D, item D] (models/__init__.py), D = dim.
+        schema: Schema with the features of user and item, of one dim; other features are not read.
+        config: Names of the features; negatives and settings of the loss.
+        outputs: Number of logits per row; each of several has its own query (sampled.Queries) and b.
+        vectors: True to also return vectors.
 
     Raises:
-        ConfigError: no such feature; tables of different dims.
+        ConfigError: A feature is missing, or the tables have different dims.
     """
 
     def __init__(self, schema: Schema, config: MfSection, outputs: int = 1, vectors: bool = False):
@@ -160,14 +161,15 @@ class MatrixFactorization(nn.Module):
         self.shared = SharedNegatives.of(schema, config, self.loss)
 
     def query(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """float32 [B, D] of the user alone; of several outputs, [B, outputs, D]."""
+        """Return the query vectors of the user, float32 [B, D]; [B, outputs, D] for several outputs."""
         return self.queries(self._factors(inputs))
 
     def item(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """float32 [B, D] of the item alone."""
+        """Return the item vectors, float32 [B, D]."""
         return inputs[self.config.item]
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
+        """Return float32 [B], or [B, outputs | own loss | query D, item D] (models/__init__.py), D = dim."""
         item_BD, bias_BT = self.item(dense, inputs), None
         if self.bias is not None:
             bias_BT = once(lambda _, given: given[self.config.user][:, -1:], dense, inputs) + self.bias
@@ -176,7 +178,7 @@ class MatrixFactorization(nn.Module):
         return result(query, item_BD, self.outputs, self.vectors, own_B, bias_BT)
 
     def _own_loss(self, item_BD: torch.Tensor, inputs: dict, bias_BT: torch.Tensor | None) -> torch.Tensor:
-        """float32 [B]; 0 in evaluations."""
+        """Return the own loss of each row, float32 [B]; 0 in evaluations."""
         if not self.training:
             return item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
         query_BD = self.queries.of_own_loss(self._factors(inputs))
@@ -185,7 +187,7 @@ class MatrixFactorization(nn.Module):
         return losses_of_pairs(self.loss, self.shared, query_BD, item_BD, item, drawn, inputs, bias_B1)
 
     def _factors(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """(p, b_user) → (p, 1): [B, D]."""
+        """Return the user's vectors with b_user replaced by 1: (p, b_user) → (p, 1), [B, D]."""
         user_BD = inputs[self.config.user]
         if not self.config.bias:
             return user_BD
@@ -193,23 +195,20 @@ class MatrixFactorization(nn.Module):
 
 
 class NeuMF(nn.Module):
-    """logit = wᵀ (p_user ⊙ p_item, MLP(m_user, m_item)) + b: weighed products (GMF), and an MLP
-    (He et al. 2017, arXiv:1708.05031).
+    """logit = wᵀ (p_user ⊙ p_item, MLP(m_user, m_item)) + b: weighted products (GMF) and an MLP.
 
-    Products and MLP have separate embeddings, as in the paper: the first `gmf_dim` numbers of a feature's
-    embedding are p, the others m. With `shared`, both read the whole of it. Scores are not dot products of
-    two vectors, so there is no index of items to search: every item is scored.
+    He et al. 2017, arXiv:1708.05031. Products and MLP have separate embeddings, as in the paper: the first
+    `gmf_dim` numbers of a feature's embedding are p, the others m. With `shared`, both read the whole
+    embedding. Scores are not dot products of two vectors, so there is no index of items to search: every item
+    is scored.
 
     Args:
-        schema: the features of user and item; others are not read.
-        config: their names; sizes; the negatives, and what is learned from them.
-        outputs: logits of a row, which share all but w and b. The model's own loss is of the last one.
-
-    Returns (forward):
-        float32 [B], or [B, outputs | own loss] (models/__init__.py).
+        schema: Schema with the features of user and item; other features are not read.
+        config: Names of the features; sizes; negatives and settings of the loss.
+        outputs: Number of logits per row, which share all but w and b. The own loss uses the last one.
 
     Raises:
-        ConfigError: no such feature; embeddings that are too narrow.
+        ConfigError: A feature is missing, or embeddings are too narrow.
     """
 
     def __init__(self, schema: Schema, config: NcfSection, outputs: int = 1):
@@ -226,6 +225,7 @@ class NeuMF(nn.Module):
         self.loss = SampledLoss.of(schema, config, config.item)
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
+        """Return float32 [B], or [B, outputs | own loss] (models/__init__.py)."""
         user_B1E, item_B1E = (inputs[f].unsqueeze(1) for f in (self.config.user, self.config.item))
         scores_BT = self._scores(user_B1E, item_B1E).squeeze(1)
         logits_BT = scores_BT + self.bias
@@ -235,7 +235,7 @@ class NeuMF(nn.Module):
         return torch.cat([logits_BT, own_B.unsqueeze(1)], dim=1)
 
     def _own_loss(self, user_B1E: torch.Tensor, own_B: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """float32 [B]; 0 in evaluations."""
+        """Return the own loss of each row, float32 [B]; 0 in evaluations."""
         if not self.training:
             return torch.zeros_like(own_B, dtype=torch.float32)
         drawn, bias = inputs[self.config.negatives], self.loss.bias_of(self.bias[-1])
@@ -243,12 +243,12 @@ class NeuMF(nn.Module):
         return self.loss(own_B.float() + bias, scores_BK + bias, drawn.present.sum(1))
 
     def _scores(self, user_B1E: torch.Tensor, items_BKE: torch.Tensor) -> torch.Tensor:
-        """Of each user for K items: [B, 1, E], [B, K, E] → [B, K, outputs], without b."""
+        """Return the scores of each user for K items: [B, 1, E], [B, K, E] → [B, K, outputs], without b."""
         parts = []
         if self.products:
             parts.append(user_B1E[..., : self.products] * items_BKE[..., : self.products])
         if self.first:
-            # The first layer of a user is the same for all of its items.
+            # The user's part of the first layer is computed once for all items.
             of_user, of_item = self.first.weight.split([self.users, self.items], dim=1)
             user_B1H = nn.functional.linear(user_B1E[..., user_B1E.shape[-1] - self.users :], of_user)
             items_BKH = nn.functional.linear(

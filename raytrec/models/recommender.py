@@ -1,4 +1,4 @@
-"""A whole model: features in, logits out."""
+"""Recommenders: tables and a dense model, from features to logits."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from raytrec.models.inputs import Examples, Sequences
 
 
 class Recommender(nn.Module):
-    """Tables and a dense model; it needs no labels. The tasks' losses define what its logits mean.
+    """Tables and a dense model. No labels are read; the losses of the tasks define the meaning of the logits.
 
     Args:
-        embeddings: the tables' lookup and pooling.
-        model: forward(dense, inputs of the sparse features) → logits; see raytrec/models.
-        call: how the model is called.
+        embeddings: Lookup and pooling of the tables.
+        model: Dense model: forward(dense, inputs of the sparse features) → logits; see raytrec/models.
+        call: Caller of the dense model.
     """
 
     def __init__(self, embeddings: PooledEmbeddings, model: nn.Module, call: ModelCall):
@@ -42,15 +42,16 @@ class Recommender(nn.Module):
 
 
 class ModelCall:
-    """How a dense model is called with what was looked up.
+    """Caller of a dense model, which prepares its inputs from pooled embeddings.
 
     Args:
-        sequences: makes the model's inputs of what was looked up; default: they are that.
-        examples: makes inputs of requests those of their candidates; default: rows are examples.
-        bf16: have the model multiply matrices in bfloat16 (autocast), and its logits made float32 again.
+        sequences: Converter from embeddings to the model's inputs; None: the embeddings are the inputs.
+        examples: Converter from inputs of requests to inputs of their candidates; None: each row is an
+            example.
+        bf16: True to multiply matrices in bfloat16 (autocast); logits are converted back to float32.
 
     Attributes:
-        graph_rows: rows of the batches that are replayed as CUDA graphs; None: none are (`compile_dense`).
+        graph_rows: Rows of the batches replayed as CUDA graphs (`compile_dense`); None: no CUDA graphs.
     """
 
     graph_rows: int | None = None
@@ -86,14 +87,14 @@ class ModelCall:
         return last_vectors(given) if tower else given
 
     def run(self, called: Callable[..., torch.Tensor], dense: torch.Tensor, *inputs: Any) -> torch.Tensor:
-        """What a model, or one of its methods, gives: float32."""
+        """Call a model or one of its methods and return its output as float32."""
         if self.graph_rows is None:
             return self._run(called, dense, *inputs)
-        if len(dense) != self.graph_rows:  # for which a graph more would be compiled and recorded
+        if len(dense) != self.graph_rows:  # another size would compile and record a graph
             with torch.compiler.set_stance("force_eager"):
                 return self._run(called, dense, *inputs)
         torch.compiler.cudagraph_mark_step_begin()
-        return self._run(called, dense, *inputs).clone()  # the next replay writes over it
+        return self._run(called, dense, *inputs).clone()  # the next replay overwrites it
 
     def _run(self, called: Callable[..., torch.Tensor], dense: torch.Tensor, *inputs: Any) -> torch.Tensor:
         if not self._bf16:
@@ -104,7 +105,7 @@ class ModelCall:
 
 
 def last_vectors(vectors: torch.Tensor) -> torch.Tensor:
-    """[B, width], also where a query has a vector for each of several outputs: of these, the last."""
+    """Return vectors [B, width]; if a query has one vector for each of several outputs, the last of these."""
     return vectors[:, -1] if vectors.dim() == 3 else vectors
 
 
@@ -116,10 +117,15 @@ def build_recommender(
     vectors: bool = False,
     tasks: Mapping[str, int] | None = None,
 ) -> Recommender:
-    """The configuration's model, not sharded: dense layers by run.seed on the device, tables on meta.
+    """Return the configured model, not sharded. Dense layers are seeded by run.seed; tables are on meta.
 
     Args:
-        outputs, vectors, tasks: what its tasks need; see build_model.
+        config: Configuration of the run.
+        schema: Schema of the data.
+        device: Device of the dense layers.
+        outputs: Number of columns of logits; see build_model.
+        vectors: True if the model must also return query and item vectors; see build_model.
+        tasks: Task → number of its columns; see build_model.
     """
     torch.manual_seed(config.run.seed)
     model = build_model(schema, config.model, outputs, vectors, tasks).to(device)
@@ -131,7 +137,7 @@ def build_recommender(
 
 
 def _encoded(model: ModelSection, schema: Schema) -> set[str]:
-    """Features that the model encodes once for each request: those of its query, if none is a candidate's."""
+    """Return the query features that the model encodes once per request, if none belongs to candidates."""
     if not model.retrieves or isinstance(model, PythonSection):
         return set()
     members = model.tower_members(schema)["query"]
@@ -141,19 +147,21 @@ def _encoded(model: ModelSection, schema: Schema) -> set[str]:
 def compile_dense(
     model: nn.Module, call: ModelCall, device: torch.device, graph_rows: int | None = None
 ) -> None:
-    """Has a dense model compiled at its first forward, in place: its parameters keep their names. Training
-    and evaluation each compile it once, in the first step and in the first evaluation.
+    """Compile a dense model in place at its first forward. Parameters keep their names.
 
-    Without CUDA graphs sizes are left open, so that a smaller batch does not compile it again. With them,
-    batches of other sizes are not compiled. A replay writes over what the one before has given: logits are
-    copied; gradients have been used by then, and TorchRec's optimizers let go of them before a forward.
+    Training and evaluation are compiled separately, each in its first step. Without CUDA graphs, sizes are
+    dynamic, so a smaller batch does not recompile the model. With CUDA graphs, batches of other sizes are not
+    compiled. A replay overwrites the output of the previous one, so logits are copied. Gradients have been
+    used by then, and TorchRec's optimizers release them before a forward.
 
     Args:
-        call: how the model is called.
-        graph_rows: of the batches to be recorded as CUDA graphs, and replayed; None: none are.
+        model: Dense model.
+        call: Caller of the model.
+        device: Device of the model.
+        graph_rows: Rows of the batches to be recorded as CUDA graphs and replayed; None: no CUDA graphs.
 
     Raises:
-        ConfigError: what torch compiles with is not installed on this node.
+        ConfigError: A compiler that torch needs is not installed on this node.
     """
     require_compiler(device.type)
     if graph_rows is None:
@@ -163,11 +171,11 @@ def compile_dense(
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Has the blocks of a dense model keep nothing but their inputs, and compute the rest again in backward.
+    """Have the blocks of a dense model store only their inputs and recompute activations in backward.
 
-    In place; parameters keep their names. Blocks are the model's direct children, and the entries of its
-    lists and dicts of modules: the activations of one block exist at a time. Values and gradients are the
-    same to the last bit, and so are random numbers (dropout).
+    The model changes in place; parameters keep their names. Blocks are the model's direct children, and the
+    entries of its lists and dicts of modules. Only one block's activations exist at a time. Values and
+    gradients are the same to the last bit, and so are random numbers (dropout).
     """
     for block in _blocks(model):
         block.forward = _recomputed(block, block.forward)

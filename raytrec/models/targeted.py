@@ -1,4 +1,4 @@
-"""Sequences read for a target: `sequence`, DIN and BST."""
+"""Models that read sequences for a target: `sequence`, DIN and BST."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from raytrec.models.parts.layers import PerSequence, dim_of, mlp, mlp_and_linear
 
 
 class SequenceModel(nn.Module):
-    """Each sequence becomes one vector, by attention for a target feature (as in DIN: Zhou et al. 2018,
-    arXiv:1706.06978); then DLRM.
+    """Model that turns each sequence into one vector by attention for a target feature, followed by DLRM.
+
+    The attention follows DIN (Zhou et al. 2018, arXiv:1706.06978).
 
     Args:
-        schema: what DLRM takes, with at least one feature of pooling: sequence.
-        config: the target; sizes and dropout.
-        outputs: logits of a row, which share all layers but the last.
-
-    Returns (forward):
-        float32 [B]: the logit of each row; [B, outputs] for several.
+        schema: Schema that DLRM accepts, with at least one feature of pooling: sequence.
+        config: Target; sizes and dropout.
+        outputs: Number of logits per row; all layers but the last are shared.
 
     Raises:
-        ConfigError: what DLRM refuses; no sequence; a target that there is not, or that has to be named.
+        ConfigError: DLRM rejects the schema, there is no sequence, or the target does not exist or must be
+            named.
     """
 
     def __init__(self, schema: Schema, config: SequenceSection, outputs: int = 1):
@@ -40,28 +39,27 @@ class SequenceModel(nn.Module):
         )
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
+        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""
         return self.dlrm(dense, {**pooled, **self.attention(pooled)})
 
 
 class DIN(nn.Module):
-    """Each sequence becomes one vector for its target, by its own local activation unit; then an MLP
-    over the dense columns, those vectors and all other features side by side, the target among them (Zhou et
-    al. 2018, arXiv:1706.06978).
+    """Model that turns each sequence into one vector by a local activation unit, followed by an MLP.
 
-    Activations are PReLU. The paper's Dice shifts PReLU's kink by the mean and variance of the batch, so that
-    a row would depend on other rows; with a mean of 0 and no variance it is PReLU.
+    Zhou et al. 2018, arXiv:1706.06978. Each sequence has its own unit. The MLP reads the dense columns, the
+    sequences' vectors and all other features side by side, including the target.
+
+    Activations are PReLU. The paper's Dice shifts PReLU's kink by the mean and variance of the batch, so a
+    row would depend on other rows. With mean 0 and no variance, Dice is PReLU.
 
     Args:
-        schema: any dense columns, sparse features of any dims, at least one of pooling: sequence, whose dim
-            is its target's.
-        config: the target; sizes and dropout.
-        outputs: logits of a row, which share all layers but the last.
-
-    Returns (forward):
-        float32 [B]: the logit of each row; [B, outputs] for several.
+        schema: Any dense columns, sparse features of any dims, at least one of pooling: sequence, with the
+            dim of its target.
+        config: Target; sizes and dropout.
+        outputs: Number of logits per row; all layers but the last are shared.
 
     Raises:
-        ConfigError: no sequence; a target that there is not, that has to be named, or of another dim.
+        ConfigError: There is no sequence, or the target does not exist, must be named, or has another dim.
     """
 
     def __init__(self, schema: Schema, config: DinSection, outputs: int = 1):
@@ -76,32 +74,34 @@ class DIN(nn.Module):
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
+        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""
         read = {**inputs, **self.attention(inputs)}
         vectors = [read[feature] for feature in self.features]
         return self.logit(self.top(torch.cat([dense, *vectors], dim=1))).squeeze(1)
 
 
 class TargetAttention(nn.Module):
-    """The mean of a sequence's vectors, each weighted by its relevance to a target.
+    """Mean of a sequence's vectors, each weighted by its relevance to a target.
 
-    Id k with vector e scores s = MLP(e, t, e − t, e ⊙ t) + r_k for the target t, with a learned r_k for how
-    long ago it was. The result is Σ σ(s_k) · e_k ÷ n over the n ids that are present, 0 if there are none. As
-    in DIN, weights do not add up to 1, so that a sequence which is more relevant to the target counts more;
-    and a softmax, whose gradients add up to 0, would leave those of the MLP's biases to rounding. The MLP's
-    activations are sigmoids, as in DIN's code.
+    Id k with vector e has the score s = MLP(e, t, e − t, e ⊙ t) + r_k for the target t, where r_k is a
+    learned bias for its recency. The result is Σ σ(s_k) · e_k ÷ n over the n ids that are present, 0 for an
+    empty sequence. As in DIN, weights do not add up to 1, so a sequence that is more relevant to the target
+    has a larger result. With a softmax, whose gradients add up to 0, gradients of the MLP's biases would be
+    rounding errors. The MLP's activations are sigmoids, as in DIN's code.
 
     Args:
-        dim: of the vectors.
-        length: the most ids of a sequence.
-        sizes: hidden sizes of the MLP.
+        dim: Width of the vectors.
+        length: Maximum number of ids of a sequence.
+        sizes: Hidden sizes of the MLP.
     """
 
     def __init__(self, dim: int, length: int, sizes: list[int]):
         super().__init__()
-        self.score = score_layers(dim, sizes, lambda _: nn.Sigmoid(), bias=False)  # recency has the biases
+        self.score = score_layers(dim, sizes, lambda _: nn.Sigmoid(), bias=False)  # recency is the bias
         self.recency = nn.Parameter(torch.zeros(length))
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
+        """Return the weighted mean of each sequence, float32 [B, dim]."""
         scores_BL = scores_of(self.score, sequence, target_BD) + self.recency
         count_B1 = sequence.present.sum(1, keepdim=True).clamp(min=1)
         weights_BL = scores_BL.sigmoid() * sequence.present / count_B1
@@ -109,15 +109,15 @@ class TargetAttention(nn.Module):
 
 
 class ActivationUnit(nn.Module):
-    """DIN's local activation unit: Σ w_k · e_k over the ids that are present, 0 if there are none, with
-    w = MLP(e, t, e − t, e ⊙ t) for the target t.
+    """DIN's local activation unit: Σ w_k · e_k over the ids that are present, 0 for an empty sequence.
 
-    Weights are any numbers, and not normalised: their sum is how strong the interest is (section 4.3). The
-    MLP's activations are PReLU, with a slope for each unit.
+    w = MLP(e, t, e − t, e ⊙ t) for the target t. Weights can be any numbers and are not normalized: their sum
+    expresses the strength of the interest (section 4.3). The MLP's activations are PReLU, with a slope for
+    each unit.
 
     Args:
-        dim: of the vectors.
-        sizes: hidden sizes of the MLP.
+        dim: Width of the vectors.
+        sizes: Hidden sizes of the MLP.
     """
 
     def __init__(self, dim: int, sizes: list[int]):
@@ -125,6 +125,7 @@ class ActivationUnit(nn.Module):
         self.score = score_layers(dim, sizes, nn.PReLU)
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of each sequence, float32 [B, dim]."""
         weights_BL = scores_of(self.score, sequence, target_BD) * sequence.present
         return torch.einsum("bl,bld->bd", weights_BL, sequence.vectors)
 
@@ -132,19 +133,22 @@ class ActivationUnit(nn.Module):
 def score_layers(
     dim: int, sizes: list[int], activation: Callable[[int], nn.Module], bias: bool = True
 ) -> nn.Sequential:
-    """The MLP from an id's vector next to a target's to one number: [N, 4 · dim] → [N, 1].
+    """Return the MLP from an id's vector and a target's to one number: [N, 4 · dim] → [N, 1].
 
     Args:
-        activation: hidden size → what follows that layer. bias: of the last layer.
+        dim: Width of the vectors.
+        sizes: Hidden sizes.
+        activation: Function from a hidden size to the activation of that layer.
+        bias: True if the last layer has a bias.
     """
     hidden = mlp([4 * dim, *sizes], activation=activation)
     return nn.Sequential(*hidden, nn.Linear((sizes or [4 * dim])[-1], 1, bias=bias))
 
 
 def scores_of(layers: nn.Sequential, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
-    """What such layers give for each id of a sequence: [B, L]; where there is none, some number.
+    """Return the score of each id of a sequence, [B, L]; scores of positions without an id are undefined.
 
-    The first is linear in e, t, e - t and e ⊙ t, so that its part of t is computed once for all ids.
+    The first layer is linear in e, t, e - t and e ⊙ t, so the target's part is computed once for all ids.
     """
     first, vectors_BLD = layers[0], sequence.vectors
     of_id, of_target, of_difference, of_product = first.weight.chunk(4, dim=1)  # [H, D] each
@@ -155,30 +159,29 @@ def scores_of(layers: nn.Sequential, sequence: Sequence, target_BD: torch.Tensor
     return layers[1:](hidden_NH).view(vectors_BLD.shape[:2])
 
 
-GAIN = 0.02  # of the last layer norm, at the beginning
+GAIN = 0.02  # initial gain of the last layer norm
 
 
 class BST(nn.Module):
-    """Each sequence, and its target before it, pass through transformer layers; then an MLP over the dense
-    columns, what these gave for the target and each id, and all other features side by side, the target among
-    them: it is one of the paper's other features, too, and layer norm leaves little of how strong it is.
+    """Model in which each sequence, preceded by its target, passes through transformer layers, then an MLP.
 
-    Positions count how long ago an id was: 0 is the target's, 1 that of the most recent id; the paper's are
-    of time. Their learned vectors are added to the ids'. Where a sequence has no id, the MLP gets 0.
-    Activations are LeakyReLU.
+    The MLP reads the dense columns, the transformer's outputs for the target and each id, and all other
+    features side by side. The target's embedding is among them, as in the paper, because layer norm removes
+    most of its magnitude.
+
+    Positions express recency: 0 is the target, 1 the most recent id; the paper uses time instead. Learned
+    position vectors are added to the ids' vectors. At positions without an id, the MLP reads 0. Activations
+    are LeakyReLU.
 
     Args:
-        schema: any dense columns, sparse features of any dims, at least one of pooling: sequence, whose dim
-            is its target's.
-        config: the target; sizes, heads and dropout.
-        outputs: logits of a row, which share all layers but the last.
-
-    Returns (forward):
-        float32 [B]: the logit of each row; [B, outputs] for several.
+        schema: Any dense columns, sparse features of any dims, at least one of pooling: sequence, with the
+            dim of its target.
+        config: Target; sizes, heads and dropout.
+        outputs: Number of logits per row; all layers but the last are shared.
 
     Raises:
-        ConfigError: no sequence; a target that there is not, that has to be named, or of another dim; heads
-            that do not share out a dim.
+        ConfigError: There is no sequence, the target does not exist, must be named or has another dim, or the
+            heads do not divide a dim.
     """
 
     def __init__(self, schema: Schema, config: BstSection, outputs: int = 1):
@@ -193,6 +196,7 @@ class BST(nn.Module):
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, lambda _: nn.LeakyReLU())
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
+        """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""
         read = [states.flatten(1) for states in self.transformers(inputs).values()]
         vectors = [inputs[feature] for feature in self.others]
         return self.logit(self.top(torch.cat([dense, *vectors, *read], dim=1))).squeeze(1)
@@ -201,15 +205,12 @@ class BST(nn.Module):
 class Transformer(nn.Module):
     """Transformer layers over a target and a sequence of up to L ids.
 
-    What they give begins as small as embeddings are, by the last layer norm's gain: 1 + L vectors of length
-    √dim, of ids that nothing is known of yet, would be learned by heart.
+    The gain of the last layer norm is initialized so that outputs are as small as embeddings. With 1 + L
+    vectors of length √dim, the model would memorize ids that it has not learned anything about.
 
     Args:
-        dim: of their vectors.
+        dim: Width of the vectors.
         config: max_length (L), blocks, heads, feedforward, attention_dropout.
-
-    Returns (forward):
-        float [B, 1 + L, dim]: what has become of the target, then of each id, 0 where there is none.
     """
 
     def __init__(self, dim: int, config: BstSection):
@@ -219,6 +220,7 @@ class Transformer(nn.Module):
         nn.init.constant_(self.layers[-1].norms[1].weight, GAIN)
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
+        """Return the states of the target and of each id, float [B, 1 + L, dim]; 0 without an id."""
         x_BND = torch.cat([target_BD.unsqueeze(1), sequence.vectors], dim=1) + self.position
         there_BN = nn.functional.pad(sequence.present, (1, 0), value=True)
         for layer in self.layers:
@@ -229,7 +231,7 @@ class Transformer(nn.Module):
 class Layer(nn.Module):
     """x ← LayerNorm(x + MH(x)), then x ← LayerNorm(x + W₂ LeakyReLU(W₁ x + b₁) + b₂); float [B, N, dim].
 
-    MH is attention of several heads without biases. What is added passes dropout.
+    MH is multi-head attention without biases. Dropout applies to each term that is added to x.
     """
 
     def __init__(self, dim: int, config: BstSection):
@@ -242,6 +244,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(config.attention_dropout)
 
     def forward(self, x_BND: torch.Tensor, absent_BN: torch.Tensor) -> torch.Tensor:
+        """Return the output of the layer, float [B, N, dim]."""
         attended_BND = self.attention(x_BND, x_BND, x_BND, key_padding_mask=absent_BN, need_weights=False)[0]
         x_BND = self.norms[0](x_BND + self.dropout(attended_BND))
         return self.norms[1](x_BND + self.dropout(self.feedforward(x_BND)))

@@ -1,4 +1,4 @@
-"""Columns that predictions carry from their input. No torch."""
+"""Columns that predictions carry over from their input. No torch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from raytrec.data.order import Part
 from raytrec.data.pages.decode import decode_columns
 from raytrec.data.transform import Draw, apply_transforms
 
-SCHEMAS_KEPT = 8  # schemas of files
+SCHEMAS_KEPT = 8  # number of files whose schemas are cached
 
 
 @dataclass(frozen=True)
 class CarriedColumns:
-    """Which columns; each as the files or their folders key=value have it, else as data.transforms make it.
+    """Columns that predictions carry over from their input.
+
+    A column comes from the files or their key=value folders if they have it, else from data.transforms.
 
     Attributes:
-        names: in their order; fields of structs as in a schema, `user.id`.
-        transforms: the run's.
-        folders: key of folders → the type of the values in their names.
-        code: where the transforms' modules may be, besides Python's own path.
+        names: Names in order; fields of structs as in a schema, such as `user.id`.
+        transforms: Transforms of the run.
+        folders: Key of key=value folders → type of its values.
+        code: Folder that is searched for the transforms' modules, after Python's own path; None: no such
+            folder.
     """
 
     names: tuple[str, ...]
@@ -39,10 +42,10 @@ class CarriedColumns:
     )
 
     def schema(self, uri: str) -> pa.Schema:
-        """The columns of a file, with plain types.
+        """Return the schema of the carried columns of a file, with plain types.
 
         Raises:
-            DataError: it has no such column, or has it twice.
+            DataError: The file lacks a column, or has it twice.
         """
         if not self.names:
             return pa.schema([])
@@ -62,10 +65,10 @@ class CarriedColumns:
         return pa.schema([(name, _plain(kinds[name])) for name in self.names])
 
     def read(self, part: Part) -> pa.Table:
-        """The columns of some rows of a row group; `schema`'s types.
+        """Read the carried columns of some rows of a row group, with the types of `schema`.
 
         Raises:
-            DataError: they cannot be decoded.
+            DataError: The columns cannot be decoded.
         """
         schema, (arrow, folders) = self.schema(part.path), self._arrow(part.path)
         raw, made = self._divided(arrow)
@@ -82,7 +85,7 @@ class CarriedColumns:
         return pa.table([columns[name].cast(schema.field(name).type) for name in schema.names], schema)
 
     def _arrow(self, uri: str) -> tuple[pa.Schema, dict[str, pa.DataType]]:
-        """Return the columns of a file and its folders, and those of its folders; kept for other parts."""
+        """Return the schema of a file including its folders, and the types of the folders' columns."""
         if uri not in self._schemas:
             if len(self._schemas) >= SCHEMAS_KEPT:
                 self._schemas.clear()
@@ -92,30 +95,32 @@ class CarriedColumns:
         return self._schemas[uri]
 
     def _divided(self, arrow: pa.Schema) -> tuple[list[str], list[str]]:
-        """(columns that a file or its folders have, those that transforms make)."""
+        """Return the columns that a file or its folders have, and the columns that transforms create."""
         written = {name for transform in self.transforms for name in transform.writes}
         raw = [name for name in self.names if find_column(arrow, name) is not None]
         return raw, [name for name in self.names if name not in raw and name in written]
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """A type that parts of a file can share: of a dictionary, that of its values."""
+    """Return a type that all parts of a file can share: the type of the values for a dictionary."""
     return _plain(kind.value_type) if pa.types.is_dictionary(kind) else kind
 
 
 def split_names(asked: Sequence[str]) -> list[str]:
-    """The names of --columns, of which each has one or several with commas."""
+    """Return the names in --columns, each of which has one name or several with commas."""
     return [name.strip() for each in asked for name in each.split(",") if name.strip()]
 
 
 def choose_columns(asked: Sequence[str] | None, carry: Sequence[str], scores: Sequence[str]) -> list[str]:
-    """The columns that are carried.
+    """Return the names of the carried columns.
 
     Args:
-        asked: --columns, each one name or several with commas; None: those of data.reserve_columns.
+        asked: Values of --columns, each one name or several with commas; None: `carry` is used.
+        carry: Default columns: data.reserve_columns of the run.
+        scores: Names of the columns of scores.
 
     Raises:
-        ConfigError: one is named twice, or like a column of scores.
+        ConfigError: A column is named twice, or has the name of a column of scores.
     """
     names = list(carry) if asked is None else split_names(asked)
     if twice := {name for name in names if names.count(name) > 1}:

@@ -1,12 +1,12 @@
-"""The files of a folder of predictions. No torch.
+"""Files of a folder of predictions. No torch.
 
-    OUT/_predictions.json          what these are predictions of: Manifest
-    OUT/a/part-0.parquet           for each input file one of the same name; there when it is complete
+    OUT/_predictions.json          description of the predictions: Manifest
+    OUT/a/part-0.parquet           predictions of the input file of this name; exists when complete
     OUT/_parts/PLAN/a/part-0.parquet/000000065536.parquet
-                                   a span of a file of several, from this row on; gone at the end
+                                   span, from this row on, of a file with several spans; removed at the end
 
-PLAN stands for how files are cut into spans and spans into batches: parts of another plan are not used.
-Readers of folders of Parquet pass over names that begin with _.
+PLAN is a hash of how files are cut into spans and spans into batches: parts of another plan are not used.
+Readers of folders of Parquet ignore names that begin with _.
 """
 
 from __future__ import annotations
@@ -35,21 +35,25 @@ from raytrec.prediction.columns import CarriedColumns
 from raytrec.prediction.spans import Span
 
 MANIFEST, PARTS_FOLDER = "_predictions.json", "_parts"
-VECTOR = "vector"  # the column of vectors
-KEY = b"raytrec"  # of the metadata of a file of predictions: Counts as JSON, and of what they are
-Changed = dict[str, list[int]]  # feature → [ids that were brought into range, all ids]
+VECTOR = "vector"  # name of the column of vectors
+KEY = b"raytrec"  # in the metadata of a file of predictions: Counts and binding as JSON
+Changed = dict[str, list[int]]  # feature → [ids clamped or hashed into range, all ids]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a folder holds predictions of; `_predictions.json`.
+    """Description of the predictions in a folder, stored as `_predictions.json`.
 
     Attributes:
-        run: its name. checkpoint: its folder. checkpoint_id: hash of its index.
-        scores: names of the columns of scores. columns: of those that are carried.
-        data: where the input is. input: stands for what its files hold.
-        rules: table → out_of_range.
-        vectors: Tower whose vectors these are; None: they are scores.
+        run: Name of the run.
+        checkpoint: Folder of the checkpoint.
+        checkpoint_id: Hash of the checkpoint's index.
+        scores: Names of the columns of scores.
+        columns: Names of the carried columns.
+        data: Path or URI of the input.
+        input: Hash of the names and contents of the input's files.
+        rules: Table → out_of_range.
+        vectors: Tower whose vectors the folder contains; None for scores.
     """
 
     format: Literal[1] = 1
@@ -65,14 +69,15 @@ class Manifest:
 
     @property
     def binding(self) -> str:
-        """Stands for all that a file's content depends on."""
+        """Return a hash of everything that a file's content depends on."""
         tower = [self.vectors] if self.vectors else []
         return binding_of(self.checkpoint_id, self.scores, self.columns, self.input, *tower)
 
     def difference(self, before: Manifest) -> tuple[str, str] | None:
-        """Return how a folder with another manifest differs, and what to do; None for the same predictions.
+        """Return how a folder with the manifest `before` differs and what to do, or None if it does not.
 
-        A table's rule may have been `error`: what is complete held no id that it would have changed.
+        If a table's rule was `error`, complete files are valid: they contain no id that the new rule would
+        change.
         """
         if before.checkpoint_id != self.checkpoint_id:
             of = f"of {before.checkpoint}"
@@ -109,7 +114,8 @@ class PredictionTask:
         files: Input file → number of its rows, including empty files.
         carried: Columns of the input that are copied to the output.
         manifest: Manifest of the folder.
-        batch_rows, span_rows: See spans.cut_spans.
+        batch_rows: See spans.cut_spans.
+        span_rows: See spans.cut_spans.
     """
 
     out: str
@@ -122,34 +128,35 @@ class PredictionTask:
 
     @property
     def plan(self) -> str:
-        """Hash of everything that determines the content of a part."""
+        """Return a hash of everything that determines the content of a part."""
         of = self.manifest
         return binding_of(of.binding, of.rules, self.batch_rows, self.span_rows)[:16]
 
     def name_of(self, path: str) -> str:
-        """The name of an input file's predictions, below `out`."""
+        """Return the name of an input file's predictions, relative to `out`."""
         return path.removeprefix(self.below).lstrip("/")
 
     def part_of(self, span: Span) -> str:
-        """Where a span of a file of several goes, below `out`."""
+        """Return the path of a span of a file with several spans, relative to `out`."""
         return f"{self.parts_of(span.path)}/{span.first:012d}.parquet"
 
     def parts_of(self, path: str) -> str:
-        """Return the folder of a file's parts, below `out`."""
+        """Return the folder of a file's parts, relative to `out`."""
         return f"{PARTS_FOLDER}/{self.plan}/{self.name_of(path)}"
 
     def output_of(self, span: Span) -> str:
-        """Where a span goes, below `out`."""
+        """Return the path to which a span is written, relative to `out`."""
         return self.name_of(span.path) if span.is_whole else self.part_of(span)
 
 
 @dataclass
 class Counts:
-    """What was counted of rows on their way.
+    """Counts of predicted rows.
 
     Attributes:
-        skipped: rows that could not be read (data.on_error: skip); they have no score.
-        changed: of ids that were brought into range; only features of tables that take such ids.
+        rows: Number of rows.
+        skipped: Number of rows that could not be read (data.on_error: skip); they have no score.
+        changed: Ids clamped or hashed into range and all ids, by feature of tables that allow such ids.
     """
 
     rows: int = 0
@@ -165,13 +172,13 @@ class Counts:
         return self
 
     def metadata(self, binding: str) -> dict[bytes, bytes]:
-        """For a file of predictions."""
+        """Return the counts as metadata for a file of predictions."""
         values = {"of": binding, "rows": self.rows, "skipped": self.skipped, "changed": self.changed}
         return {KEY: json.dumps(values, sort_keys=True).encode()}
 
     @classmethod
     def of(cls, footer: pq.FileMetaData, binding: str) -> Counts | None:
-        """Those of a file; None where it holds something else than these predictions."""
+        """Return the counts in a file's metadata; None if the file does not contain these predictions."""
         try:
             values = json_values((footer.metadata or {})[KEY])
             if values["of"] != binding or values["rows"] != footer.num_rows:
@@ -182,10 +189,10 @@ class Counts:
 
 
 class PredictionFolder(ClaimedFolder):
-    """A folder of predictions.
+    """Folder of predictions, local or in an object store.
 
     Raises:
-        OSError: from all of it.
+        OSError: Any method may raise it.
     """
 
     partial = PARTS_FOLDER
@@ -195,7 +202,7 @@ class PredictionFolder(ClaimedFolder):
 
     @contextmanager
     def writing(self, name: str, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
-        """A block that writes a Parquet file, which is there after it; after an error it is not."""
+        """Open a Parquet file for writing in a block; the file only exists if the block succeeds."""
         with (
             self.stream(name, f"{PARTS_FOLDER}/{uuid4().hex}") as stream,
             pq.ParquetWriter(stream, schema, compression="zstd", write_page_checksum=True) as writer,
@@ -203,10 +210,11 @@ class PredictionFolder(ClaimedFolder):
             yield writer
 
     def finished(self, task: PredictionTask, names: Iterable[str]) -> dict[str, Counts]:
-        """Input files whose predictions are complete → what was counted of them.
+        """Return the counts of each input file whose predictions are complete.
 
         Args:
-            names: of the files that are there.
+            task: Input and output of the predictions.
+            names: Names of the existing files.
         """
         there = set(names)
         candidates = [path for path in task.files if task.name_of(path) in there]
@@ -217,7 +225,7 @@ class PredictionFolder(ClaimedFolder):
     def _counts(self, task: PredictionTask, path: str) -> Counts | None:
         try:
             found = Counts.of(read_footer(self.uri_of(task.name_of(path))), task.manifest.binding)
-        except DataError:  # it is not whole
+        except DataError:  # the file is incomplete
             return None
         return found if found is not None and found.rows == task.files[path] else None
 
@@ -226,7 +234,8 @@ def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
     """Claim a folder for these predictions, or check that it holds them; return the names of its files.
 
     Raises:
-        ConfigError: The folder holds something else. RunError: It cannot be read or written.
+        ConfigError: The folder holds something else.
+        RunError: The folder cannot be read or written.
     """
     share = "a folder that all nodes can write to"
     with os_errors("the folder cannot be read or written", where=f"--out {folder.uri}", expected=share):
@@ -240,10 +249,10 @@ def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
 
 
 def check_place(out: str, data: str) -> str:
-    """Whether predictions can go where they shall; gives the folder that names of input files are taken from.
+    """Check the output folder, and return the folder that names of input files are relative to.
 
     Raises:
-        ConfigError: what is written would be, or become, input.
+        ConfigError: The output would be written among the input.
     """
     filesystem, source = open_filesystem(data)
     is_file = filesystem.get_file_info(source).is_file

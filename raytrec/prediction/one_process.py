@@ -1,4 +1,4 @@
-"""A checkpoint's model in this process, whose tables have only the rows that are looked up."""
+"""A checkpoint's model in this process, whose tables contain only the rows that are looked up."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from raytrec.driver.evaluation import Checkpoint
 from raytrec.models.recommender import Recommender, build_recommender
 from raytrec.tasks.task import columns_of, needs_vectors, resolve_tasks
 
-Used = dict[str, np.ndarray]  # table → its rows that are looked up, rising
-Rounding = Callable[[torch.Tensor], torch.Tensor]  # rows of tables, float32 [n, dim] → the same as stored
-HEAD = "head.model."  # before the names of the dense layers' parameters (worker.step.LossModel)
+Used = dict[str, np.ndarray]  # table → rows that are looked up, ascending
+Rounding = Callable[[torch.Tensor], torch.Tensor]  # rows of tables, float32 [n, dim] → rows rounded as stored
+HEAD = "head.model."  # prefix of the names of dense parameters (worker.step.LossModel)
 
 
 def read_batch(saved: Checkpoint, dataset: Dataset, parts: list[Part]) -> Batch:
     """Return rows as one batch for a checkpoint's model.
 
     Args:
-        saved: The checkpoint.
+        saved: Checkpoint of the model.
         dataset: Dataset of the rows; it may lack some of the schema's features.
-        parts: The rows.
+        parts: Rows to read.
     """
     quiet_tracing()
     tables = [read_item(Item(0, 0, (part,), None), dataset.form) for part in parts]
@@ -47,13 +47,13 @@ def read_batch(saved: Checkpoint, dataset: Dataset, parts: list[Part]) -> Batch:
 def outputs_of(
     saved: Checkpoint, batch: Batch, tower: TowerName | None = None, as_stored: Rounding | None = None
 ) -> torch.Tensor:
-    """Return a batch's logits by a checkpoint's model; or the vectors of a tower, float32 [rows, width].
+    """Return a batch's logits from a checkpoint's model, or a tower's vectors, float32 [rows, width].
 
     Args:
-        saved: The checkpoint.
-        batch: Rows.
+        saved: Checkpoint of the model.
+        batch: Rows to score.
         tower: Tower whose vectors are returned; None: logits.
-        as_stored: Rounds rows of tables before they are looked up; None: rows are not rounded.
+        as_stored: Function that rounds rows of tables before the lookup; None: no rounding.
     """
     used, sparse = _renumbered(saved, batch.sparse)
     model = load_model(saved, used, as_stored)
@@ -62,7 +62,7 @@ def outputs_of(
 
 
 def _renumbered(saved: Checkpoint, sparse: KeyedJaggedTensor) -> tuple[Used, KeyedJaggedTensor]:
-    """Return the rows of tables that are looked up, and ids that are places among these rows."""
+    """Return the rows of tables that are looked up, and ids replaced by positions among these rows."""
     keys, schema = sparse.keys(), saved.schema
     table_of = [schema.sparse[key].table for key in keys]
     of_keys = list(sparse.values().split(sparse.length_per_key()))
@@ -84,10 +84,10 @@ def _renumbered(saved: Checkpoint, sparse: KeyedJaggedTensor) -> tuple[Used, Key
 
 
 def load_model(saved: Checkpoint, used: Used, as_stored: Rounding | None = None) -> Recommender:
-    """Return a checkpoint's model, whose tables have the rows that are used, and no others.
+    """Return a checkpoint's model, whose tables contain only the rows that are used.
 
     Args:
-        saved: The checkpoint.
+        saved: Checkpoint of the model.
         used: Rows of each table.
         as_stored: See `outputs_of`.
     """
@@ -110,7 +110,7 @@ def load_model(saved: Checkpoint, used: Used, as_stored: Rounding | None = None)
             rows = used.get(table, np.empty(0, np.int64))
             values = torch.from_numpy(stored.take(rows.tolist()))
             parameter.data[: len(rows)] = as_stored(values) if as_stored and len(rows) else values
-    wanted = {}  # as evaluations use them: of train.ema, the averages
+    wanted = {}  # as in evaluations: with train.ema, the averages
     for name, value in model.model.state_dict().items():
         average = f"dense/{HEAD}{name}/ema"
         has_average = config.train.ema and average in saved.index["tensors"]

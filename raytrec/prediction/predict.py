@@ -1,4 +1,4 @@
-"""`raytrec predict`: the scores of every row of a folder of Parquet, as Parquet."""
+"""`raytrec predict`: writes the scores of every row of a folder of Parquet files, as Parquet."""
 
 from __future__ import annotations
 
@@ -51,13 +51,14 @@ from raytrec.tasks.task import Task, resolve_tasks
 
 @dataclass(frozen=True)
 class Predictions(Result):
-    """The figures of `predict`.
+    """Result of `predict`.
 
     Attributes:
-        metrics: predict.rows, predict.files, predict.skipped_rows, predict.skipped_files, predict.ids and
-            predict.changed_ids (ids that were brought into range, of those of tables that take such), of the
-            whole folder; predict.rows_per_s (None where nothing was left to do), world_size and seconds of
-            this call; changed: feature → ids that were brought into range; name, checkpoint.
+        metrics: Figures of the whole folder: predict.rows, predict.files, predict.skipped_rows,
+            predict.skipped_files, predict.ids (ids of tables that clamp or hash ids into range) and
+            predict.changed_ids (clamped or hashed ids). Figures of this call: predict.rows_per_s (None if all
+            files were complete), world_size and seconds. Also changed: feature → clamped or hashed ids; name
+            and checkpoint.
         columns: Columns of the files, in order.
     """
 
@@ -76,26 +77,27 @@ def predict(
     overrides: Overrides | None = None,
     allow_code: bool = False,
 ) -> Predictions:
-    """Predicts every row of a folder of Parquet: for each input file one of the same name, with its rows in
-    their order. Interrupted, it continues when it is called again: complete files stay.
+    """Predict every row of a folder of Parquet, and write an output file of the same name per input file.
+
+    The rows keep their order. If a call is interrupted, the next call continues; complete files are kept.
 
     Args:
-        place: run folder or checkpoint folder. Nothing is written there.
-        data: folder or file of Parquet, local or s3:// or gs://. It needs no labels.
-        out: the folder to write to, likewise; all nodes must reach it.
-        columns: columns of the input to carry; default: the run's data.reserve_columns.
-        vectors: in the place of scores, the vectors of the query's or the item's tower, of whose features
-            alone the input needs to have columns.
-        workers: number of workers; default: as the run was trained.
-        checkpoint: of a run, a step, or "best" (by checkpoint.best_metric); default: the newest.
+        place: Run folder or checkpoint folder. Nothing is written there.
+        data: Folder or file of Parquet, local or s3:// or gs://. No labels are needed.
+        out: Output folder, local or s3:// or gs://; all nodes must be able to access it.
+        columns: Columns of the input to carry; default: the run's data.reserve_columns.
+        vectors: Tower whose vectors are written instead of scores, "query" or "item"; the input then only
+            needs the columns of that tower's features.
+        workers: Number of workers; default: as the run was trained.
+        checkpoint: Step of the run's checkpoint, or "best" (by checkpoint.best_metric); default: the newest.
         overrides: `section.key=value` of data, scaling, plan and train, such as data.on_error=skip; and
             tables.NAME.out_of_range=RULE.
-        allow_code: the configuration in there may name code (raytrec/config/trust.py).
+        allow_code: True to allow that the configuration names code (raytrec/config/trust.py).
 
     Raises:
-        RunError: no checkpoint there, or workers failed more often than scaling.max_failures. ConfigError:
-            `out` holds something else, a setting is wrong, or the model gives no vectors. DataError: what is
-            wrong with the input.
+        RunError: There is no checkpoint, or workers failed more often than scaling.max_failures.
+        ConfigError: `out` holds something else, a setting is wrong, or the model has no vectors.
+        DataError: The input is wrong.
 
     Example:
         >>> raytrec.predict("runs/films", "films/test", "scores", columns=["user_id"]).columns
@@ -158,14 +160,14 @@ def _pairs(metrics: dict[str, Any]) -> Pairs:
 
 
 def score_names(tasks: Sequence[Task]) -> list[str]:
-    """The columns of scores: `score`, or `score_TASK` of each of several tasks."""
+    """Return the names of the columns of scores: `score`, or `score_TASK` for each of several tasks."""
     return ["score"] if len(tasks) == 1 else [f"score_{task.name}" for task in tasks]
 
 
 def _open(
     data: str, config: RunConfig, schema: Schema, tower: TowerName | None
 ) -> tuple[Dataset, dict[str, int]]:
-    """(the dataset, each file that can be read → its rows); labels are not looked at."""
+    """Return the dataset, and the number of rows of each readable file; labels are not read."""
     part = part_of_tower(config, schema, tower, "--vectors") if tower else schema
     dataset = open_inputs(config, part, data)
     check_accused(dataset)
@@ -178,7 +180,7 @@ def _open(
 
 
 def _is_broken(path: str, wheres: set[str]) -> bool:
-    """Whether a file without rows is one that is skipped, and not an empty one."""
+    """Return True if a file without rows in the dataset was skipped, and False if it is empty."""
     if any(where.startswith(path) for where in wheres):
         return True
     try:
@@ -188,10 +190,10 @@ def _is_broken(path: str, wheres: set[str]) -> bool:
 
 
 def _carried(names: list[str], transforms: tuple[Transform, ...], files: dict[str, int]) -> CarriedColumns:
-    """The columns to carry, which every file has.
+    """Return the carried columns, after a check that every file has them.
 
     Raises:
-        DataError: one has not.
+        DataError: A file lacks a column.
     """
     of_paths = [in_folders(path) for path in files]
     keys = set.intersection(*map(set, of_paths)) if of_paths else set()
@@ -204,7 +206,7 @@ def _carried(names: list[str], transforms: tuple[Transform, ...], files: dict[st
 
 
 def _input(dataset: Dataset, files: dict[str, int], below: str, config: RunConfig) -> str:
-    """Stands for what the input's files are called and hold, and what is made of it."""
+    """Return a hash of the names and contents of the input's files and of the transforms."""
     names = sorted(f"{path.removeprefix(below)} {rows}" for path, rows in files.items())
     made = [str(transform.model_dump(mode="json")) for transform in config.data.transforms]
     return hashlib.sha256("\n".join([fingerprint(look(dataset)), *made, *names]).encode()).hexdigest()
@@ -247,10 +249,10 @@ def _fill(
 
 
 def _figures(target: PredictionFolder, wanted: PredictionTask, dataset: Dataset) -> dict[str, Any]:
-    """Figures of the complete folder.
+    """Return the figures of the complete folder.
 
     Raises:
-        RunError: a file is not there, although all workers have ended well.
+        RunError: A file is missing, although all workers have succeeded.
     """
     complete, counts = target.finished(wanted, target.names()), Counts()
     if missing := [path for path in wanted.files if path not in complete]:

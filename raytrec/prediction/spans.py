@@ -1,9 +1,10 @@
-"""Which rows a rank predicts at which step: spans of files.
+"""Spans of files, and the order in which ranks predict them.
 
-A file is cut into spans of whole row groups (large ones in pieces); a span is what is written, and done
-again after a failure, as a whole. Spans are dealt to the ranks once, whichever of them are done already, and
-a batch never holds rows of two: so a row is always at the same place of the same batch, on the same rank, and
-its score is the same to the last bit, however often the work was interrupted (with as many ranks as before).
+A file is cut into spans of whole row groups (large ones in pieces). A span is written as a whole, and
+repeated as a whole after a failure. Spans are dealt to the ranks once, whether or not they are already done,
+and a batch never holds rows of two spans. A row is therefore always at the same place of the same batch on
+the same rank. With the same number of ranks, its score is the same to the last bit, however often the work
+was interrupted.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from itertools import groupby, zip_longest
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Item, Order, Part
 
-SPAN_ROWS = 65_536  # of a span, at least, where its file has so many
-SPAN_BATCHES = 8  # likewise: what its last batch lacks is padding
+SPAN_ROWS = 65_536  # minimum rows of a span, except the last one of a file
+SPAN_BATCHES = 8  # minimum batches of a span, because its last batch is padded
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,11 @@ class Span:
     """Rows [first, first + rows) of a file.
 
     Attributes:
-        path: of the file.
-        parts: those rows, in order.
-        of_file: rows of the whole file.
+        path: Path of the file.
+        first: First row in the file.
+        rows: Number of rows.
+        parts: Parts of row groups with these rows, in order.
+        of_file: Number of rows of the whole file.
     """
 
     path: str
@@ -38,16 +41,17 @@ class Span:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its file."""
+        """Return True if the span covers its whole file."""
         return self.rows == self.of_file
 
 
 def cut_spans(dataset: Dataset, batch_rows: int, span_rows: int = SPAN_ROWS) -> list[Span]:
-    """A dataset's spans, in the order of its rows.
+    """Cut a dataset into spans, in the order of its rows.
 
     Args:
-        batch_rows: rows of one rank's batch.
-        span_rows: see SPAN_ROWS.
+        dataset: Dataset to cut.
+        batch_rows: Rows of one rank's batch.
+        span_rows: Minimum rows of a span; see SPAN_ROWS.
     """
     least = max(span_rows, SPAN_BATCHES * batch_rows)
     all_pieces, spans = Order.evaluation(batch_rows, 1).pieces(dataset), []
@@ -64,7 +68,7 @@ def cut_spans(dataset: Dataset, batch_rows: int, span_rows: int = SPAN_ROWS) -> 
 
 
 def deal(spans: Iterable[Span], world: int, batch_rows: int) -> list[list[Span]]:
-    """Each rank's spans: the next one goes to the rank with the fewest batches so far."""
+    """Return each rank's spans: the next span goes to the rank with the fewest batches so far."""
     dealt: list[list[Span]] = [[] for _ in range(world)]
     loads = [(0, rank) for rank in range(world)]
     for span in spans:
@@ -75,13 +79,13 @@ def deal(spans: Iterable[Span], world: int, batch_rows: int) -> list[list[Span]]
 
 
 class SpanOrder:
-    """The order in which ranks read their spans; what Stream asks of an Order (raytrec/data/order.py).
+    """Order in which ranks read their spans, with the methods of data.order.Order that Stream calls.
 
     All ranks take as many steps as the one with the most batches. Every batch is padded to `batch_rows`.
 
     Args:
-        dealt: each rank's spans that are still to do.
-        batch_rows: rows of one rank's batch, at most.
+        dealt: Spans of each rank that are not done.
+        batch_rows: Largest number of rows of one rank's batch.
     """
 
     def __init__(self, dealt: list[list[Span]], batch_rows: int):
@@ -90,36 +94,36 @@ class SpanOrder:
         self._whole = [sum(sizes) for sizes in zip_longest(*self._sizes, fillvalue=0)]
 
     def steps(self, rows: int | None = None) -> int:
-        """Steps of all spans."""
+        """Return the number of steps for all spans."""
         return len(self._whole)
 
     def local_rows(self, rank: int, step: int) -> int:
-        """Rows of a rank's batch at a step; 0 when it has done its own."""
+        """Return the rows of a rank's batch at a step; 0 if the rank has finished its spans."""
         sizes = self._sizes[rank]
         return sizes[step] if step < len(sizes) else 0
 
     def global_rows(self, rows: int | None, step: int) -> int:
-        """Rows of all ranks' batches at a step."""
+        """Return the rows of all ranks' batches at a step."""
         return self._whole[step]
 
     def shares(self, rows: int | None, step: int, rank: int, world: int) -> list[tuple[int, int]]:
-        """(lane, rows that the rank takes of it): there is one lane, 0."""
+        """Return [(lane, rows of the lane in the rank's batch)]; the only lane is 0."""
         return [(0, self.local_rows(rank, step))]
 
     def padded_rows(self, rows: int | None, step: int, world: int) -> int:
-        """Rows that every rank pads its batch to."""
+        """Return the number of rows to which every rank pads its batch."""
         return self.batch_rows
 
     def items(self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0) -> list[Item]:
-        """A rank's work, one item a part, in order."""
+        """Return a rank's items in order, one per part."""
         return [Item(0, 0, (part,), None) for span in self.dealt[rank] for part in span.parts]
 
 
 def _batch_sizes(spans: list[Span], batch_rows: int) -> list[int]:
-    """Rows of each batch; none has rows of two spans."""
+    """Return the rows of each batch; a batch has rows of one span only."""
     return [min(batch_rows, span.rows - start) for span in spans for start in range(0, span.rows, batch_rows)]
 
 
 def still_to_do(dealt: list[list[Span]], done: Collection[Span]) -> list[list[Span]]:
-    """The same without what is done."""
+    """Return each rank's spans without those that are done."""
     return [[span for span in spans if span not in done] for spans in dealt]

@@ -1,4 +1,4 @@
-"""Predicts one rank's spans."""
+"""Worker function that predicts one rank's spans."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from raytrec.data.batch import Batch
     from raytrec.tasks.outputs import Outputs
 
-LATE = 2  # batches after which scores have come from a GPU for certain
-PROGRESS_S = 2.0  # between two messages of how far it is
+LATE = 2  # batches after which scores are read from a GPU
+PROGRESS_S = 2.0  # between two progress messages
 
 
 def predict_worker(wanted: PredictionTask, task: WorkerTask) -> None:
-    """Predicts this rank's spans and writes them, then puts files of several together.
+    """Predict this rank's spans and write them, then join the files with several spans.
 
     Raises:
-        Restart: on all ranks, when the group is to be started again; spans that are written stay.
+        Restart: The group is to be started again; raised on all ranks. Written spans are kept.
     """
     import torch.distributed as dist
 
@@ -58,7 +58,7 @@ def predict_worker(wanted: PredictionTask, task: WorkerTask) -> None:
 
 
 def _names(folder: PredictionFolder, spans: list[Span], wanted: PredictionTask) -> tuple[set[Span], set[str]]:
-    """(spans that are done, input files that are complete)."""
+    """Return the spans that are done, and the input files that are complete."""
     names = folder.names()
     complete = set(folder.finished(wanted, names))
     done = {s for s in spans if s.path in complete or (not s.is_whole and wanted.part_of(s) in names)}
@@ -66,7 +66,7 @@ def _names(folder: PredictionFolder, spans: list[Span], wanted: PredictionTask) 
 
 
 def _predict(context: WorkerContext, wanted: PredictionTask, order: SpanOrder) -> tuple[int, float]:
-    """Predicts and writes this rank's spans; (rows of all ranks, seconds that it took)."""
+    """Predict and write this rank's spans; return the rows of all ranks and the seconds taken."""
     from raytrec.tasks.objective import Scoring
     from raytrec.worker.build import load_step
     from raytrec.worker.consensus import StepConsensus
@@ -100,28 +100,29 @@ def _predict(context: WorkerContext, wanted: PredictionTask, order: SpanOrder) -
 
 
 class _Spans:
-    """Batches in, and their outputs as they come back, put together as spans.
+    """Collector that assembles the outputs of batches into spans.
 
     Args:
-        spans: of this rank, in the order in which they are read.
-        features: names of the sparse features that are read.
+        spans: Spans of this rank in the order in which they are read.
+        writer: Writer of complete spans.
+        features: Names of the sparse features that are read.
     """
 
     def __init__(self, spans: list[Span], writer: SpanWriter, features: list[str]):
         self._todo, self._writer, self._features = deque(spans), writer, features
-        self._changed: deque[np.ndarray | None] = deque()  # of batches that are on their way
+        self._changed: deque[np.ndarray | None] = deque()  # of batches without outputs so far
         self._coming: deque[tuple[Any, int, np.ndarray | None]] = deque()
-        self._parts: list[tuple[list[np.ndarray], np.ndarray]] = []  # of the span that is being put together
+        self._parts: list[tuple[list[np.ndarray], np.ndarray]] = []  # of the current span
         self._rows, self._counts = 0, Counts()
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches."""
+        """Yield the same batches, and record their counts of changed ids."""
         for batch in batches:
             self._changed.append(None if batch.changed is None else batch.changed.numpy())
             yield batch
 
     def take(self, outputs: Outputs, rows: int) -> None:
-        """The outputs of the next batch, whose first `rows` rows are rows of a span."""
+        """Add the outputs of the next batch, whose first `rows` rows belong to a span."""
         from raytrec.worker.nonfinite import Fetch
 
         changed = self._changed.popleft()
@@ -134,7 +135,7 @@ class _Spans:
             self._read()
 
     def finish(self) -> None:
-        """Reads what is still on its way."""
+        """Wait for the last outputs."""
         while self._coming:
             self._read()
 

@@ -1,4 +1,4 @@
-"""Writes spans of scores, and joins them to files. No torch."""
+"""Writer of spans of scores, and functions that join spans to files. No torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from raytrec.data.fragments import read_footer
 from raytrec.prediction.folder import Counts, PredictionFolder, PredictionTask
 from raytrec.prediction.spans import Span
 
-QUEUED_SPANS = 2  # spans that have been predicted and not yet been written
+QUEUED_SPANS = 2  # predicted spans that may wait to be written
 
 
 class SpanWriter:
-    """Writes spans in a thread, in the order in which they come.
+    """Writer of spans in a thread, in the order in which they are added.
 
     Args:
-        skip: columns of rows that cannot be decoded become null (data.on_error: skip).
+        task: Input and output of the predictions.
+        skip: True if carried columns of undecodable rows become null (data.on_error: skip).
 
     Raises:
-        DataError: (put, close) carried columns of rows cannot be read. RunError: files cannot be written.
+        DataError: Carried columns cannot be read; raised by put and close.
+        RunError: Files cannot be written; raised by put and close.
     """
 
     def __init__(self, task: PredictionTask, skip: bool):
@@ -36,18 +38,20 @@ class SpanWriter:
         self._waiting: deque[Future[None]] = deque()
 
     def put(self, span: Span, scores: list[np.ndarray], present: np.ndarray, counts: Counts) -> None:
-        """Hands over a span; waits while others are to be written first.
+        """Queue a span; wait while the queue is full.
 
         Args:
-            scores: of each task, float32 [rows] or [rows, classes].
-            present: bool [rows]; where it is not, scores become null.
+            span: Span that has been predicted.
+            scores: Scores of each task, float32 [rows] or [rows, classes].
+            present: True for rows that were read, bool [rows]; the scores of other rows become null.
+            counts: Counts of the span's rows.
         """
         while len(self._waiting) > QUEUED_SPANS:
             self._waiting.popleft().result()
         self._waiting.append(self._thread.submit(self._write, span, scores, present, counts))
 
     def close(self) -> None:
-        """Waits until all is written."""
+        """Wait until all spans are written."""
         try:
             while self._waiting:
                 self._waiting.popleft().result()
@@ -76,13 +80,13 @@ class SpanWriter:
 
 
 def _schema(task: PredictionTask, carried: pa.Schema, scores: list[pa.DataType], counts: Counts) -> pa.Schema:
-    """Of a file with those columns, and of scores of those types."""
+    """Return the schema of a file with carried columns and scores of these types."""
     fields = [*carried, *(pa.field(*column) for column in zip(task.manifest.scores, scores, strict=True))]
     return pa.schema(fields, counts.metadata(task.manifest.binding))
 
 
 def score_column(scores: np.ndarray, present: np.ndarray) -> pa.Array:
-    """A task's scores as a column: float, or list<float> of the classes; null where a row is not present."""
+    """Return a task's scores as a column of float or list<float> (classes); null for rows not present."""
     absent = ~present
     if scores.ndim == 1:
         return pa.array(scores, pa.float32(), mask=absent if absent.any() else None)
@@ -92,11 +96,12 @@ def score_column(scores: np.ndarray, present: np.ndarray) -> pa.Array:
 
 
 def assemble(task: PredictionTask, spans: list[Span], tick: Callable[[], None] = lambda: None) -> None:
-    """Puts the parts of a file together, in order, a part at a time; each becomes a row group.
+    """Join the parts of a file in order; each part becomes a row group.
 
     Args:
-        spans: of one file, in order; all have been written.
-        tick: called after each.
+        task: Input and output of the predictions.
+        spans: Spans of one file, in order; all have been written.
+        tick: Function called after each part.
     """
     folder, counts, binding = PredictionFolder(task.out), Counts(), task.manifest.binding
     with _written(task):
@@ -117,21 +122,21 @@ AGAIN = "remove the folder _parts there, and give the same command again: comple
 
 
 def read_checked(uri: str) -> pa.Table:
-    """A Parquet file, whose pages' checksums are compared."""
+    """Read a Parquet file and verify the checksums of its pages."""
     filesystem, path = open_filesystem(uri)
     with filesystem.open_input_file(path) as file:
         return pq.ParquetFile(file, page_checksum_verification=True).read()
 
 
 def write_empty(task: PredictionTask, path: str, scores: list[pa.DataType]) -> None:
-    """The predictions of an input file without rows."""
+    """Write the predictions of an input file without rows."""
     schema = _schema(task, task.carried.schema(path), scores, Counts())
     with PredictionFolder(task.out).writing(task.name_of(path), schema) as writer:
         writer.write_table(schema.empty_table())
 
 
 def of_files(spans: Iterator[Span] | list[Span]) -> dict[str, list[Span]]:
-    """The spans of each file of several, in order."""
+    """Return the spans of each file with several spans, in order."""
     found: dict[str, list[Span]] = {}
     for span in spans:
         if not span.is_whole:
@@ -140,7 +145,7 @@ def of_files(spans: Iterator[Span] | list[Span]) -> dict[str, list[Span]]:
 
 
 def _written(task: PredictionTask) -> AbstractContextManager[None]:
-    """A block that writes predictions, with the error for people."""
+    """Return a context manager that reports errors of writing predictions to the user."""
     return os_errors(
         "the predictions cannot be written",
         where=task.out,

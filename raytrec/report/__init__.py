@@ -1,1 +1,1 @@
-"""A run folder as figures and one page."""
+"""Report of a run: findings, figures and a web page."""

@@ -14,18 +14,19 @@ from raytrec.common.redaction import hide
 from raytrec.metrics.results import AFTER, Row, as_text, format_result
 from raytrec.tracking.run_folder import RunFolder, existing_run
 
-OF_THE_RUN = ("run.name", "run.dir", "tracking.", "checkpoint.dir")  # differs without meaning anything
+OF_THE_RUN = ("run.name", "run.dir", "tracking.", "checkpoint.dir")  # ignored: differences have no meaning
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs side by side; the others are compared with the first.
+    """Comparison of several runs with the first one.
 
     Attributes:
-        names: of the runs, each once: where two are called alike, with their place.
-        results: figure → its text for each run; of the others with the difference to the first.
-        titles: figure → what it is called.
-        config: section.key → its value as text for each run; only what is not the same in all.
+        runs: Runs in the order of the command.
+        names: Unique names of the runs; equal names are extended by the path.
+        results: Key → text for each run; other runs than the first include the difference to the first.
+        titles: Key → title.
+        config: section.key → value as text for each run; only keys whose values differ.
     """
 
     runs: list[RunFolder]
@@ -36,10 +37,10 @@ class Comparison:
 
 
 def compare(places: Sequence[str | Path]) -> Comparison:
-    """Reads runs, and compares them.
+    """Read runs and compare them.
 
     Raises:
-        RunError: fewer than two, one that does not exist, or a folder without anything of a run.
+        RunError: There are fewer than two runs, or a folder does not exist or contains no files of a run.
     """
     if len(places) < 2:
         raise RunError(
@@ -56,7 +57,7 @@ def compare(places: Sequence[str | Path]) -> Comparison:
 
 
 def write(comparison: Comparison, out: str | Path) -> Path:
-    """Writes a comparison as one self-contained page; its path."""
+    """Write a comparison as one self-contained page and return its path."""
     from markupsafe import Markup
 
     from raytrec.report.figures.learning import overlay
@@ -77,7 +78,7 @@ def write(comparison: Comparison, out: str | Path) -> Path:
 
 
 def print_table(comparison: Comparison) -> None:
-    """The results and the differences of configurations as tables on stdout."""
+    """Print the results and the configuration differences as tables on stdout."""
     from rich.table import Table
 
     from raytrec.common.terminal import open_console, plain
@@ -102,7 +103,7 @@ def _names(runs: list[RunFolder]) -> list[str]:
 
 
 def _result(key: str, row: Row, run: RunFolder, first: RunFolder) -> str:
-    """A figure, and how far it is from the first run's."""
+    """Return a value as text, with the difference to the first run."""
     if key not in run.result:
         return "–"
     text = as_text(run.result[key], row.form)

@@ -1,8 +1,8 @@
-"""What a reader of a report should see first; what bounds a run.
+"""Findings about a run that a report shows first, and the bound of its time.
 
-A function of ranks takes the lines of ranks.jsonl of one step (all ranks), or such lines summed over steps,
-and gives a sentence or None; these are also shown in training. The time of a run, from its start to its
-result, is divided into five parts (docs/monitoring.md defines them).
+Functions of ranks take the lines of ranks.jsonl of one step (all ranks), or such lines summed over steps.
+They return a sentence or None; training shows these sentences as well. The time of a run, from its start to
+its result, is divided into five parts (docs/monitoring.md defines them).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from raytrec.report.run_timeline import story
 from raytrec.tracking import aggregate
 from raytrec.tracking.run_folder import RunFolder
 
-SURE_S = 60.0  # of an interval: in less, other processes that start take a small machine's processors
-SLOWER = 0.15  # share of the interval by which a straggler's own time exceeds the median of the others'
+SURE_S = 60.0  # minimum interval; in shorter ones, starting processes can occupy the CPUs of a small machine
+SLOWER = 0.15  # a straggler's own time exceeds the others' median by this share of the interval
 IDLE_GPU_PERCENT = 50
-DATA_WAIT = 0.30  # share of the time
-HOT = 1.5  # times the mean of all ranks' lookup bytes
+DATA_WAIT = 0.30  # share of the time above which waiting for data is reported
+HOT = 1.5  # a hot rank exceeds the mean lookup bytes by this factor
 
 LARGER = "raise data.global_batch_size"
-# Phase → its words in a sentence, and what to change where it takes too long.
+# Phase → its description in a sentence, and the remedy if the phase takes too long.
 PHASE_TEXTS = {
     "data": ("waiting for data", "raise data.readers"),
     "copy": ("copying batches to the device", LARGER),
@@ -52,12 +52,12 @@ PHASE_TEXTS = {
         "train.log_every_steps)",
     ),
 }
-DEAD, DEAD_BYTES = 0.9, 2**26  # share of a table's rows, and their memory, above which its size matters
-CHANGED = 0.01  # share of ids that were clamped or hashed
+DEAD, DEAD_BYTES = 0.9, 2**26  # share and bytes of untrained rows above which a table is reported
+CHANGED = 0.01  # share of clamped or hashed ids above which a table is reported
 COLLIDED = 0.1
-MISSED = 0.5  # of a cached table's lookups
-OFF = 0.1  # of what should be 1
-PARTED, WINDOWS = 1.2, 5  # times the NE of the last windows of training
+MISSED = 0.5  # hit rate of a cached table below which the table is reported
+OFF = 0.1  # distance of a ratio from 1 above which the metric is reported
+PARTED, WINDOWS = 1.2, 5  # overfitting: evaluation NE ÷ mean training NE of the last windows
 MOST_OF_A_KIND = 5
 BAD = {"failed": "a failure", "hang": "a hang", "not saved": "a checkpoint was not saved"}
 
@@ -101,7 +101,7 @@ def poor_fit(run: RunFolder) -> list[str]:
     """Return sentences on evaluations that are worse than the label's mean, or much worse than training."""
     found = []
     stopping = as_dict(as_dict(run.config.get("train")).get("early_stopping"))
-    restores = stopping.get("restore_best")  # then the weights are not those of the last steps of training
+    restores = stopping.get("restore_best")  # if set, the weights are not from the last steps
     for metric in run.metrics_of_tasks:
         if metric.key.rpartition(".")[2] != NE:
             continue
@@ -152,8 +152,10 @@ def _shortened(sentences: list[str], what: str) -> list[str]:
 
 
 def straggler(lines: list[RankLine]) -> str | None:
-    """Names the rank whose own work takes longer than that of the others, and the phase that does it, of
-    SURE_S seconds at least."""
+    """Return a sentence about the rank whose own work takes longer than the others' work, and the slow phase.
+
+    Times of less than SURE_S seconds are too short for this comparison.
+    """
     timed = [line for line in lines if line.seconds > 0]
     if len(timed) < 2:
         return None
@@ -180,7 +182,7 @@ def straggler(lines: list[RankLine]) -> str | None:
 
 
 def low_utilisation(lines: list[RankLine]) -> str | None:
-    """States that GPUs, or all ranks, mostly wait; the phase that causes it, and what to change."""
+    """Return a sentence if GPUs or all ranks mostly wait, with the main phase and the remedy."""
     seconds = sum(line.seconds for line in lines)
     if seconds <= 0:
         return None
@@ -198,7 +200,7 @@ def low_utilisation(lines: list[RankLine]) -> str | None:
 
 
 def hot_rank(lines: list[RankLine]) -> str | None:
-    """Names the rank that looks up far more bytes than the mean."""
+    """Return a sentence about the rank that looks up far more bytes than the mean."""
     loads = {line.rank: line.added("lookup_bytes") for line in lines}
     total = sum(loads.values())
     if len(loads) < 2 or not total:
@@ -224,18 +226,18 @@ PHASES_OF = {
 
 @dataclass
 class Times:
-    """Where the time of a run's steps went: means over the ranks.
+    """Time spent in the steps of a run, as means over the ranks.
 
     Attributes:
-        seconds: phase → seconds; without the first step of each group of workers, which sets everything up.
-        steps: that these were; a step that was trained twice counts twice.
+        seconds: Phase → seconds, without the first step of each group of workers, which includes setup.
+        steps: Number of these steps; a step that was trained twice counts twice.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
     steps: float = 0.0
 
     def add(self, line: RankLine) -> None:
-        """Adds a line of ranks.jsonl."""
+        """Add a line of ranks.jsonl."""
         ranks = max(1, len(recorded_ranks(line.world)))
         for phase, seconds in line.phases_s.items():
             own = max(0.0, seconds - line.first_s.get(phase, 0.0))
@@ -244,11 +246,9 @@ class Times:
 
 
 def find_bound(times: Times, wall_s: float, rows_per_s: float | None) -> dict[str, Any]:
-    """The figures `bound.…` of result.json; empty where no step was timed.
+    """Return the entries `bound.…` of result.json; empty if no step was timed.
 
-    Args:
-        wall_s: of the run, from its start to its result.
-        rows_per_s: in training.
+    `wall_s` is the time of the run from its start to its result, `rows_per_s` the speed of training.
     """
     if not times.steps:
         return {}
@@ -268,7 +268,7 @@ def find_bound(times: Times, wall_s: float, rows_per_s: float | None) -> dict[st
 
 
 def _sentence(seconds: Mapping[str, float], by: str, whole: float, rows_per_s: float | None) -> str:
-    """The bound in words; where it is the start, with that of the steps themselves."""
+    """Return the bound in words; if the start is the bound, the bound of the steps is added."""
     if by != START:
         return f"bound by {_words(seconds, by, whole, rows_per_s)}"
     text = f"bound by start: {percent(seconds[START] / whole)} of the time, {duration(seconds[START])}, "

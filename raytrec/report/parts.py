@@ -1,4 +1,4 @@
-"""The tables of a report, with values for sorting."""
+"""Tables of a report, with values for sorting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_EVENTS = 200
 
 
 def bounds(run: RunFolder) -> Sheet:
-    """One row for each part of the run's time (report.findings)."""
+    """Return a table with one row for each part of the run's time (report.findings)."""
     found = as_dict(run.result.get("bound.parts"))
     return _sheet(
         {
@@ -30,7 +30,7 @@ def bounds(run: RunFolder) -> Sheet:
 
 
 def ranks(run: RunFolder) -> Sheet | None:
-    """One row for each rank of the last group of workers."""
+    """Return a table with one row for each rank of the last group of workers."""
     lines = aggregate.sum_over_time(aggregate.skip_warmup(run.ranks))
     total = sum(line.added("lookup_bytes") for line in lines)
     return _sheet(_of_rank(line, total) for line in lines) if lines else None
@@ -41,7 +41,7 @@ def _of_rank(line: RankLine, total: float) -> dict[str, Cell]:
 
     Args:
         line: Sums over time of one rank.
-        total: Bytes that all ranks have looked up.
+        total: Bytes looked up by all ranks.
     """
 
     def system(key: str) -> float:
@@ -66,7 +66,10 @@ def _of_rank(line: RankLine, total: float) -> dict[str, Cell]:
 
 
 def table_sheet(run: RunFolder) -> Sheet | None:
-    """One row for each table: its plan, and the figures of the last interval; load since the group began."""
+    """Return a table with one row per embedding table: its plan and the statistics of the last interval.
+
+    Loads are summed since the last group of workers began.
+    """
     group = aggregate.sum_over_time(aggregate.last_group(run.ranks))
     latest = list(aggregate.by_step(run.ranks).values())[-1] if run.ranks else []
     names = list(dict.fromkeys([*aggregate.order_by_load(group), *run.plan]))
@@ -80,9 +83,11 @@ def _of_table(
     """Return a row of `table_sheet`.
 
     Args:
+        run: Run of the table.
+        name: Name of the table.
         group: Sums over time of each rank.
         latest: Lines of the last interval.
-        looked: Bytes that all ranks have looked up.
+        looked: Bytes looked up by all ranks.
     """
     held = [line.tables[name] for line in group if name in line.tables]
     plan, (rows, dim) = run.planned(name), run.table_size(name) or (nan, nan)
@@ -118,7 +123,7 @@ def _of_table(
 
 
 def checks(run: RunFolder) -> Sheet | None:
-    """One row for each check: how often it passed and failed, and its last figure."""
+    """Return a table with one row per check: numbers of passes and failures, and the last value."""
     seen: dict[str, list[Outcome]] = {}
     for line in run.checks:
         seen.setdefault(line.check, []).append(line)
@@ -138,7 +143,7 @@ def checks(run: RunFolder) -> Sheet | None:
 
 
 def events(run: RunFolder) -> Sheet | None:
-    """The last MOST_EVENTS events, without saves that went well."""
+    """Return a table of the last MOST_EVENTS events, without successful saves."""
     told = story(run)
     found = [(mark.at_s, mark.kind, mark.step, mark.text) for mark in told.marks if mark.kind != "saved"]
     found += [(g.begin_s, "started", None, _started(g.workers, g.resumed_after_s)) for g in told.groups]
@@ -155,7 +160,7 @@ def events(run: RunFolder) -> Sheet | None:
 
 
 def saves(run: RunFolder) -> str:
-    """One sentence about checkpoints."""
+    """Return one sentence about checkpoints."""
     good = [event for event in run.events if isinstance(event, Saved) and not event.error]
     if not good:
         return "No checkpoint was recorded."

@@ -1,7 +1,7 @@
-"""`raytrec report`: one page, and its pictures as files.
+"""`raytrec report`: one web page, and its figures as files.
 
-Pages are self-contained HTML from templates. What comes from runs is data: escaped, and without the secrets
-of addresses.
+Pages are self-contained HTML rendered from templates. Text from runs is untrusted data: templates escape the
+text and hide secrets in addresses.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ REPORT, PICTURES = "report.html", "pictures"
 
 
 class Drawn(NamedTuple):
-    """A picture of the gallery, and the <svg> element that it became; None where there is no data."""
+    """Entry of the gallery with its <svg> element; None if there is no data."""
 
     picture: Any
     svg: str | None
 
 
 def pictures(folder: str | Path) -> list[Path]:
-    """Writes the pictures that there is data for as PNG into FOLDER/pictures/; their paths."""
+    """Write the figures that have data as PNG into FOLDER/pictures/ and return their paths."""
     from raytrec.report.figures import GALLERY
     from raytrec.report.figures.style import save_png
 
@@ -48,24 +48,24 @@ def pictures(folder: str | Path) -> list[Path]:
 
 
 def build(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list[Path]]:
-    """Write report.html, and its pictures as SVG in pictures/.
+    """Write report.html, and its figures as SVG in pictures/.
 
-    The page is self-contained, for file://, light and dark, wide and narrow. A section without data has the
-    reason.
+    The page is self-contained and supports file://, light and dark mode, and any width. A section without
+    data shows the reason.
 
     Args:
-        folder: Folder of a run, finished or not.
-        out: Where to write them; default: into that folder.
+        folder: Folder of a finished or unfinished run.
+        out: Output folder; default: the run folder.
 
     Returns:
-        Path of the page, and paths of the pictures.
+        Path of the page, and paths of the figures.
     """
     run = RunFolder.read(folder)
     return write_report(run, draw(run), Path(out or folder))
 
 
 def draw(run: RunFolder) -> list[Drawn]:
-    """The whole gallery."""
+    """Draw all figures of the gallery."""
     from raytrec.report.figures import GALLERY
     from raytrec.report.figures.style import to_svg
 
@@ -74,7 +74,7 @@ def draw(run: RunFolder) -> list[Drawn]:
 
 
 def write_report(run: RunFolder, drawn: list[Drawn], target: Path) -> tuple[Path, list[Path]]:
-    """Write report.html and pictures/ into a folder, which is created if it does not exist."""
+    """Write report.html and pictures/ into a folder; the folder is created if it does not exist."""
     from raytrec.report.figures.style import alone
 
     files = {target / PICTURES / f"{picture.name}.svg": svg for picture, svg in drawn if svg}
@@ -109,32 +109,32 @@ def write_report(run: RunFolder, drawn: list[Drawn], target: Path) -> tuple[Path
 
 
 class EarlyDrawing:
-    """Draws the pictures of a run that is ending, in a thread, while its workers and Ray are shut down.
+    """Background thread that draws the figures of an ending run while its workers and Ray shut down.
 
-    No picture shows the result, which is not there yet.
+    No figure shows the result, which does not exist yet at that time.
 
     Attributes:
-        folder: of the run.
+        folder: Run folder.
     """
 
     def __init__(self, folder: Path):
         self.folder, self._thread = folder, Thread(target=self._draw, name="drawing", daemon=True)
         self._drawn: list[Drawn] | None = None
-        self._sizes: list[int] | None = None  # of the files, when that began
+        self._sizes: list[int] | None = None  # file sizes at the start of the drawing
         self._confirmed = False
 
     def begin(self) -> None:
-        """Begins, unless it has begun before."""
+        """Start the thread unless it has already been started."""
         if self._thread.ident is None:
             self._sizes = self._file_sizes()
             self._thread.start()
 
     def confirm(self) -> None:
-        """Notes whether the files are still those that were drawn; the result's own line comes later."""
+        """Record if the files are unchanged since the drawing; call this before the result is written."""
         self._confirmed = self._sizes is not None and self._file_sizes() == self._sizes
 
     def write(self) -> tuple[Path, list[Path]]:
-        """report.html and pictures, as of `build`; what has changed since is drawn again."""
+        """Write report.html and pictures/ as in `build`; draw the figures again if files have changed."""
         if self._thread.ident is not None:
             self._thread.join()
         run, drawn = RunFolder.read(self.folder), self._drawn if self._confirmed else None
@@ -143,7 +143,7 @@ class EarlyDrawing:
     def _draw(self) -> None:
         try:
             self._drawn = draw(RunFolder.read(self.folder))
-        except Exception:  # it is drawn again, which gives the reason
+        except Exception:  # `write` draws again and raises the error
             self._drawn = None
 
     def _file_sizes(self) -> list[int]:
@@ -152,12 +152,12 @@ class EarlyDrawing:
 
 
 def _sections(drawn: list[Drawn]) -> dict[str, list[dict[str, Any]]]:
-    """Return the pictures by section; those without data have the reason."""
+    """Return the figures by section; entries without data have the reason."""
     from markupsafe import Markup
 
     sections: dict[str, list[dict[str, Any]]] = {}
     for picture, svg in drawn:
-        # matplotlib has escaped what was written into it.
+        # matplotlib has escaped all texts.
         shown = Markup(svg) if svg else None
         entry = {"name": picture.name, "label": picture.label, "svg": shown, "missing": picture.missing}
         sections.setdefault(picture.section, []).append(entry)
@@ -165,9 +165,9 @@ def _sections(drawn: list[Drawn]) -> dict[str, list[dict[str, Any]]]:
 
 
 def made_with(folder: Path) -> dict[str, str]:
-    """Package → version, as the newest checkpoint in the run folder has them.
+    """Return package → version from the newest checkpoint in the run folder.
 
-    Only one in the run folder is read: a report reads from no object store.
+    Checkpoints outside the run folder are ignored, because a report does not read from object stores.
     """
     if not (folder / FOLDER).is_dir():
         return {}
@@ -178,10 +178,10 @@ def made_with(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Gives errors of the file system, while the block writes a page or its pictures, their place.
+    """Convert file system errors of the block, which writes a page or its figures, into RunError.
 
     Raises:
-        RunError: instead of any OSError.
+        RunError: The block raised OSError; the error names the path.
     """
     try:
         yield
@@ -194,10 +194,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_page(path: Path, template: str, **values: Any) -> Path:
-    """Renders a template of templates/ into a file, which is written whole or not at all.
+    """Render a template of templates/ into a file; the file is written completely or not at all.
 
     Args:
-        values: what the template shows. Texts are escaped, unless they are Markup of our own making.
+        path: Path of the file.
+        template: Name of the template.
+        values: Values of the template. Texts are escaped, unless they are Markup created by raytrec.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

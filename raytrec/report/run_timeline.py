@@ -1,4 +1,4 @@
-"""The course of a run, from its events."""
+"""Timeline of a run, reconstructed from its events."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from raytrec.common.formatting import is_step
 from raytrec.common.messages import Event, RunEvent, Saved, Start
 from raytrec.tracking.run_folder import RunFolder
 
-DOWN = ("failed", "hang", "stopped")  # events after which no worker is left
-PAUSE_S = 300.0  # between a driver that ended and the next one: a longer wait is cut out of the timeline
+DOWN = ("failed", "hang", "stopped")  # events after which no worker is running
+PAUSE_S = 300.0  # a longer pause between two drivers is cut out of the timeline
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group of workers, from its start to its end, in seconds of the run.
+    """Group of workers from its start to its end, in seconds of the run.
 
     Attributes:
-        resumed_after_s: how long there was no driver before it, where that was cut out.
+        begin_s: Start of the group.
+        end_s: End of the group.
+        workers: Number of workers.
+        resumed_after_s: Seconds without a driver before the group, if they are cut out of the timeline; else
+            None.
     """
 
     begin_s: float
@@ -29,11 +33,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened, at a second of the run.
+    """Event at a second of the run.
 
     Attributes:
-        kind: the event.
-        bad: whether it cost work.
+        at_s: Second of the run.
+        kind: Kind of the event.
+        text: Error, cause or reason; may be empty.
+        step: Step of the event, or None.
+        bad: True if the event cost work.
     """
 
     at_s: float
@@ -45,10 +52,12 @@ class Mark:
 
 @dataclass(frozen=True)
 class Story:
-    """The course of a run.
+    """Timeline of a run.
 
     Attributes:
-        progress: (second of the run, step), going back included.
+        groups: Groups of workers.
+        marks: Events other than starts.
+        progress: (second of the run, step); steps can decrease.
     """
 
     groups: list[Group]
@@ -57,16 +66,16 @@ class Story:
 
     @property
     def restarts(self) -> int:
-        """The number of times a group was started again."""
+        """Return the number of times a group was started again."""
         return max(0, len(self.groups) - 1)
 
     def count(self, kind: str) -> int:
-        """How often something happened."""
+        """Return the number of events of a kind."""
         return sum(mark.kind == kind for mark in self.marks)
 
 
 def story(run: RunFolder) -> Story:
-    """The story of a run; empty where nothing was recorded."""
+    """Return the timeline of a run; empty if nothing was recorded."""
     events = [_Timed(message.unix_s, message) for message in run.events if message.unix_s is not None]
     events, trained = _forward(events, run.progress)
     records = sorted([event.unix_s for event in events] + [t for t, _ in trained])
@@ -82,27 +91,30 @@ def story(run: RunFolder) -> Story:
 
 
 class _Timed(NamedTuple):
-    """A message of events.jsonl, and when it was, in seconds since 1970."""
+    """Message of events.jsonl with its time in seconds since 1970."""
 
     unix_s: float
     message: RunEvent
 
     @property
     def kind(self) -> str:
-        """The event."""
+        """Return the kind of the event."""
         return self.message.event if isinstance(self.message, Event) else self.message.KIND
 
     def detail(self, name: str) -> Any:
-        """One of the message's values; None where it has none of that name."""
+        """Return one of the message's values; None if the message does not have it."""
         return self.message.values().get(name)
 
 
 def _forward(
     events: list[_Timed], trained: list[tuple[float, int]]
 ) -> tuple[list[_Timed], list[tuple[float, int]]]:
-    """Both with times that never go back. Where the clock of a new group of workers is behind that of the
-    group before, later times are moved as if no time had passed in between."""
-    later, latest = [0.0], 0.0  # seconds by which times are moved, up to each place where the clock went back
+    """Return events and progress with times that never decrease.
+
+    The clock of a new group of workers can be behind the clock of the previous group. Later times are then
+    shifted as if no time had passed in between.
+    """
+    later, latest = [0.0], 0.0  # shift in seconds after each backward jump of the clock
     moved = []
     for event in events:
         if event.kind == "started" and event.unix_s + later[-1] < latest:
@@ -118,13 +130,14 @@ def _forward(
 
 
 class _Clock:
-    """Seconds of the run, without the pauses in which there was no driver."""
+    """Clock in seconds of the run, without long pauses in which there was no driver."""
 
     def __init__(self, begin: float):
         self._begin = begin
-        self._pauses: list[tuple[float, float]] = []  # (where a pause ends, its seconds)
+        self._pauses: list[tuple[float, float]] = []  # (end of a pause, its seconds)
 
     def cut(self, begin: float, end: float) -> None:
+        """Remove a pause from the clock."""
         self._pauses.append((end, end - begin))
 
     def __call__(self, unix_s: float) -> float:
@@ -137,7 +150,7 @@ def _groups(events: list[_Timed], records: list[float], clock: _Clock) -> list[G
     for index, start in enumerate(starts):
         begin = start.unix_s
         before = max((t for t in records if t < begin), default=begin)
-        first = index and start.detail("attempt") == 1  # of another driver
+        first = index and start.detail("attempt") == 1  # first group of another driver
         pause = begin - before if first and begin - before > PAUSE_S else None
         if pause:
             clock.cut(before, begin)

@@ -1,1 +1,1 @@
-"""`raytrec index` and its search."""
+"""`raytrec index`: item vectors, and search in them."""

@@ -1,4 +1,4 @@
-"""`raytrec index`: the items' vectors, and an index of faiss."""
+"""Building an index for `raytrec index`: the items' vectors, and optionally a faiss index."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from raytrec.prediction.folder import VECTOR
 from raytrec.prediction.predict import predict
 from raytrec.retrieval.index import FAISS, ITEMS, MANIFEST, Index, read_vectors, require_faiss
 
-PLACES = (10, 100)  # of which recall is reported
-QUERIES, TOGETHER = 1000, 10  # rows that recall is measured with; so many of them stand side by side
-TRAIN_ROWS = 1 << 18  # that clusters and codes are learned from, at most
-ADD_ROWS = 1 << 16  # at a time
-TAKEN = ("query", "rank", "score", VECTOR)  # columns of what Index.search gives
+PLACES = (10, 100)  # values of k for which recall is reported
+QUERIES, TOGETHER = 1000, 10  # number of queries for recall, and of consecutive rows among them
+TRAIN_ROWS = 1 << 18  # maximum number of vectors on which faiss trains clusters and codes
+ADD_ROWS = 1 << 16  # vectors added at a time
+TAKEN = ("query", "rank", "score", VECTOR)  # names reserved for columns of Index.search and for vectors
 
 
 def index(
@@ -50,30 +50,35 @@ def index(
     overrides: Overrides | None = None,
     allow_code: bool = False,
 ) -> Result:
-    """Computes the vectors of items with a run's model, and an index that can be searched
-    (raytrec.load_index). Interrupted, it continues when it is called again.
+    """Compute the vectors of items with a run's model, and write a searchable index (raytrec.load_index).
+
+    If interrupted, the computation continues when the function is called again.
 
     Args:
-        place: run folder or checkpoint folder. Nothing is written there.
-        items: folder or file of Parquet, local or s3:// or gs://, with one row for each item, and columns of
-            the item tower's features.
-        out: the folder to write to, likewise; all nodes must reach it.
-        item: the column that names an item; default: eval.retrieval.item of the run, else item.
-        columns: columns of the items to keep with it; default: all.
-        faiss: what faiss.index_factory takes, such as HNSW32; default: exact search alone.
-        queries: Parquet with rows that recall is measured with, columns of the query tower's features;
-            default: the run's data.test, else its data.valid, where it can be read.
-        workers, checkpoint, overrides, allow_code: as in `predict`.
+        place: Run folder or checkpoint folder, which is only read.
+        items: Folder or file of Parquet, local or s3:// or gs://, with one row per item and columns of the
+            item tower's features.
+        out: Folder to write to, local or s3:// or gs://; all nodes must reach it.
+        item: Column that identifies an item; default: eval.retrieval.item of the run, or else "item".
+        columns: Columns of the items to store in the index; default: all.
+        faiss: Specification for faiss.index_factory, such as HNSW32; default: exact search only.
+        queries: Parquet with rows to measure recall with, containing columns of the query tower's features;
+            default: the run's data.test, or else its data.valid, if readable.
+        workers: As in `predict`.
+        checkpoint: As in `predict`.
+        overrides: As in `predict`.
+        allow_code: As in `predict`.
 
     Returns:
-        Result: The content of index.json: index.items, index.width, index.faiss (None: exact search alone),
-        index.recall@10 and @100 of faiss, index.queries (the number of queries of this recall),
-        index.queried (their place), index.faiss_sha256; item, name, checkpoint, world_size, seconds and
-        what `predict` counts.
+        Result: The content of index.json: index.items, index.width, index.faiss (None: exact search only),
+            index.recall@10 and @100 of faiss, index.queries (the number of queries of this recall),
+            index.queried (their place), index.faiss_sha256; item, name, checkpoint, world_size, seconds and
+            the counts of `predict`.
 
     Raises:
-        ConfigError: faiss is not installed, or takes no such index; the model gives no vectors of query and
-            item. RunError, DataError: as in `predict`; items without a key, or with that of another.
+        ConfigError: faiss is not installed or rejects the specification, or the model has no query and item
+            vectors.
+        RunError, DataError: As in `predict`; or items without a key, or with a key that is not unique.
 
     Example:
         >>> raytrec.index("runs/films", "items.parquet", "index", item="item_id").metrics["index.items"]
@@ -140,7 +145,7 @@ def _check_columns(names: list[str]) -> None:
 
 
 def _queries(saved: Checkpoint, asked: str | None) -> Dataset | None:
-    """Return rows of queries; None if `asked` is None and the run's evaluation data cannot be read."""
+    """Return the queries, or None if `asked` is None and the run's evaluation data cannot be read."""
     config, part = saved.config, part_of_tower(saved.config, saved.schema, "query", "raytrec index")
     if asked:
         return open_inputs(config, part, absolute(str(asked)), "--queries")
@@ -152,7 +157,7 @@ def _queries(saved: Checkpoint, asked: str | None) -> Dataset | None:
 
 
 def _sampled(saved: Checkpoint, dataset: Dataset) -> np.ndarray:
-    """Return the query vectors of some rows, spread evenly over the dataset."""
+    """Return the query vectors of some rows that are spread evenly over the dataset."""
     from raytrec.prediction.one_process import outputs_of, read_batch
 
     pieces = max(1, min(QUERIES, dataset.rows) // TOGETHER)
@@ -167,15 +172,15 @@ def _sampled(saved: Checkpoint, dataset: Dataset) -> np.ndarray:
 
 
 def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
-    """An index of items, by their dot product with queries.
+    """Return a faiss index of items by their dot product with queries.
 
     Args:
-        spec: of faiss.index_factory, such as HNSW32, "IVF256,Flat" or "OPQ16,IVF256,PQ16".
-        items_ND: float32.
-        seed: of the sample that it is trained with, if it is.
+        spec: Specification for faiss.index_factory, such as HNSW32, "IVF256,Flat" or "OPQ16,IVF256,PQ16".
+        items_ND: Item vectors, float32.
+        seed: Seed of the training sample, if the index is trained.
 
     Raises:
-        ConfigError: faiss does not take the spec for vectors of this width and number.
+        ConfigError: faiss rejects the specification for this width and number of vectors.
     """
     faiss = require_faiss()
     try:
@@ -196,7 +201,7 @@ def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
 
 
 def _recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, Any]:
-    """Which share of the k items with the highest scores is among the k that faiss finds."""
+    """Return the share of the k best items that faiss finds among its k items."""
     found: dict[str, Any] = {}
     for k in [k for k in PLACES if k <= len(index)] or [len(index)]:
         exact, near = (index.nearest(queries, k, exact=e)[0] for e in (True, False))
@@ -206,11 +211,7 @@ def _recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, Any]:
 
 
 def _write(out: str, name: str, data: bytes) -> None:
-    """Writes a file of the index.
-
-    Raises:
-        RunError: it cannot be written.
-    """
+    """Write a file of the index. Raise RunError if the file cannot be written."""
     do = "make room, and give the same command again: the vectors stay"
     with os_errors("the index cannot be written", where=join_uri(out, name), do=do):
         OutputFolder(out).write(name, data)

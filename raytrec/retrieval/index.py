@@ -1,8 +1,8 @@
-"""Reads an index of items and searches it: exactly, in blocks of NumPy, or with faiss. No torch.
+"""Reading and searching an index of items: exactly, in blocks of NumPy, or with faiss. No torch.
 
 DIR/items/*.parquet       columns of the items, and `vector`, float32 (raytrec predict --vectors item)
-DIR/index.faiss           an index of faiss over them, if there is one
-DIR/index.json            what they are of; there when all is complete
+DIR/index.faiss           faiss index of the vectors, if there is one
+DIR/index.json            description of the index, written when all files are complete
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from raytrec.prediction.folder import VECTOR
 from raytrec.prediction.writer import read_checked
 
 MANIFEST, FAISS, ITEMS = "index.json", "index.faiss", "items"
-QUERIES, CELLS = 256, 1 << 22  # of a block of exact search: queries, and queries × items
+QUERIES, CELLS = 256, 1 << 22  # queries, and queries × items, in a block of exact search
 LOWER_32 = np.uint64(0xFFFFFFFF)
 
 
 @with_config({"extra": "allow"})
 class About(TypedDict):
-    """The content of index.json; also the figures of `raytrec index`.
+    """Content of index.json; also the metrics of `raytrec index`.
 
     Attributes:
-        item: Column that names an item.
+        format: Version of the format.
+        item: Column that identifies an item.
     """
 
     format: Literal[1]
@@ -44,14 +45,14 @@ class About(TypedDict):
 
 
 class Index:
-    """Items and their vectors, in memory.
+    """Items and their vectors in memory.
 
     Args:
-        items: the items' columns, in the order of the vectors.
-        vectors: float32 [N, D].
-        key: the column that names an item.
-        about: the content of index.json.
-        faiss: an index of faiss over the vectors; None: search is exact.
+        items: Columns of the items, in the order of the vectors.
+        vectors: Vectors of the items, float32 [N, D].
+        key: Column that identifies an item.
+        about: Content of index.json.
+        faiss: faiss index of the vectors; None: search is exact.
     """
 
     def __init__(
@@ -75,20 +76,21 @@ class Index:
         leave_out: Sequence[Sequence[Any] | None] | None = None,
         exact: bool = False,
     ) -> pd.DataFrame:
-        """The items with the highest scores for each query.
+        """Return the items with the highest scores for each query.
 
         Args:
-            vectors: of queries, float [Q, D], or [D] of one (raytrec.load(…).vectors).
-            k: how many items for each.
-            leave_out: for each query the keys of items that are not wanted, such as those it has seen.
-            exact: do without faiss, where the index has it.
+            vectors: Query vectors, float [Q, D], or [D] for a single query (raytrec.load(…).vectors).
+            k: Number of items for each query.
+            leave_out: Keys of the items to exclude for each query, such as items already seen; None: no
+                items.
+            exact: If True, search exactly even if the index has a faiss index.
 
         Returns:
-            A row for each item that was found: query (its number, from 0), rank (from 1), the items' columns,
-            score; query after query, the highest score first.
+            A row for each item found, with the columns query (number of the query, from 0), rank (from 1),
+            the items' columns, and score. Rows are sorted by query, then by descending score.
 
         Raises:
-            ConfigError: k is not above 0; vectors of another width; keys of another type.
+            ConfigError: k is not positive, vectors have another width, or keys have another type.
         """
         queries = self._checked(vectors, k)
         asked = [None] * len(queries) if leave_out is None else leave_out
@@ -112,7 +114,10 @@ class Index:
         return table.assign(score=scores_QK[kept_QK])
 
     def nearest(self, queries: np.ndarray, k: int, *, exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """(rows int64 [Q, k], -1 where faiss finds no more; scores float32 [Q, k]), the highest first."""
+        """Return the rows and scores of the k best items for each query, highest score first.
+
+        Rows are int64 [Q, k], -1 if faiss finds fewer items; scores are float32 [Q, k].
+        """
         if exact or self.faiss is None:
             return search_exactly(self.vectors, queries, k)
         found = self.faiss.search(np.ascontiguousarray(queries, np.float32), k)[1]
@@ -136,7 +141,7 @@ class Index:
         return queries
 
     def _rows_of(self, keys: Sequence[Any]) -> np.ndarray:
-        """The rows of those keys that there are."""
+        """Return the rows of the existing keys among `keys`."""
         try:
             if isinstance(keys, str):
                 raise TypeError
@@ -158,14 +163,15 @@ class Index:
 
 
 def load_index(folder: str) -> Index:
-    """An index that `raytrec index` has written.
+    """Load an index written by `raytrec index`.
 
     Args:
-        folder: local, s3:// or gs://. It is data, but an index of faiss is read by faiss: open only folders
-            that you trust.
+        folder: Folder of the index; local, s3:// or gs://. The files are data, but faiss parses the faiss
+            index: open only folders that you trust.
 
     Raises:
-        RunError: there is none, or it is damaged. ConfigError: it needs faiss, which is not installed.
+        RunError: There is no index, or the index is damaged.
+        ConfigError: The index requires faiss, which is not installed.
 
     Example:
         >>> films = raytrec.load_index("index")
@@ -178,7 +184,7 @@ def load_index(folder: str) -> Index:
     about = dict(read_document(uri, MANIFEST, About, "index", "raytrec index"))
     try:
         return _read(uri, about)
-    except ConfigError:  # of faiss, which is not installed
+    except ConfigError:  # faiss is not installed
         raise
     except (DataError, OSError, ValueError, LookupError, RuntimeError, pa.ArrowException) as error:
         why = error.what if isinstance(error, DataError) else first_line(error)
@@ -191,7 +197,7 @@ def load_index(folder: str) -> Index:
 
 
 def _read(uri: str, about: dict[str, Any]) -> Index:
-    """An index whose files are those of its manifest; errors of many kinds where they are not."""
+    """Return the index whose files match its manifest; raise various errors if they do not."""
     items, vectors = read_vectors(join_uri(uri, ITEMS))
     if len(vectors) != about.get("index.items", len(vectors)):
         raise ValueError(f"{ITEMS} has {len(vectors):,} vectors, and {MANIFEST} has {about['index.items']}")
@@ -213,8 +219,10 @@ def _read(uri: str, about: dict[str, Any]) -> Index:
 
 
 def read_vectors(uri: str) -> tuple[pa.Table, np.ndarray]:
-    """(all columns but the vectors, vectors float32 [N, D]) of a folder that has vectors in files; rows that
-    could not be read, which have none, are passed over."""
+    """Return the other columns, and the vectors as float32 [N, D], of a folder of Parquet files with vectors.
+
+    Rows that could not be read have no vector and are skipped.
+    """
     table = pa.concat_tables([read_checked(file) for file in list_files(uri, "vectors").files])
     table = table.filter(table[VECTOR].is_valid())
     column = table[VECTOR].cast(pa.list_(pa.float32())).combine_chunks()
@@ -223,16 +231,18 @@ def read_vectors(uri: str) -> tuple[pa.Table, np.ndarray]:
 
 
 def search_exactly(items_ND: np.ndarray, queries_QD: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The items with the highest dot products for each query.
+    """Return the items with the highest dot products for each query.
 
-    A score is summed up in float64 and rounded to float32. Of equal scores, the lower row comes first; NaN
+    A score is summed in float64 and rounded to float32. For equal scores, the lower row comes first. NaN
     comes last.
 
     Args:
-        items_ND, queries_QD: float32. k: how many, 1 to N.
+        items_ND: Item vectors, float32.
+        queries_QD: Query vectors, float32.
+        k: Number of items per query, 1 to N.
 
     Returns:
-        (rows int64 [Q, k], scores float32 [Q, k]), the highest score first.
+        Rows int64 [Q, k] and scores float32 [Q, k], highest score first.
     """
     rows, scores = [np.empty((0, k), np.int64)], [np.empty((0, k), np.float32)]
     for start in range(0, len(queries_QD), QUERIES):
@@ -251,19 +261,18 @@ def search_exactly(items_ND: np.ndarray, queries_QD: np.ndarray, k: int) -> tupl
 
 
 def scores_of(items_ND: np.ndarray, queries_QD: np.ndarray, rows_QK: np.ndarray) -> np.ndarray:
-    """The scores of some items for each query, float32 [Q, K]."""
+    """Return the scores of the given items for each query, float32 [Q, K]."""
     items = items_ND[rows_QK].astype(np.float64)
     return np.einsum("qkd,qd->qk", items, queries_QD.astype(np.float64)).astype(np.float32)
 
 
 def _ranked(scores_QN: np.ndarray, first: int) -> np.ndarray:
-    """Each score and its item as one number, uint64 [Q, N], which is greater for what comes first: the bits
-    of a float32 in an order that is the numbers' own, then the row from behind.
+    """Return numbers uint64 [Q, N] that combine score and row, and are larger for items that come first.
 
-    Args:
-        first: the row of the first item.
+    The upper bits are the float32 score, mapped to an integer of the same order; the lower ones the inverted
+    row. `first` is the row of the first item.
     """
-    scores = scores_QN.astype(np.float32) + np.float32(0)  # of -0.0, too, 0.0
+    scores = scores_QN.astype(np.float32) + np.float32(0)  # maps -0.0 to 0.0
     bits = scores.view(np.uint32)
     ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
     ordered[np.isnan(scores)] = 0
@@ -272,10 +281,10 @@ def _ranked(scores_QN: np.ndarray, first: int) -> np.ndarray:
 
 
 def require_faiss() -> ModuleType:
-    """The module.
+    """Return the faiss module.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: faiss is not installed.
     """
     try:
         import faiss

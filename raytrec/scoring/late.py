@@ -1,8 +1,8 @@
-"""Programs rewritten for one user and many candidates: what depends on the user alone is computed once.
+"""Rewriting of programs so that the part that depends only on the user is computed once.
 
 A program of torch.export is a list of operators over tensors of B rows. If some inputs have a single row (the
-user's), an operator on such inputs alone returns a single row, too. Pointwise operators and matrix products
-broadcast that row; before any other operator that mixes user and candidates the row is repeated B times.
+user's), an operator on such inputs alone also returns a single row. Pointwise operators and matrix products
+broadcast that row. Before any other operator on user and candidates, the row is repeated B times.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def example(of: Input, rows: int) -> torch.Tensor:
 
 
 class _Cannot(Exception):
-    """The program contains something that the rewriting does not support."""
+    """Error for parts of a program that the rewriting does not support."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class _Size:
 
     Attributes:
         user: Size for a single row.
-        rows: Node of the size for B rows; None: the size is of a tensor of the user's.
+        rows: Node of the size for B rows; None for a size of a user tensor.
     """
 
     user: int
@@ -94,7 +94,7 @@ class _Size:
 
 
 class _Rewriting:
-    """One program, rewritten node by node."""
+    """Rewriting of one program, node by node."""
 
     def __init__(self, program: fx.GraphModule, once: Collection[int]):
         self._program, self._graph = program, fx.Graph()

@@ -1,4 +1,4 @@
-"""Opens exports."""
+"""Loading of exports."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from raytrec.scoring.program_archive import load_program
 from raytrec.scoring.rows import wide
 from raytrec.scoring.scorer import Scorer
 
-COPY = "raytrec-export-"  # begins the names of temporary folders
+COPY = "raytrec-export-"  # prefix of temporary folders
 
 
 def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = False) -> Scorer:
-    """Load a model that `raytrec export` has written. Neither Ray, TorchRec nor a run is needed.
+    """Load a model written by `raytrec export`. Neither Ray, TorchRec nor a run is needed.
 
-    Tables are mapped into memory: rows that have been looked up stay there as long as there is room.
+    Tables are mapped into memory; rows that have been looked up stay in memory while there is room.
 
     Args:
         uri: Local path, s3:// or gs:// URI. Files of a store are first copied into a temporary folder, whose
@@ -72,16 +72,16 @@ def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = Fals
                 do="export the run again",
             ) from error
         for name in _names_of_tables(manifest) if copied else ():
-            (folder / name).unlink()  # it is mapped: its room is free when the process ends, killed or not
+            (folder / name).unlink()  # frees the space when the process ends, even if it is killed
         weakref.finalize(scorer, copies.pop_all().close)
     return scorer
 
 
 def refuse_code(manifest: Manifest, where: str, allow_code: bool) -> None:
-    """Refuses transforms of the user's, unless they are allowed.
+    """Raise an error if transforms of the export run the user's code, unless code is allowed.
 
     Raises:
-        ConfigError: there are some.
+        ConfigError: A transform names code.
     """
     named = [each.do for each in manifest.transforms if isinstance(each, Python)]
     if named and not allow_code:
@@ -98,13 +98,15 @@ def _names_of_tables(manifest: Manifest) -> set[str]:
 
 
 def _on_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Path, bool]:
-    """(a local folder with the export's files, whether they are copies).
+    """Return (a local folder with the export's files, True if they are copies).
 
     Args:
-        copies: gets what removes them.
+        place: Folder or URI of the export.
+        manifest: Manifest of the export.
+        copies: Stack that receives the removal of the copies.
 
     Raises:
-        RunError: the store cannot be read, or there is no room.
+        RunError: The store cannot be read, or there is not enough disk space.
     """
     filesystem, path = open_filesystem(place)
     if filesystem.type_name == "local":
@@ -135,13 +137,16 @@ def _on_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Path, b
 
 
 def check_files(folder: Path, manifest: Manifest, tables: bool, where: str) -> None:
-    """Compares files with the manifest: all sizes, and the checksums.
+    """Compare files with the manifest: all sizes and checksums.
 
     Args:
-        tables: those of tables, too.
+        folder: Local folder of the export.
+        manifest: Manifest of the export.
+        tables: True to compare checksums of tables as well.
+        where: Location of the export in error messages.
 
     Raises:
-        RunError: a file is missing, or another.
+        RunError: A file is missing or differs.
     """
     big: Collection[str] = () if tables else _names_of_tables(manifest)
     for name, entry in manifest.files.items():
@@ -167,7 +172,7 @@ def sha256_of(file: Path) -> str:
 
 
 def open_export(folder: Path, manifest: Manifest) -> Scorer:
-    """An export whose files have been compared with the manifest."""
+    """Return the scorer of an export whose files have been compared with the manifest."""
     vocabularies = [_located(each, folder) for each in manifest.transforms]
     manifest = manifest.model_copy(update={"transforms": vocabularies})
     programs = {
@@ -181,23 +186,23 @@ def open_export(folder: Path, manifest: Manifest) -> Scorer:
     ids = {name: _ids(folder / file, manifest, name) for name, file in manifest.ids.items()}
     with pa.memory_map(str(folder / GOLDEN)) as file:
         golden = pa.ipc.open_file(file).read_all()
-    golden.validate(full=True)  # wrong offsets would be read from elsewhere in memory
+    golden.validate(full=True)  # wrong offsets would read other memory
     scores = {task.column for task in manifest.tasks}
     columns = pa.schema([(f.name, wide(f.type)) for f in golden.schema if f.name not in scores])
     return Scorer(manifest, programs, Lookups(manifest.features, tables, ids), columns, golden)
 
 
 def _located(transform: Any, folder: Path) -> Any:
-    """A transform whose vocabulary, a file of the export, is found from anywhere."""
+    """Return a transform whose vocabulary, a file of the export, has an absolute path."""
     name = getattr(transform, "vocabulary", None)
     return transform.model_copy(update={"vocabulary": str(folder / name)}) if name else transform
 
 
 def open_table(folder: Path, entry: TableEntry, rows: int, dim: int) -> BlockTable:
-    """A table, mapped into memory.
+    """Return a table that is mapped into memory.
 
     Raises:
-        RunError: a file holds something else.
+        RunError: A file has another content.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -7,7 +7,7 @@ Rows of tables are stored in files in one of four precisions:
     int4           uint8 [n, dim ÷ 2 + 4]: two steps of 0 to 15 a byte, the first in the low bits, then scale
                    and offset, float16
 
-A value is step · scale + offset. The layouts of int8 and int4 are those of FBGEMM's row-wise quantization:
+A value is step · scale + offset. The layouts of int8 and int4 follow FBGEMM's row-wise quantization:
 each row contains its own scale and offset.
 """
 
@@ -99,15 +99,15 @@ PRECISIONS: dict[PrecisionName, TablePrecision] = {
 
 
 class TableRows(Protocol):
-    """A table whose rows are read."""
+    """Table whose rows can be read."""
 
     def vectors(self, rows_N: torch.Tensor) -> torch.Tensor:
-        """Rows: int64 [N] → float32 [N, dim]."""
+        """Return the vectors of rows: int64 [N] → float32 [N, dim]."""
         ...
 
 
 class BlockTable:
-    """A table in blocks of rows.
+    """Table in blocks of rows.
 
     Args:
         blocks: Stored rows, [block_rows, …] each; the last block has fewer.
@@ -119,7 +119,7 @@ class BlockTable:
         self._blocks, self._block_rows, self._precision = list(blocks), block_rows, precision
 
     def vectors(self, rows_N: torch.Tensor) -> torch.Tensor:
-        """Rows: int64 [N] → float32 [N, dim]."""
+        """Return the vectors of rows: int64 [N] → float32 [N, dim]."""
         decode = self._precision.decode
         if len(self._blocks) == 1:
             return decode(self._blocks[0].index_select(0, rows_N))
@@ -139,17 +139,19 @@ class BlockTable:
 
 
 class IdRows:
-    """The rows of a table's managed ids.
+    """Rows of a table's managed ids.
 
     Args:
-        keys: int64 [n], of the ids that have their own row, ascending. rows: int64 [n], theirs.
+        table: The table.
+        keys: Keys of the ids with their own row, int64 [n], ascending.
+        rows: Rows of these ids, int64 [n].
     """
 
     def __init__(self, table: Table, keys: torch.Tensor, rows: torch.Tensor):
         self._table, self._keys, self._rows = table, keys, rows
 
     def __call__(self, ids_N: torch.Tensor) -> torch.Tensor:
-        """int64 [N] → int64 [N]: its own row, or one that it shares."""
+        """Return each id's own row or a shared one: int64 [N] → int64 [N]."""
         keys_N = keys_of(ids_N)
         shared_N = fallback_of(keys_N, self._table.own_rows, self._table.ids.fallback_rows)
         if not len(self._keys):
@@ -159,18 +161,22 @@ class IdRows:
 
 
 class Lookups:
-    """Looks up the ids of rows and pools them, as embeddings.pooling.PooledEmbeddings and
-    models.inputs.Sequences do while a model trains.
+    """Lookup and pooling of ids in the tables of an export.
+
+    The results equal the output of embeddings.pooling.PooledEmbeddings and models.inputs.Sequences in
+    training.
 
     Args:
-        features: of the model. tables: by name. ids: of tables with managed ids.
+        features: Features of the model.
+        tables: Tables by name.
+        ids: Rows of managed ids, by table.
     """
 
     def __init__(self, features: Features, tables: Mapping[str, TableRows], ids: Mapping[str, IdRows]):
         self._features, self._tables, self._ids = features, tables, ids
 
     def __call__(self, rows: Assembled, wanted: Collection[str]) -> Tensors:
-        """The inputs of some features, B rows of each; and the dense columns."""
+        """Return the inputs of the wanted features, B rows of each, and the dense columns."""
         found: Tensors = {("dense", ""): rows.dense}
         bags = rows.bags
         weights = [None] * len(bags.keys) if bags.weights is None else bags.weights.split(bags.counts)
@@ -197,7 +203,7 @@ class Lookups:
         return found
 
     def rows_of(self, table: str, ids_N: torch.Tensor) -> torch.Tensor:
-        """The rows in which a table has ids: int64 [N] → int64 [N]."""
+        """Return the rows of ids in a table: int64 [N] → int64 [N]."""
         return self._ids[table](ids_N) if table in self._ids else ids_N
 
     def _sequence(
@@ -216,10 +222,13 @@ class Lookups:
 def pooled(
     vectors_ND: torch.Tensor, lengths_B: torch.Tensor, weights_N: torch.Tensor | None, mean: bool
 ) -> torch.Tensor:
-    """Bags of vectors, their weights multiplied in: float32 [B, D]; 0 for empty ones.
+    """Return pooled bags of vectors, float32 [B, D]; 0 for empty bags.
 
     Args:
-        mean: ÷ Σ of the weights, where it is not 0; of their number, where there are none.
+        vectors_ND: Vectors, already multiplied by their weights.
+        lengths_B: Number of vectors of each bag.
+        weights_N: Weights; None: the vectors are not weighted.
+        mean: True to divide sums by Σ of the weights if it is not 0, or without weights by the length.
     """
     sums_BD = torch.segment_reduce(vectors_ND, "sum", lengths=lengths_B.long(), unsafe=True)
     if not mean:
@@ -233,7 +242,7 @@ def pooled(
 
 
 def _padded(values_Nx: torch.Tensor, present_BL: torch.Tensor) -> torch.Tensor:
-    """Values of ids that are present, row after row: [N, …] → [B, L, …], 0 elsewhere."""
+    """Return values of present ids, row after row, as a padded tensor: [N, …] → [B, L, …]; 0 elsewhere."""
     padded = values_Nx.new_zeros(*present_BL.shape, values_Nx.shape[1])
     padded[present_BL] = values_Nx
     return padded

@@ -1,13 +1,13 @@
-"""manifest.json: what an export holds. No torch.
+"""manifest.json: content of an export. This module needs no torch.
 
-DIR/manifest.json              this; there when all else is complete
+DIR/manifest.json              this file; exists once all other files are complete
 DIR/predict.pt2                rows → predictions (torch.export); query.pt2, item.pt2: vectors of towers
-DIR/model.onnx                 what predict.pt2 is, where it was asked for
+DIR/model.onnx                 ONNX version of predict.pt2, if requested
 DIR/tables/TABLE-00000.safetensors
-                               blocks of a table's rows (lookups.TablePrecision), which are mapped into memory
-DIR/ids/TABLE.parquet          of managed ids: id and row, in the order of keys (embeddings/hashing.py)
+                               blocks of a table's rows (lookups.TablePrecision), mapped into memory
+DIR/ids/TABLE.parquet          managed ids: id and row, in the order of keys (embeddings/hashing.py)
 DIR/vocabularies/0.parquet     files that transforms name
-DIR/golden.arrow               some rows as they were read, with their scores; its types are the columns'
+DIR/golden.arrow               rows as read from the data, with their scores; defines the columns' types
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class FileEntry(Section):
 
 
 class ProgramEntry(Section):
-    """A program: the tensors that it takes, in their order; of a tower it gives vectors."""
+    """Program and the tensors that it takes, in order. The programs of towers return vectors."""
 
     file: str
     inputs: list[Input]
 
 
 class TableEntry(Section):
-    """A table: files of `block_rows` rows each; the last has the rest."""
+    """Table in files of `block_rows` rows each; the last file has the remaining rows."""
 
     precision: PrecisionName
     block_rows: PositiveInt
@@ -90,15 +90,15 @@ class TableEntry(Section):
 
 
 class TaskEntry(Section):
-    """A task: the column of its predictions, and what they are."""
+    """Task, with the column and the kind of its predictions."""
 
     name: str
     label: str
     column: str
     classes: PositiveInt = 1
-    """Values of each row: more than one are those of its classes."""
+    """Number of values of each row; more than one if the task has classes."""
     predicts: Literal["probability", "number", "classes", "score"] | None = None
-    """Of the label 1; in the label's units; of each class; an order alone."""
+    """Probability of label 1, number in the label's units, probability of each class, or order only."""
 
 
 class ExportSource(Section):
@@ -115,20 +115,20 @@ class ExportSource(Section):
 
 
 class Manifest(Section):
-    """What an export holds.
+    """Content of an export.
 
     Attributes:
-        data_schema: of the features that the model reads; key: schema.
-        sequences: features that are read id by id → how many ids, at most.
-        lists: features whose columns are lists after the transforms.
-        transforms: as they are needed for these features; files that they name are of this folder.
-        towers: query and item → the features and dense columns that its vectors are made from.
-        files: all but manifest.json.
+        data_schema: Schema of the features that the model reads; key: schema.
+        sequences: Features that are read id by id → maximum number of ids.
+        lists: Features whose columns are lists after the transforms.
+        transforms: Transforms needed for these features; files that they name are in the export's folder.
+        towers: query and item → the features and dense columns from which its vectors are computed.
+        files: All files but manifest.json.
     """
 
     format: Literal[1] = EXPORT_FORMAT
     made: str
-    """When: UTC, ISO 8601."""
+    """Time of the export: UTC, ISO 8601."""
     source: ExportSource
     data_schema: Schema = Field(alias="schema")
     sequences: dict[str, PositiveInt] = Field(default_factory=dict)
@@ -141,10 +141,10 @@ class Manifest(Section):
     ids: dict[str, str] = Field(default_factory=dict)
     golden_rows: NonNegativeInt = 0
     metrics: Metrics = Field(default_factory=dict)
-    """Of quantized tables: metric → its value with tables of fp32 and with these, None where not defined."""
+    """For quantized tables: metric → its value with fp32 tables and with these; None where not defined."""
     files: dict[str, FileEntry]
     binding: str
-    """Stands for all that the export was made of."""
+    """Hash of everything that determines the export."""
 
     @model_validator(mode="after")
     def _names_its_files(self) -> Manifest:
@@ -167,12 +167,12 @@ class Manifest(Section):
 
     @property
     def features(self) -> Features:
-        """What a row has, and how it is looked up."""
+        """Features of a row, and how they are looked up."""
         return Features(self.data_schema, self.sequences)
 
     @property
     def checksum(self) -> str:
-        """SHA-256 of those of all files, and of what the export was made of."""
+        """SHA-256 over the checksums of all files and the binding."""
         sums = {name: entry.sha256 for name, entry in self.files.items()}
         return hashlib.sha256(json.dumps([self.binding, sums], sort_keys=True).encode()).hexdigest()
 

@@ -1,6 +1,7 @@
-"""The MLflow model of an export, as code: MLflow runs this file when it loads the model.
+"""Code of the MLflow model of an export; MLflow runs this file to load the model.
 
-Its artifact `export` is the export's folder, or a file of JSON that refers to one: uri, version and checksum.
+The artifact `export` is the export's folder, or a JSON file that refers to an export by uri, version and
+checksum.
 """
 
 import json
@@ -15,13 +16,13 @@ import raytrec
 
 
 class ExportedModel(PythonModel):
-    """Rows as a DataFrame → their predictions as a DataFrame."""
+    """MLflow model: rows as a DataFrame → their predictions as a DataFrame."""
 
     def load_context(self, context):
-        """Opens the export.
+        """Load the export.
 
         Raises:
-            RaytrecError: there is none, it is damaged, or another than the one that was logged.
+            RaytrecError: There is no export, it is damaged, or it differs from the logged one.
         """
         place, allow_code = Path(context.artifacts["export"]), bool(context.model_config.get("allow_code"))
         logged = None if place.is_dir() else json.loads(place.read_text(encoding="utf-8"))
@@ -36,7 +37,7 @@ class ExportedModel(PythonModel):
             )
 
     def predict(self, context, model_input: pd.DataFrame, params=None):
-        """The columns score, or score_TASK. Times are UTC: MLflow takes none with a time zone."""
+        """Return the columns score or score_TASK. Times must be UTC, as MLflow has no time zones."""
         columns = pa.schema([field for field in self._model.columns if field.name in model_input.columns])
         rows = pa.Table.from_pandas(model_input, columns, preserve_index=False)
         return self._model.predict(rows).to_pandas()

@@ -1,8 +1,8 @@
-"""Archives of torch.export (.pt2): what may be in one, checked before torch reads it.
+"""Archives of torch.export (.pt2), whose content is checked before torch reads it.
 
 torch.export.load can run code of an archive: it unpickles entries, evaluates symbolic expressions, loads
 libraries, and writes names into Python source. Archives are therefore read by one strict parser, which
-accepts only what `raytrec export` writes. torch loads an archive that is written again from checked parts.
+accepts only content that `raytrec export` writes. torch loads a new archive made of the checked parts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ARGUMENT_KINDS = {
     *("as_name", "as_expr", "as_device", "as_layout", "as_memory_format", "as_scalar_type", "as_graph"),
 }
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|")  # torch writes names into source code
-QUALIFIED_NAME = re.compile(r"[\w. -]*")  # and these into string literals there
+QUALIFIED_NAME = re.compile(r"[\w. -]*")  # torch writes these into string literals
 PATTERNS = {
     **dict.fromkeys(("parameter_name", "buffer_name", "tensor_constant_name", "fqn"), QUALIFIED_NAME),
     **dict.fromkeys(("as_float", "as_floats"), re.compile("-?Infinity|NaN")),
@@ -49,8 +49,8 @@ PATTERNS = {
     "type": re.compile("cpu"),  # of a device
 }
 OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+?)_?\.(?!\w*out)\w+")
-# Operators of aten that check every index and size on CPU: others, such as segment_reduce, may read or write
-# outside of their tensors' memory. None gives memory that is not initialized.
+# Operators of aten that check every index and size on CPU. Others, such as segment_reduce, may access memory
+# outside of their tensors. None of these returns uninitialized memory.
 OPERATORS = """
 _assert_scalar _assert_tensor_metadata _log_softmax _softmax _to_copy abs acos add addcdiv addcmul addmm
 all amax amin any arange argmax argmin argsort asin atan atan2 baddbmm batch_norm bitwise_and bitwise_not
@@ -68,7 +68,7 @@ softplus sort split split_with_sizes sqrt square squeeze stack std sub sum sym_s
 tile to topk transpose tril triu true_divide trunc type_as unbind unflatten unsqueeze var var_mean view
 view_as where xlogy zeros zeros_like
 """
-SIZES = "add sub mul floordiv truediv mod neg eq ne lt le gt ge and_ or_ getitem"  # of tensors, from others
+SIZES = "add sub mul floordiv truediv mod neg eq ne lt le gt ge and_ or_ getitem"  # on tensor sizes
 OTHERS = {
     *("torch.ops.higher_order.wrap_with_autocast", "torch.ops.higher_order.wrap_with_set_grad_enabled"),
     *("torch.sym_float", "torch.sym_int", "torch.sym_max", "torch.sym_min", "torch.sym_not", "math.trunc"),
@@ -86,14 +86,15 @@ MAX_EXPRESSION, MAX_CALLS = 2000, 40  # characters, calls
 
 
 class NotAllowed(ValueError):
-    """A part of an archive that `raytrec export` does not write."""
+    """Part of an archive that `raytrec export` does not write."""
 
 
 def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
-    """Load a program that `raytrec export` has written.
+    """Load a program written by `raytrec export`.
 
     Args:
-        inputs: number of tensors that the program takes.
+        file: File of the program.
+        inputs: Number of tensors that the program takes.
 
     Raises:
         RunError: The file is damaged, takes another number of tensors, or contains something that
@@ -198,7 +199,7 @@ def _checked_tensors(config: dict[str, Any], pattern: re.Pattern) -> dict[str, A
 
 
 def _checked(value: Any, key: str) -> Any:
-    """Return a value of model.json, below a key, without what is dropped.
+    """Return a value of model.json without the parts in DROPPED, after checking its strings.
 
     A string must be an operator, a symbolic expression, the shape of arguments, or match its key's pattern.
     """

@@ -1,4 +1,4 @@
-"""Rows of a request, read as training reads those of a file."""
+"""Rows of a request, read in the same way as rows of a file in training."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ THE_ROWS = "the rows"
 
 
 class RowReader:
-    """Reads rows of some of a model's features.
+    """Reader of rows with some of a model's features.
 
     Args:
-        schema: of the features.
-        lists: features whose columns are lists after the transforms.
-        columns: of the model's data, with their types.
+        schema: Schema of the features.
+        transforms: Transforms of the model, of which the features' transforms are applied.
+        lists: Features whose columns are lists after the transforms.
+        columns: Columns of the model's data, with their types.
 
     Attributes:
-        form: of what it gives.
-        columns: what rows need to have, with their types where they are given without.
+        form: Form of the rows that `read` returns.
+        columns: Columns that rows must have, with their types for values that have no type.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class RowReader:
         of_features = frozenset(lists) & set(schema.sparse)
         self.form = Form(ReadPlan(schema, needed, read_labels=False), of_features)
         self.columns = pa.schema([columns.field(name) for name in self.form.columns])
-        self._checked: pa.Schema | None = None  # of the last rows, whose columns and types are right
+        self._checked: pa.Schema | None = None  # schema of the last rows, which passed the checks
 
     def read(self, table: pa.Table) -> Rows:
         """Return the canonical form of rows.
@@ -71,7 +72,7 @@ class RowReader:
         try:
             rows_read = canonical(table, self.form, Place(THE_ROWS, None, 0))
         except DataError as error:
-            error.do = "correct the rows"  # its settings are those of a run
+            error.do = "correct the rows"  # the error suggests settings of a run
             raise
         columns = [column.combine_chunks() for column in rows_read.columns]
         return Rows.of(pa.RecordBatch.from_arrays(columns, schema=rows_read.schema))
@@ -113,15 +114,15 @@ def concat_rows(parts: Sequence[pa.Table | ObjectRows]) -> pa.Table:
 
 
 def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
-    """Rows as a table.
+    """Return rows as a table.
 
     Args:
-        rows: a pyarrow.Table or RecordBatch, a pandas.DataFrame, a mapping of columns to values (one row) or
-            a list of them. Mappings name every column; None is a null.
-        columns: the types of mappings' values.
+        rows: A pyarrow.Table or RecordBatch, a pandas.DataFrame, a mapping of columns to values (one row) or
+            a list of mappings. Mappings name every column; None is a null.
+        columns: Columns and types of the values in mappings.
 
     Raises:
-        DataError: what they are not.
+        DataError: The rows are not tabular, or a value does not fit its column.
     """
     if isinstance(rows, pa.Table):
         return rows
@@ -161,7 +162,7 @@ def _transpose(rows: Sequence[Any], columns: pa.Schema) -> list[Sequence[Any]]:
     if not rows or not names:
         return [[] for _ in names]
     try:
-        if len(names) == 1:  # for which itemgetter returns values instead of tuples
+        if len(names) == 1:  # itemgetter of a single name returns values instead of tuples
             return [[row[names[0]] for row in rows]]
         return list(zip(*map(itemgetter(*names), rows), strict=True))
     except (KeyError, TypeError, IndexError):
@@ -181,22 +182,22 @@ def _to_column(values: Sequence[Any], field: pa.Field) -> pa.Array:
         return to_array(values, field.type)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
         unfit = (i for i, value in enumerate(values) if not _fits(value, field.type))
-        # Where each fits alone, some are times as text and others as numbers.
+        # If each value fits alone, some times are text and others numbers.
         other = (i for i, value in enumerate(values) if not isinstance(value, str | None))
         at = next(chain(unfit, other))
         raise _odd(f"column '{name}' is {some(values[at])}", at, name, _words(field.type)) from None
 
 
 def to_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Python's values in a type; times may be text, as JSON has them.
+    """Return Python values as an array of a type; times may be text, as in JSON.
 
     Raises:
-        ArrowException, OverflowError, TypeError, ValueError: one does not fit.
+        ArrowException, OverflowError, TypeError, ValueError: A value does not fit.
     """
     if types.is_temporal(kind) and str in set(map(type, values)):
         return pa.array(values, pa.string()).cast(kind)
     array, element = pa.array(values, kind), list_element(kind)
-    if types.is_integer(element or kind):  # Arrow cuts fractions off
+    if types.is_integer(element or kind):  # Arrow truncates fractions
         flat = chain.from_iterable(filter(None, values)) if element else values
         if float in set(map(type, flat)):
             raise TypeError("a fraction in the place of a whole number")
@@ -217,7 +218,7 @@ def _odd(what: str, row: int, column: str | None, expected: str) -> DataError:
 
 
 def _words(kind: pa.DataType) -> str:
-    """A type in words that a writer of JSON knows."""
+    """Return the name of a type for authors of JSON."""
     inner = list_element(kind)
     if inner is not None:
         return f"a list, each {_words(inner)}"
@@ -231,7 +232,7 @@ def _words(kind: pa.DataType) -> str:
 
 
 def wide(kind: pa.DataType) -> pa.DataType:
-    """The type in which values of a column's type are taken where they come without one."""
+    """Return the type for values of a column that arrive without a type."""
     kind = plain(kind)
     inner = list_element(kind)
     if inner is not None:

@@ -1,4 +1,4 @@
-"""`raytrec.load`: a model that scores rows in this process."""
+"""Scorer, the result of `raytrec.load`: a model that scores rows in this process."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from raytrec.scoring.lookups import Lookups, Tensors
 from raytrec.scoring.manifest import Manifest, ProgramName
 from raytrec.scoring.rows import THE_ROWS, RowReader, to_table, with_user
 
-TOLERANCE = 1e-6  # of the scores of golden rows, relative to those above 1
-MOST_SPLITS = 16  # ways to divide columns between user and candidates that are kept
+TOLERANCE = 1e-6  # of golden rows' scores, relative to scores above 1
+MOST_SPLITS = 16  # cached ways to divide columns between user and candidates
 Programs = Mapping[ProgramName, torch.fx.GraphModule]
 
 
 @dataclass(frozen=True)
 class _Split:
-    """Which columns of a request are the user's, and what follows from them.
+    """Division of a model's columns between user and candidates.
 
     Attributes:
-        user, candidates: read the features of each.
-        repeated: columns of the user that features of candidates read, too.
-        program: what scores them. once: inputs of it that have one row, the user's.
+        user: Reader of the user's features.
+        candidates: Reader of the candidates' features.
+        repeated: Columns of the user that features of candidates also read.
+        program: Program that scores candidates.
+        once: Positions of the program's inputs with a single row, the user's.
     """
 
     user: RowReader
@@ -44,17 +46,18 @@ class _Split:
 
 
 class Scorer:
-    """A trained model that scores rows; made by `raytrec.load`. It is safe to use from several threads.
+    """Trained model that scores rows, created by `raytrec.load`. All methods are thread-safe.
 
     Args:
-        programs: those of the manifest (ExportedProgram.module), each tensors → a tuple of tensors.
-        lookups: of its tables.
-        columns: of the model's data, with the types in which values are taken that come without one.
-        golden: some rows with their scores.
+        manifest: Manifest of the export.
+        programs: Programs of the manifest (ExportedProgram.module), each tensors → a tuple of tensors.
+        lookups: Lookups in the tables.
+        columns: Columns of the model's data, with their types for values that have no type.
+        golden: Rows with their scores, used by `check`.
 
     Attributes:
-        manifest: what the export holds.
-        columns: what a row needs to have.
+        manifest: Manifest of the export.
+        columns: Columns that a row must have.
         lookups: Lookups in the tables.
     """
 
@@ -67,20 +70,21 @@ class Scorer:
         self._assembler = lru_cache(4 * MOST_SPLITS)(lambda reader: Assembler(reader.form, self._features))
 
     def predict(self, rows: Any = None, *, user: Any = None, candidates: Any = None) -> pa.Table:
-        """The predictions of rows; or of one user's candidates, whose columns need not repeat the user's.
+        """Return the predictions of rows, or of one user's candidates.
 
         Args:
-            rows: a pyarrow.Table, a pandas.DataFrame, a mapping of columns to values (one row) or a list of
-                them, with the columns of the features (`columns`); others are passed over.
-            user: one row, likewise, with some of these columns.
-            candidates: rows with the others.
+            rows: A pyarrow.Table, a pandas.DataFrame, a mapping of columns to values (one row) or a list of
+                mappings, with the columns of the features (`columns`); other columns are ignored.
+            user: One row in any of these forms, with some of the columns.
+            candidates: Rows in any of these forms, with the other columns.
 
         Returns:
-            A row for each, in their order: the column `score`, float32; of several tasks `score_TASK`; of a
-            task of classes a list.
+            One row per input row, in the same order. The column is `score`, float32, or `score_TASK` for each
+            of several tasks; the values of a task with classes are lists.
 
         Raises:
-            DataError: what is wrong with the rows; names the column and the row.
+            DataError: A row does not fit the model; the message names the column and the row.
+            ConfigError: The arguments are neither rows nor user and candidates.
         """
         given = [each is not None for each in (rows, user, candidates)]
         if given not in ([True, False, False], [False, True, True]):
@@ -94,17 +98,15 @@ class Scorer:
         return self.as_table(self.rank(*self.ranking_tables(user, candidates)))
 
     def vectors(self, rows: Any, *, tower: TowerName = "query") -> np.ndarray:
-        """The vectors that a model of two towers gives rows, for `Index.search`.
+        """Return the query or item vectors of rows, float32 [rows, width], for `Index.search`.
 
         Args:
-            rows: as in `predict`; they need the columns of the tower's features alone.
+            rows: Rows as in `predict`, with the columns of the tower's features.
             tower: query or item.
 
-        Returns:
-            float32 [rows, width].
-
         Raises:
-            ConfigError: the model gives no vectors of query and item. DataError: as in `predict`.
+            ConfigError: The model has no query and item vectors.
+            DataError: A row does not fit the model.
         """
         reader = self.reader_of(tower)
         return self.score([reader.read(to_table(rows, reader.columns))], tower)[0]
@@ -116,14 +118,14 @@ class Scorer:
 
     @cached_property
     def reader(self) -> RowReader:
-        """Reads rows for `score`."""
+        """Reader of rows for `score`."""
         return self.reader_of("predict")
 
     def reader_of(self, program: ProgramName) -> RowReader:
-        """Reads rows for a program.
+        """Return the reader of rows for a program.
 
         Raises:
-            ConfigError: the export has no such program.
+            ConfigError: The export has no such program.
         """
         if program not in self._programs:
             raise ConfigError(
@@ -138,7 +140,7 @@ class Scorer:
         return {name: self._reader(self._names(name)) for name in self._programs}
 
     def _names(self, program: ProgramName) -> set[str]:
-        """The features and dense columns that a program reads."""
+        """Return the features and dense columns that a program reads."""
         if program in ("query", "item"):
             return set(self.manifest.towers[program])
         inputs = self.manifest.programs[program].inputs
@@ -150,13 +152,14 @@ class Scorer:
         return RowReader(manifest.data_schema.part(names), manifest.transforms, manifest.lists, self.columns)
 
     def score(self, pieces: Sequence[Rows], program: ProgramName = "predict") -> list[np.ndarray]:
-        """Predictions of rows that may be of several requests.
+        """Return the predictions of rows, which may come from several requests.
 
         Args:
-            pieces: what `reader_of(program)` has read.
+            pieces: Rows read by `reader_of(program)`.
+            program: Program to run.
 
         Returns:
-            For each task float32 [rows], or [rows, classes]; of a tower [rows, width] alone.
+            float32 [rows] or [rows, classes] for each task; for a tower, a single [rows, width].
         """
         count = sum(map(len, pieces))
         tensors = self._look_up(self.reader_of(program), list(pieces), count)
@@ -164,11 +167,11 @@ class Scorer:
         return _run(self._programs[program].forward, [tensors[each.kind, each.feature] for each in inputs])
 
     def ranking_tables(self, user: Any, candidates: Any) -> tuple[pa.Table, pa.Table]:
-        """Return a user and candidates, in any form that `predict` takes, as tables for `rank`.
+        """Return a user and candidates, in any form that `predict` accepts, as tables for `rank`.
 
         Raises:
-            DataError: The user is not a single row with some of the model's columns, candidates repeat one of
-                them, or a value does not fit its column.
+            DataError: The user is not a single row with some of the model's columns, candidates repeat a
+                user's column, or a value does not fit its column.
         """
         if isinstance(user, Mapping):
             user = to_table(user, pa.schema([field for field in self.columns if field.name in user]))
@@ -210,7 +213,7 @@ class Scorer:
         return frozenset(user.column_names) & frozenset(self.columns.names)
 
     def _make_split(self, names: frozenset[str]) -> _Split:
-        """What follows from the user's columns."""
+        """Return the division of the model's columns if the user has columns of these names."""
         schema, transforms = self.manifest.data_schema, list(self.manifest.transforms)
         all_names = self._names("predict")
         of_user = {
@@ -233,13 +236,13 @@ class Scorer:
         return _Split(user, rest, repeated, program, once)
 
     def _joined(self, split: _Split, of_user: Tensors, of_rows: Tensors, count: int) -> list[torch.Tensor]:
-        """The inputs of a split's program."""
+        """Return the inputs of a split's program."""
         found = []
         for place, each in enumerate(self.manifest.programs["predict"].inputs):
             key = each.kind, each.feature
             if place in split.once:
                 found.append(of_user[key])
-            elif each.kind == "dense":  # each has 0 in the columns of the other
+            elif each.kind == "dense":  # columns of the other part are 0
                 found.append(of_user[key] + of_rows[key])
             else:
                 found.append(
@@ -254,7 +257,7 @@ class Scorer:
         return self.lookups(rows, reader.form.schema.sparse)
 
     def as_table(self, predictions: Sequence[np.ndarray]) -> pa.Table:
-        """Predictions of all tasks as columns."""
+        """Return the predictions of all tasks as columns."""
         names = [task.column for task in self.manifest.tasks]
         return pa.table(
             {
@@ -264,13 +267,12 @@ class Scorer:
         )
 
     def check(self) -> float:
-        """Scores the golden rows again.
+        """Score the golden rows and return the largest difference from the exported scores.
 
-        Returns:
-            The largest difference, relative to scores above 1.
+        Differences are relative for scores above 1.
 
         Raises:
-            RunError: they differ by more than TOLERANCE.
+            RunError: The difference exceeds TOLERANCE.
         """
         if not len(self.golden):
             return 0.0

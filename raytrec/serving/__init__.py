@@ -1,1 +1,1 @@
-"""`raytrec serve`: exports behind HTTP, on Ray Serve."""
+"""`raytrec serve`: HTTP services of exports on Ray Serve."""

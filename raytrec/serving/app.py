@@ -1,4 +1,4 @@
-"""HTTP of a service in one process, without Ray: the application, and the thread that listens."""
+"""HTTP of a service in one process, without Ray: the ASGI application and the thread that listens."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from raytrec.serving.request_log import RequestLog
 from raytrec.serving.versions import Versions
 
 log = logging.getLogger(__name__)
-LINGER_S, DRAIN_S = 1, 30  # at the end: seconds that clients may send requests, and that answers may take
-BACKLOG = 2048  # connections that wait to be accepted
+LINGER_S, DRAIN_S = 1, 30  # when closing: seconds in which clients may send requests, and answers may finish
+BACKLOG = 2048  # maximum number of connections waiting to be accepted
 SO_ATTACH_FILTER, BPF_RET = 26, 6  # linux/asm-generic/socket.h, linux/bpf_common.h
 
 
 class Service:
     """ASGI application that answers requests with the current version.
 
-    A client's mistake is answered with a 4xx that names field and reason.
+    A mistake of the client is answered with a 4xx that names field and reason.
 
     Args:
-        versions: Exports of which one answers.
-        token: Token that requests must bear; None: no token is required.
+        versions: Exports of the process; the current one answers.
+        token: Token required in requests; None: no token is required.
         limits: Limits of requests.
         more: Further endpoints.
     """
@@ -69,6 +69,7 @@ class Service:
         self._open = {each.path for each in self.endpoints if each.is_open}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
         began, path = perf_counter(), scope["path"]
         response = await self._answer(Request(scope, receive))
         path = path if any(path == known for _, known in self._table) else "other"
@@ -96,7 +97,7 @@ class Service:
         """Return the endpoint of a request.
 
         Raises:
-            Refused: There is none, or the request bears no token, or a wrong one.
+            Refused: There is no such endpoint, or the token is missing or wrong.
         """
         method, path = request.method, request.scope["path"]
         if self._token is not None and path not in self._open:
@@ -118,7 +119,7 @@ class Service:
         """Return the body of a request.
 
         Raises:
-            Refused: The body is too large, or others take all the room that bodies have together.
+            Refused: The body is too large, or all bodies being received together are.
         """
         body, limits = bytearray(), self.limits
         try:
@@ -174,23 +175,24 @@ class Service:
 
 
 def json_response(values: Any) -> Response:
-    """Return a response of JSON."""
+    """Return a JSON response."""
     return Response(to_json(values), media_type=JSON)
 
 
 class Listener:
-    """HTTP server of an ASGI application, in a thread with an event loop, until `close`.
+    """HTTP server of an ASGI application, in a thread with an event loop, until `close` is called.
 
-    Processes of one user can listen on one port: the kernel deals connections to them (SO_REUSEPORT), and no
-    proxy is between a client and the process that scores. (Serve's costs several times what scoring does.)
+    Several processes of one user can listen on one port: the kernel distributes connections (SO_REUSEPORT).
+    Clients connect directly to the process that scores, as Serve's proxy takes several times longer than
+    scoring.
 
     Args:
         app: ASGI application.
-        host: address to listen on.
-        port: port to listen on; 0: any free port.
+        host: Address to listen on.
+        port: Port to listen on; 0: any free port.
 
     Attributes:
-        port: port of the socket.
+        port: Port of the socket.
 
     Raises:
         RunError: The address cannot be listened on.
@@ -203,7 +205,7 @@ class Listener:
 
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
-        # REUSEADDR: closed connections, which the kernel remembers for a minute, do not hold the port.
+        # REUSEADDR: closed connections, which the kernel remembers for a minute, do not block the port.
         for option in (socket.SO_REUSEPORT, socket.SO_REUSEADDR):
             self._socket.setsockopt(socket.SOL_SOCKET, option, 1)
         try:
@@ -215,7 +217,7 @@ class Listener:
                 where=f"{host}:{port}",
                 expected="an address of this machine, and a port that is free",
             ) from None
-        self._socket.listen(BACKLOG)  # connections wait from now on
+        self._socket.listen(BACKLOG)  # connections are queued from now on
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app,
@@ -236,13 +238,13 @@ class Listener:
 
     @property
     def alive(self) -> bool:
-        """True if the thread runs, so that the socket is listened on."""
+        """True if the thread is running, so the socket is listened on."""
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Accept no further connections, and return when all requests that have arrived are answered.
+        """Stop accepting connections, and return when all requests that have arrived are answered.
 
-        Clients with kept connections have LINGER_S to send a request, whose answer closes the connection.
+        Clients with open connections have LINGER_S to send a request, whose answer closes the connection.
         """
         refuse_connections(self._socket)
         closing, state = (b"connection", b"close"), self._server.server_state
@@ -254,11 +256,11 @@ class Listener:
 
 
 def refuse_connections(listening: socket.socket) -> None:
-    """Drop the packets of new connections, so that those already waiting can be accepted before it is closed.
+    """Drop the packets of new connections, so that waiting ones can be accepted before the socket closes.
 
-    Closing a socket resets connections that wait to be accepted. Dropped packets are sent again after 1 s.
+    Closing a socket resets connections that wait to be accepted. Dropped packets are resent after 1 s.
     """
     drop = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RET, 0, 0, 0))
     program = struct.pack("HP", 1, ctypes.addressof(drop))
-    with suppress(OSError):  # some kernels of containers have no filters
+    with suppress(OSError):  # some containers do not support filters
         listening.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)

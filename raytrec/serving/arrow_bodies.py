@@ -1,4 +1,4 @@
-"""Bodies of Arrow from clients that may mean harm: small ones that stand for much are refused."""
+"""Arrow bodies of untrusted clients; small bodies that expand to much data are refused."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ PLAIN = "columns as pyarrow writes them: no views, runs or unions, and lists or 
 
 
 class TooMuch(Exception):
-    """Its rows stand for more bytes than a body may have."""
+    """Error for rows that expand to more bytes than a body may have."""
 
 
 def read_stream(body: bytes, columns: Collection[str], most_bytes: int) -> pa.Table:
-    """The rows of a stream.
+    """Return the rows of an Arrow stream.
 
     Args:
-        columns: that are used, as a schema names them; others are passed over.
-        most_bytes: that they may take when rows that share a value have one each.
+        body: The stream.
+        columns: Columns that are used, as named in a schema; others are ignored.
+        most_bytes: Maximum size of the columns after shared values are copied into each row.
 
     Raises:
-        ValueError: not a stream. DataError: a type, or compression, that is not taken. TooMuch.
+        ValueError: The body is not a stream.
+        DataError: The stream is compressed or a column has an unsupported type.
+        TooMuch: The columns exceed most_bytes.
     """
     try:
         for message in pa.ipc.MessageReader.open_stream(body):
-            if _is_compressed(message.metadata):  # Arrow takes as much memory as a buffer claims
+            if _is_compressed(message.metadata):  # Arrow allocates the size that a buffer claims
                 raise DataError(
                     "buffers are compressed", where="the body", expected="a stream without compression"
                 )
         table = pa.ipc.open_stream(body).read_all()
-        table.validate(full=True)  # offsets that lead outside of the body would end the process
+        table.validate(full=True)  # offsets outside of the body would crash the process
     except (pa.ArrowException, OSError, StructError) as error:
         raise ValueError(first_line(error)) from None
     sharing = [place for place, each in enumerate(table.schema) if _may_share(each.type)]
@@ -50,12 +53,12 @@ def read_stream(body: bytes, columns: Collection[str], most_bytes: int) -> pa.Ta
 
 
 def _may_share(kind: pa.DataType) -> bool:
-    """Whether rows may share values, or the parts of values."""
+    """Return True if rows of this type may share values, or parts of values."""
     return bool(kind.num_fields) or kind.has_variadic_buffers or types.is_dictionary(kind)
 
 
 def _is_compressed(metadata: pa.Buffer) -> bool:
-    """Whether a message's buffers are compressed: RecordBatch.compression of Arrow's format."""
+    """Return True if a message's buffers are compressed (RecordBatch.compression of Arrow's format)."""
     data = metadata.to_pybytes()
     message = unpack_from("<I", data)[0]
     kind = _field(data, message, 1)
@@ -67,7 +70,7 @@ def _is_compressed(metadata: pa.Buffer) -> bool:
 
 
 def _field(data: bytes, table: int, number: int) -> int:
-    """Where a field of a table of FlatBuffers is; 0: it is not there."""
+    """Return the position of a field of a FlatBuffers table, or 0 if the field is missing."""
     vtable = table - unpack_from("<i", data, table)[0]
     if vtable < 0 or 4 + 2 * number >= unpack_from("<H", data, vtable)[0]:
         return 0
@@ -81,10 +84,10 @@ def _table(data: bytes, table: int, number: int) -> int:
 
 
 def _expanded(array: pa.Array | pa.ChunkedArray, name: str) -> int:
-    """Bytes of values that rows share, if each had its own; 0 where none can share one.
+    """Return the bytes of shared values if each row had its own copy; 0 for types that cannot share values.
 
     Raises:
-        DataError: a type in which they could share more than text.
+        DataError: The type could share more than text.
     """
     if isinstance(array, pa.ChunkedArray):
         return sum(_expanded(chunk, name) for chunk in array.chunks)

@@ -1,4 +1,4 @@
-"""Rows of several requests, scored together."""
+"""Batching: rows of several requests are scored together."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from raytrec.common.errors import DataError, RunError
 from raytrec.scoring.rows import ObjectRows
 from raytrec.serving.bodies import Query, Refused
 
-RETRY_S = 1  # after which a request that was turned away may come again
-LEAST_ROWS = 32  # that are scored together, however long they take
+RETRY_S = 1  # seconds after which a refused client may try again
+LEAST_ROWS = 32  # minimum size of a full batch, even if it exceeds the time budget
 
 
 @dataclass(eq=False)
 class _Piece:
-    """Rows of a query that are scored together; `done` receives their scores."""
+    """Rows of a query that are scored together; the scores are set in `done`."""
 
     query: Query
     rows: pa.Table | ObjectRows
     done: asyncio.Future
 
     def joins(self, other: _Piece) -> bool:
-        """Return True if the rows can be scored together with those of another piece."""
+        """Return True if the rows can be scored together with the rows of another piece."""
         mine, theirs = self.query, other.query
         if (mine.scorer, mine.program) != (theirs.scorer, theirs.program):
             return False
@@ -38,19 +38,19 @@ class _Piece:
 
 
 class Batcher:
-    """Scores rows in the event loop: those that come while it scores are scored together after that. Nothing
-    waits while it is idle, and batches grow with the load (`@serve.batch` waits for a time in both cases).
+    """Batcher that scores rows in the event loop; rows that arrive during scoring form the next batch.
 
-    It takes no thread: a replica has one core, and handing rows over takes longer than scoring a few.
+    An idle batcher scores immediately, and batches grow with the load (`@serve.batch` waits in both cases).
+    No thread is used: a replica has one core, and handing over rows takes longer than scoring a few.
 
     Args:
-        budget_s: what is scored together takes about as long at most. A request of more rows is scored in
-            parts, between which others have their turn.
-        most_waiting: rows that wait, beyond which requests are turned away.
-        observe: is given the number of rows of each batch.
+        budget_s: Approximate maximum time of a batch in seconds. Larger requests are scored in parts, between
+            which other requests are scored.
+        most_waiting: Maximum number of waiting rows; further requests are refused.
+        observe: Function that is called with the number of rows of each batch.
 
     Attributes:
-        waiting: rows that wait.
+        waiting: Number of waiting rows.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class Batcher:
     ):
         self._budget_s, self._most_waiting, self._observe = budget_s, most_waiting, observe
         self._queue: deque[_Piece] = deque()
-        self._row_s = budget_s / 1024  # that a row takes, by the last batches
+        self._row_s = budget_s / 1024  # seconds per row, averaged over recent batches
         self._running = False
         self.waiting = 0
 
     async def score(self, query: Query) -> list[np.ndarray]:
-        """Return the scores of a query's rows, as Scorer.score does.
+        """Return the scores of a query's rows, like Scorer.score.
 
         Raises:
-            Refused: Too many rows wait.
+            Refused: Too many rows are waiting.
             DataError: A value does not fit the model.
         """
         rows, most = query.rows, self._most_rows
@@ -88,7 +88,7 @@ class Batcher:
             return [np.concatenate(each) for each in zip(*scores, strict=True)]
         finally:
             self.waiting -= len(rows)
-            for piece in pieces:  # a client that has left, or one with a wrong row, no longer needs them
+            for piece in pieces:  # no longer needed if the client has left or a row is wrong
                 piece.done.cancel()
 
     @property
@@ -101,10 +101,10 @@ class Batcher:
         self.waiting += rows
 
     async def _run(self) -> None:
-        """Scores what is in the queue, until it is empty."""
+        """Score batches until the queue is empty."""
         try:
             while self._queue:
-                for _ in range(2):  # requests that have come are received first, then read
+                for _ in range(2):  # lets requests that have arrived be received, then read
                     await asyncio.sleep(0)
                 began, batch = perf_counter(), self._next()
                 self._score(batch)
@@ -116,7 +116,7 @@ class Batcher:
             self._running = False
 
     def _next(self) -> list[_Piece]:
-        """The first of the queue, and those after it that go together with it."""
+        """Return the first piece of the queue and the following pieces that can be scored with it."""
         batch, rows, most = [], 0, self._most_rows
         while self._queue:
             piece = self._queue[0]
@@ -130,7 +130,7 @@ class Batcher:
         return batch
 
     def _score(self, batch: list[_Piece]) -> None:
-        """Give each piece of a batch its scores, or its error."""
+        """Set the scores or the error of each piece of a batch."""
         if not batch:
             return
         parts = [piece.rows for piece in batch]
@@ -154,13 +154,13 @@ class Batcher:
 
 
 def too_busy(what: str, expected: str | None = None) -> Refused:
-    """The answer to a request that may come again later."""
+    """Return the refusal of a request that may be sent again later."""
     error = RunError(what, where="the service", expected=expected, do=f"try again after {RETRY_S} s")
     return Refused(429, error, **{"Retry-After": str(RETRY_S)})
 
 
 def _of_whole(piece: _Piece) -> DataError | None:
-    """Return the error of a query that is scored in parts, whose row is counted from the first part on."""
+    """Return the error of a query scored in parts, with rows counted from the first part."""
     if piece.rows is piece.query.rows:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Bodies of requests and answers: JSON, and Arrow's streams."""
+"""Bodies of requests and answers: JSON and Arrow streams."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ FORMS = "rows, columns, or user and candidates"
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may have at most.
+    """Maximum sizes of requests.
 
     Attributes:
-        body_bytes: of its body. all_bodies_bytes: of those that a process is receiving.
-        rows: rows or candidates. ids: of one row's list.
+        body_bytes: Bytes of a body.
+        all_bodies_bytes: Bytes of all bodies that a process is receiving.
+        rows: Rows or candidates of a request.
+        ids: Values in a list of one row.
     """
 
     body_bytes: int = 16 << 20
@@ -38,7 +40,7 @@ class Limits:
 
 
 class Refused(Exception):
-    """A request that gets no predictions: a status of HTTP, and an error for people."""
+    """Request that is answered with an HTTP status and an error instead of predictions."""
 
     def __init__(self, status: int, error: RaytrecError, **headers: str):
         super().__init__(str(error))
@@ -46,7 +48,7 @@ class Refused(Exception):
 
     @property
     def body(self) -> bytes:
-        """JSON: error, where, expected and do, as far as they are known."""
+        """Body of the answer, JSON with the known parts of error, where, expected and do."""
         parts = {"error" if name == "what" else name: text for name, text in self.error.parts.items()}
         return to_json({name: text for name, text in parts.items() if text})
 
@@ -58,7 +60,7 @@ class Query:
     Attributes:
         scorer: Model that answers.
         program: Program of the model: predict, or a tower.
-        rows: Rows; of a user, the candidates.
+        rows: Rows; with a user, the candidates.
         user: The user's single row, whose columns the candidates do not repeat; None: rows are complete.
     """
 
@@ -68,7 +70,7 @@ class Query:
     user: pa.Table | None = None
 
     def score(self, parts: Sequence[pa.Table | ObjectRows]) -> list[np.ndarray]:
-        """Return the scores of rows of this query, or of queries to the same program, as Scorer.score does.
+        """Return the scores of rows of this query, or of queries to the same program, like Scorer.score.
 
         Args:
             parts: Rows, which are scored together; of a user's candidates, a single part.
@@ -104,10 +106,10 @@ def decode_request(
 
 
 def check_type(content_type: str, *known: str) -> str:
-    """The type of a body.
+    """Return the type of a body.
 
     Raises:
-        Refused: it is not among those known.
+        Refused: The type is not among the known ones.
     """
     kind = content_type.partition(";")[0].strip().lower()
     if kind not in known:
@@ -130,7 +132,7 @@ def _decode_json(
     body: bytes, scorer: Scorer, program: ProgramName, limits: Limits
 ) -> tuple[pa.Table | ObjectRows, pa.Table | None]:
     """Return (rows or candidates, the user or None)."""
-    if body.count(b"{") > 10 * limits.rows:  # which would take seconds to read
+    if body.count(b"{") > 10 * limits.rows:  # parsing would take seconds
         raise _bad("too many objects", "the body", f"{limits.rows:,} rows", 413)
     try:
         values = from_json(body, allow_inf_nan=False)
@@ -147,7 +149,7 @@ def _decode_json(
     rows = values.get("rows", values.get("candidates"))
     if not isinstance(rows, list):
         raise _bad("rows are not a list", "rows or candidates", "a list of objects")
-    _check_count(rows, limits)  # before they take memory in another form
+    _check_count(rows, limits)  # before rows are converted and take more memory
     if "rows" in values:
         return ObjectRows(rows, scorer.reader_of(program).columns), None
     if program != "predict":
@@ -159,7 +161,7 @@ def _decode_json(
 
 
 def _of_columns(given: Any, columns: pa.Schema) -> pa.Table:
-    """Return the model's columns of a body as a table; others are ignored."""
+    """Return the model's columns of a body as a table; other columns are ignored."""
     if not isinstance(given, dict) or not all(isinstance(values, list) for values in given.values()):
         raise _bad("columns is not an object of lists", "columns", "a list of values for each column")
     arrays = {}

@@ -1,4 +1,4 @@
-"""`raytrec serve` and `raytrec promote`."""
+"""Commands `raytrec serve` and `raytrec promote`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import absolute, open_filesystem
 from raytrec.serving.options import TOKEN, Served, read_token, token_file
 
-PROMOTION_S = 1800  # that a promotion may take, in which all replicas load tables
+PROMOTION_S = 1800  # timeout of a promotion, during which all replicas load tables
 
 
 def serve(served: Served, address: str | None = None, replicas: str = "1") -> None:
@@ -25,7 +25,7 @@ def serve(served: Served, address: str | None = None, replicas: str = "1") -> No
     Args:
         served: Options of the service.
         address: Address of a Ray cluster; default: a new local one, which ends with the service.
-        replicas: Processes that answer: N, or MIN:MAX by load.
+        replicas: Number of processes that answer: N, or MIN:MAX depending on the load.
 
     Raises:
         RunError: There is no export, Ray Serve is not installed, or the port is taken.
@@ -90,15 +90,17 @@ def _say(name: str, url: str, has_token: bool) -> None:
 
 
 def promote(uri: str | None, *, service: str, name: str | None, rollback: bool = False) -> str:
-    """Has a service answer with another export; the version.
+    """Promote another export on a service and return its version.
 
     Args:
-        uri: of the export. service: its address.
-        name: of the service, by whose file its token is found; default: RAYTREC_SERVE_TOKEN.
-        rollback: to the version before instead.
+        uri: URI of the export; None with `rollback`.
+        service: Address of the service.
+        name: Name of the service, used to find the token file; default: RAYTREC_SERVE_TOKEN is used.
+        rollback: True to return to the previous version.
 
     Raises:
-        ConfigError: neither, or both. RunError: the service refuses it, and answers as before.
+        ConfigError: Neither or both of `uri` and `rollback` are set.
+        RunError: The service refuses the export and keeps its version.
     """
     if (uri is None) != rollback:
         raise ConfigError(

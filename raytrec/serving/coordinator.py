@@ -1,10 +1,10 @@
-"""Which version a service's replicas answer with: agreed on by one actor that all of them follow.
+"""Coordinator: an actor by which a service's replicas agree on the version they answer with.
 
-A promotion has two phases. All replicas load the new export next to the old one; when every one of them has
-it, with checksums and golden rows compared, all answer with it. If one cannot, none changes.
+A promotion has two phases. All replicas load the new export next to the old one and compare checksums and
+golden rows. When all have loaded the export, all answer with it. If one replica fails, no replica changes.
 
-An order states what holds, not what changes, so it does not matter which ones a replica has missed: one that
-loaded while another version was promoted, or that follows a coordinator that was started again.
+An order states the desired state, not a change, so a replica may miss orders. Examples are a replica that
+was loading while another version was promoted, and one that follows a restarted coordinator.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from raytrec.serving.figures import write_metrics
 
 log = logging.getLogger(__name__)
 
-FOLLOW_S = 5.0  # after which a replica that has nothing to do asks again
-GONE_S = 15.0  # after which a replica that has not asked is taken for ended
-LOAD_S = 1800.0  # that loading may take
-MAX_ENDED = 1  # replicas that may end while an export is loaded: with more, loading is taken for the cause
+FOLLOW_S = 5.0  # interval at which an idle replica asks again
+GONE_S = 15.0  # time without a request after which a replica counts as ended
+LOAD_S = 1800.0  # timeout of loading
+MAX_ENDED = 1  # replicas that may end while an export is loaded; more ends abort the promotion
 
 
 @dataclass(frozen=True)
 class Export:
-    """Where an export is, and its manifest's version."""
+    """Location of an export and its manifest's version."""
 
     uri: str
     version: str
@@ -42,11 +42,12 @@ class Export:
 
 @dataclass(frozen=True)
 class Order:
-    """What replicas are to do; orders are numbered.
+    """Numbered order to replicas.
 
     Attributes:
-        answer: the export to answer with.
-        prepare: the URI of one to load next to it; None: none.
+        number: Number of the order.
+        answer: Export to answer with.
+        prepare: URI of an export to load next to the current one; None: none.
     """
 
     number: int
@@ -56,13 +57,14 @@ class Order:
 
 @dataclass(frozen=True)
 class Report:
-    """What a replica has done.
+    """State of a replica.
 
     Attributes:
-        done: the number of the last order that it has carried out.
-        version: that it answers with. prepared: that it could answer with.
-        error: why it could not carry out the order.
-        figures: what it has counted.
+        done: Number of the last order that the replica has carried out.
+        version: Version that the replica answers with.
+        prepared: Version that the order asked to prepare; None: none is prepared.
+        error: Reason why the order could not be carried out; None if the replica carried it out.
+        figures: Metrics of the replica.
     """
 
     done: int
@@ -73,11 +75,12 @@ class Report:
 
 
 class Coordinator:
-    """An actor; its methods are called by replicas, which may end at any time.
+    """Actor whose methods are called by replicas; a replica may end at any time.
 
     Args:
-        export: what replicas answer with, until another is promoted.
-        read, keep: read and write what it needs to know when Ray starts it again.
+        export: Export that replicas answer with until another one is promoted.
+        read: Function that returns the state kept before Ray restarted the actor, or None.
+        keep: Function that keeps the state for a restart.
     """
 
     def __init__(self, export: Export, read: Callable[[], bytes | None], keep: Callable[[bytes], None]):
@@ -88,27 +91,27 @@ class Coordinator:
             self._now, self._before, self._declared = of_before
         else:
             self._remember(export, None, export)
-        # When all replicas have reported, which may be there when this begins again.
+        # Time by which all replicas have reported; after a restart, replicas already exist.
         self._complete = monotonic() + 2 * FOLLOW_S if again else 0.0
-        # Other numbers than before it was started again, which replicas may still report.
+        # Numbers differ from those before a restart, which replicas may still report.
         self._order, self._changed = Order(int(time.time() * 1000), self._now), asyncio.Event()
-        self._replicas: dict[str, tuple[Report, float]] = {}  # last report of each, and its time
+        self._replicas: dict[str, tuple[Report, float]] = {}  # last report of each replica, and its time
         self._news = ""
         self._busy = asyncio.Lock()
 
     async def exports(self) -> tuple[Export, Export | None]:
-        """Return the export that answers, which a new replica loads, and the one that answered before."""
+        """Return the current export, which a new replica loads, and the previous one."""
         return self._now, self._before
 
     async def fall_back(self, failed: Export, why: str) -> None:
-        """Answer with the export before the current one, which a starting replica could not load.
+        """Return to the previous export, because a starting replica could not load the current one.
 
         Args:
             failed: Export that could not be loaded.
             why: Reason.
 
         Raises:
-            RunError: Other replicas still answer with it, or have ended less than GONE_S ago.
+            RunError: Other replicas answer with the failed export, or ended less than GONE_S ago.
         """
         if failed == self._now and self._before:
             if self._live():
@@ -119,14 +122,14 @@ class Coordinator:
             self._tell()
 
     async def news(self) -> str:
-        """Return the last change of the version that answers, for the console; empty: none."""
+        """Return a message about the last change of the version, for the console; empty if there is none."""
         return self._news
 
     async def declare(self, export: Export) -> None:
-        """What a deployment names: promoted, unless it is what the last deployment has named.
+        """Promote the export of a deployment, unless the last deployment named the same export.
 
         Raises:
-            RaytrecError: as `promote`.
+            RaytrecError: The promotion failed; see `promote`.
         """
         if export == self._declared:
             return
@@ -138,7 +141,13 @@ class Coordinator:
         self._remember(self._now, self._before, export)
 
     async def follow(self, replica: str, report: Report, given: int) -> Order:
-        """The order after the one that a replica was given; the same when there is none for a while."""
+        """Record a replica's report and return the next order, or the same one after FOLLOW_S.
+
+        Args:
+            replica: Id of the replica.
+            report: State of the replica.
+            given: Number of the last order that the replica received.
+        """
         await self.hear(replica, report)
         if given == self._order.number:
             with suppress(TimeoutError):
@@ -146,30 +155,33 @@ class Coordinator:
         return self._order
 
     async def hear(self, replica: str, report: Report) -> None:
-        """Takes a replica's report."""
+        """Record a replica's report."""
         self._replicas[replica] = report, monotonic()
 
     async def versions(self) -> dict[str, str]:
-        """Replica → the version that it answers with, of those that are there."""
+        """Return the version of each live replica."""
         return {name: report.version for name, report in self._live().items()}
 
     async def metrics(self) -> bytes:
-        """The text of /metrics, of all replicas as they have last reported: all through here, as a replica's
-        counter would fall if the replica itself answered one scrape and another one the next."""
+        """Return the text of /metrics with the last reported metrics of all replicas.
+
+        All metrics go through the coordinator: if replicas answered scrapes in turn, counters would seem to
+            fall.
+        """
         return write_metrics({name: report.figures for name, report in self._live().items()})
 
     async def overview(self) -> dict[str, Any]:
-        """Return the version of each replica, and the version that answered before."""
+        """Return the version of each replica, and the previous version."""
         return {"replicas": await self.versions(), "before": self._before and self._before.version}
 
     async def promote(self, uri: str | None) -> str:
-        """Has all replicas answer with an export; the version, when all of them do.
+        """Have all replicas answer with an export, and return its version when all of them do.
 
         Args:
-            uri: None: the one before.
+            uri: URI of the export; None: the previous one.
 
         Raises:
-            RunError: it cannot be used, and all replicas answer as before.
+            RunError: The export cannot be used, and all replicas keep their version.
         """
         if not uri and self._before:
             uri = self._before.uri
@@ -194,7 +206,7 @@ class Coordinator:
             return export.version
 
     def _remember(self, now: Export, before: Export | None, declared: Export) -> None:
-        """Keeps them first, so that where this fails nothing has changed."""
+        """Keep the state before changing it, so that a failure to keep it changes nothing."""
         self._keep(json.dumps([each and asdict(each) for each in (now, before, declared)]).encode())
         self._now, self._before, self._declared = now, before, declared
 
@@ -204,10 +216,10 @@ class Coordinator:
         self._changed = asyncio.Event()
 
     async def _carried_out(self) -> dict[str, Report]:
-        """The replicas that are there, when all of them have carried out the order.
+        """Wait until all live replicas have carried out the order, and return their reports.
 
         Raises:
-            RunError: it takes too long, replicas end meanwhile, or there are none.
+            RunError: Loading takes too long, replicas end during loading, or there are no replicas.
         """
         began, seen_ones = monotonic(), set[str]()
         while monotonic() - began < LOAD_S:

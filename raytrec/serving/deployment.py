@@ -1,4 +1,4 @@
-"""A service on Ray Serve: replicas that each answer HTTP, without a proxy."""
+"""Service on Ray Serve, whose replicas answer HTTP directly, without a proxy."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from raytrec.serving.request_log import RequestLog
 from raytrec.serving.versions import carry_out, containing_folder, load_either, resolve_export
 
 NAMESPACE = "raytrec-serve"
-BUSY = 0.6  # share of the time that replicas score, which their number is kept near
+BUSY = 0.6  # target share of time in which replicas are busy
 
 
 class Replica:
-    """A replica: loads what the coordinator names, answers, and follows its orders in a thread."""
+    """Replica of a service: loads exports, answers, and follows the coordinator's orders in a thread."""
 
     def __init__(self, served: Served, token: str | None):
         import ray
@@ -46,7 +46,7 @@ class Replica:
 
         prepare_replica()
         torch.set_num_threads(1)
-        gc.freeze()  # what is imported stays: Versions collects what exports leave, in tens of milliseconds
+        gc.freeze()  # collections in Versions skip imported objects and take tens of milliseconds
         self._coordinator = ray.get_actor(coordinator_of(served.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
         now, before = ray.get(self._coordinator.exports.remote())
@@ -68,9 +68,11 @@ class Replica:
         self._listener = Listener(self.service, served.host, served.port)
 
     def _join(self) -> None:
-        """Follows the coordinator from now on: promotions wait for this replica, too. Returns when it has the
-        version that all answer with, because another may have been promoted while it loaded."""
-        # Orders are carried out one after the other in a thread; meanwhile another one reports.
+        """Follow the coordinator, and return when this replica has the version that all answer with.
+
+        From now on promotions wait for this replica. Another version may have been promoted while it loaded.
+        """
+        # One thread carries out orders one after the other; another thread reports meanwhile.
         self._loads, self._reports = ThreadPoolExecutor(1, "load"), Lock()
         self._done, self._settled = Report(-1, self.service.versions.version), Event()
         Thread(target=self._follow, name="follow", daemon=True).start()
@@ -78,26 +80,28 @@ class Replica:
             raise self._done.error or RunError("the coordinator does not answer", where="the service")
 
     def check_health(self) -> None:
-        """Raises where HTTP has ended: Serve starts another replica then."""
+        """Raise an error if the HTTP server has ended, whereupon Serve starts another replica."""
         if not self._listener.alive:
             raise RunError("the replica does not listen any more", where="HTTP")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """busy: CPU seconds a second since the last call; 1 is all that a replica can do, which reads, scores
-        and writes in one thread."""
+        """Return busy, the CPU seconds per second since the last call.
+
+        The maximum is 1, as a replica reads, scores and writes in one thread.
+        """
         (then, before), now = self._busy, (perf_counter(), process_time())
         self._busy = now
         return {"busy": (now[1] - before) / max(now[0] - then, 1e-3)}
 
     def __del__(self) -> None:
-        """Serve calls it before it ends the process."""
+        """Close the listener and the request log; Serve calls this method before it ends the process."""
         if listener := getattr(self, "_listener", None):
             listener.close()
             if self.service.request_log:
                 self.service.request_log.close()
 
     async def _promote(self, request: Request, scorer: Scorer) -> Response:
-        # JSON alone, because a page of another site can make a browser send forms and plain text to a service
+        # JSON only, because a page of another site can make a browser send forms and plain text to a service
         # on loopback that requires no token.
         check_type(request.headers.get("content-type", ""), JSON)
         try:
@@ -123,7 +127,7 @@ class Replica:
         return json_response(overview | {"model": about_model(scorer)})
 
     async def _asking(self, ask: Callable[[], Any]) -> Any:
-        """What the coordinator answers; its errors are the client's."""
+        """Return the coordinator's answer; its errors become refusals for the client."""
         from ray.exceptions import RayActorError
 
         try:
@@ -138,7 +142,7 @@ class Replica:
             raise
 
     def _follow(self) -> None:
-        """Hands on the coordinator's orders, and reports, until the process ends."""
+        """Pass on the coordinator's orders, and report, until the process ends."""
         import ray
 
         versions, given, work = self.service.versions, -1, None
@@ -147,7 +151,7 @@ class Replica:
                 with self._reports:
                     asked = self._coordinator.follow.remote(self._id, self._report(), given)
                 order = ray.get(asked, timeout=4 * FOLLOW_S)
-            except Exception:  # the coordinator is being started again, or this process ends
+            except Exception:  # the coordinator is restarting, or this process ends
                 time.sleep(1)
                 continue
             failed = work and work.done() and versions.version != order.answer.version
@@ -156,7 +160,7 @@ class Replica:
 
     def _carry_out(self, order: Order) -> None:
         done = carry_out(self.service.versions, order, self._done)
-        with self._reports:  # reports come in the order in which they are made
+        with self._reports:  # reports are sent in order
             self._done = done
             self._coordinator.hear.remote(self._id, self._report())
         if done.version == order.answer.version:
@@ -169,17 +173,18 @@ class Replica:
 
 
 def replicas_for(context: Any) -> tuple[float, dict]:
-    """Serve's policy of a service by load: so many replicas that each is busy BUSY of the time."""
+    """Return the number of replicas at which each is busy for BUSY of the time (Serve's scaling policy)."""
     busy = (context.aggregated_metrics or {}).get("busy", {})
     return (sum(busy.values()) / BUSY if busy else context.current_num_replicas), {}
 
 
 def app(args: dict[str, Any]) -> Any:
-    """The application of Ray Serve, for configuration files of Serve and KubeRay:
-    `import_path: raytrec.serving.deployment:app`, with the keys of `Served` as `args`.
+    """Return the application of Ray Serve, for configuration files of Serve and KubeRay.
+
+    The import path is `raytrec.serving.deployment:app`, with the keys of `Served` as `args`.
 
     Raises:
-        ConfigError: there is no token.
+        ConfigError: RAYTREC_SERVE_TOKEN is not set.
     """
     served, token = Served.model_validate(args), os.environ.get(TOKEN)
     if not (token or served.no_token):
@@ -193,13 +198,15 @@ def app(args: dict[str, Any]) -> Any:
 
 
 def build(served: Served, token: str | None, **scaling: Any) -> Any:
-    """Starts the service's coordinator, and gives its application.
+    """Start the service's coordinator, and return the application of Ray Serve.
 
     Args:
-        scaling: num_replicas or autoscaling_config.
+        served: Options of the service.
+        token: Token required in requests; None: no token is required.
+        **scaling: num_replicas or autoscaling_config.
 
     Raises:
-        RunError: replicas that there are cannot load the export; they answer as before.
+        RunError: Existing replicas cannot load the export and keep their version.
     """
     import ray
     from ray import serve
@@ -207,7 +214,7 @@ def build(served: Served, token: str | None, **scaling: Any) -> Any:
 
     from raytrec.compat.ray_core import keep_for_actor, kept_for_actor
 
-    folder = served.promote_from or containing_folder(served.uri)  # of now: a link may change
+    folder = served.promote_from or containing_folder(served.uri)  # resolved now, as a link may change
     served = served.model_copy(update={"promote_from": folder})
     export = Export(served.uri, read_manifest(served.uri).version)
     actor = ray.remote(num_cpus=0, max_restarts=-1)(Coordinator).options(
@@ -229,10 +236,12 @@ def build(served: Served, token: str | None, **scaling: Any) -> Any:
 
 
 def deploy(served: Served, replicas: tuple[int, int], token: str | None) -> None:
-    """Starts a service on the Ray that this process uses, and returns when it answers.
+    """Start a service on the Ray cluster of this process, and return when the service answers.
 
     Args:
-        replicas: the least and the most; between them, as many as requests need.
+        served: Options of the service.
+        replicas: Minimum and maximum number of replicas; the number in between depends on the load.
+        token: Token required in requests; None: no token is required.
     """
     from ray import serve
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation
@@ -253,22 +262,22 @@ def print_news(name: str, stop: Event) -> None:
 
     coordinator, shown = ray.get_actor(coordinator_of(name), NAMESPACE), ""
     while not stop.wait(FOLLOW_S):
-        with suppress(ray.exceptions.RayError):  # the coordinator is being started again
+        with suppress(ray.exceptions.RayError):  # the coordinator is restarting
             if (news := ray.get(coordinator.news.remote(), timeout=FOLLOW_S)) != shown:
                 shown = news
                 print(f"version      {news}", flush=True)
 
 
 def end(name: str) -> None:
-    """Ends a service, as far as it has been started."""
+    """Shut down Ray Serve and the coordinator of a service, even if the service has only partly started."""
     import ray
     from ray import serve
 
     serve.shutdown()
-    with suppress(ValueError):  # there is none
+    with suppress(ValueError):  # the actor does not exist
         ray.kill(ray.get_actor(coordinator_of(name), NAMESPACE))
 
 
 def coordinator_of(name: str) -> str:
-    """The name of a service's actor."""
+    """Return the name of a service's coordinator actor."""
     return f"raytrec-serve-{name}"

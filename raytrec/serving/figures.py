@@ -1,4 +1,4 @@
-"""What replicas count, and the text of /metrics for all of them."""
+"""Metrics of replicas, and the text of /metrics for all of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from prometheus_client.registry import Collector
 
 from raytrec.scoring.scorer import Scorer
 
-# Bounds of the histogram of times: 0.5 ms to 7 s, close enough for percentiles.
+# Bounds of the histogram of times, 0.5 ms to 7 s, dense enough for percentiles.
 SECONDS = (5e-4, *(m * 10**e for e in (-3, -2, -1, 0) for m in (1, 1.5, 2, 3, 5, 7)))
 BATCH_ROWS = tuple(2**e for e in range(14))
 
 
 class Figures:
-    """What a process counts."""
+    """Metrics of a process."""
 
     def __init__(self) -> None:
         self._registry = of = CollectorRegistry()
@@ -36,10 +36,11 @@ class Figures:
         )
 
     def collect(self, about: Mapping[str, Any], waiting: int) -> list[Metric]:
-        """What was counted until now, and what is.
+        """Return the counters and the current gauges.
 
         Args:
-            about: the model that answers, of about_model. waiting: rows that wait.
+            about: Result of about_model for the current model.
+            waiting: Number of waiting rows.
         """
         version = GaugeMetricFamily("raytrec_version", "1 of the version that answers.", labels=["version"])
         version.add_metric([about["version"]], 1)
@@ -75,11 +76,11 @@ class _Merged(Collector):
 
 
 def write_metrics(of_replicas: Mapping[str, Collection[Metric]]) -> bytes:
-    """The text of /metrics: the series of all replicas.
+    """Return the text of /metrics with the series of all replicas.
 
-    Each has a label `replica`, as Prometheus expects it of processes: a counter only rises, and ends with its
-    replica, so sum(rate(…)) is right. Sums made here would fall when a replica ends, or when the coordinator
-    that remembered it is started again, and rate() takes every fall for a new beginning.
+    Each series has a label `replica`, as Prometheus expects of processes: a counter only rises and ends with
+    its replica, so sum(rate(…)) is right. Sums over replicas would fall when a replica ends, or when the
+    coordinator that stores them restarts. rate() treats every fall as a restart of the counter.
     """
     merged: dict[str, Metric] = {}
     for replica, metrics in of_replicas.items():

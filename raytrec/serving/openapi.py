@@ -1,4 +1,4 @@
-"""What a service shows of itself: its endpoints, the OpenAPI document with the model's columns, the page."""
+"""Description of a service: endpoints, the OpenAPI document with the model's columns, and the page."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ ERRORS = {
 
 
 class Endpoint(NamedTuple):
-    """One entry of the table by which requests are dispatched and documented.
+    """Entry of the table that dispatches and documents requests.
 
     Attributes:
+        method: HTTP method.
+        path: Path of the URL.
         answer: (request, model that answers) → response.
         summary: One sentence of the OpenAPI document.
         is_open: True if no token is required.
@@ -85,14 +87,14 @@ def describe(scorer: Scorer, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
 
 
 def example_rows(scorer: Scorer) -> list[dict[str, Any]]:
-    """Return a row to try: a golden one, else a made up one."""
+    """Return a list with an example row: a golden row if there is one, else a made-up row."""
     if len(scorer.golden):
         return scorer.golden.select(scorer.columns.names).slice(0, 1).to_pylist()
     return [{field.name: _value(field.type) for field in scorer.columns}]
 
 
 def example_text(scorer: Scorer) -> str:
-    """Return a body of /predict to try, one column a line."""
+    """Return an example body of /predict, with one column per line."""
     (row,) = example_rows(scorer)
     columns = (f"{_json(name)}: {_json(value)}" for name, value in row.items())
     return '{"rows": [{\n  ' + ",\n  ".join(columns) + "\n}]}\n"
@@ -128,10 +130,10 @@ def _value(kind: pa.DataType) -> Any:
 
 @cache
 def make_page() -> tuple[str, dict[str, str]]:
-    """Return the page, which contains no data, and its headers.
+    """Return the HTML page, which contains no data, and its headers.
 
-    The headers allow a browser only the page's own script and style and requests to this service, and forbid
-    showing the page inside another one.
+    The headers allow only the page's own script and style and requests to this service, and forbid embedding
+    the page in another one.
     """
     loader = ChoiceLoader([PackageLoader("raytrec.serving"), PackageLoader("raytrec.report")])
     pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)

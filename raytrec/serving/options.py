@@ -1,4 +1,4 @@
-"""Options of a service, and its token."""
+"""Options of a service, and the service's token."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ Location = Annotated[str, AfterValidator(lambda place: place and absolute(place)
 
 
 class Served(Section):
-    """Options of a service: of `raytrec serve`, and the arguments of its application on KubeRay."""
+    """Options of `raytrec serve`, and arguments of the service's application on KubeRay."""
 
     uri: Location
-    """Export; every node must reach it. Another one is promoted on the running replicas."""
+    """Export; every node must reach it. If replicas are running, another export is promoted on them."""
     name: str | None = None
     """Name of the service; default: the run's."""
     host: str = "127.0.0.1"
     """Address that replicas listen on, on each node that has one."""
     port: int = 8000
     no_token: bool = False
-    """Answer without a token; else RAYTREC_SERVE_TOKEN is required."""
+    """Answer without a token; otherwise RAYTREC_SERVE_TOKEN is required."""
     allow_code: bool = False
-    """Transforms of the export may name code."""
+    """Allow transforms of the export to name code."""
     promote_from: Location | None = None
-    """Folder of the exports that POST /promote accepts; default: the one that contains uri."""
+    """Folder of the exports that POST /promote accepts; default: the folder that contains uri."""
     log_requests: Location | None = None
     """Folder of a sample of requests and their scores; every node must reach it."""
     log_sample: float = Field(default=0.01, gt=0, le=1)
     """Share of requests that is logged."""
 
     def named(self) -> Served:
-        """Return the options with the name of the service.
+        """Return the options with a name; the default name is the run's.
 
         Raises:
             RunError: There is no export.
@@ -48,13 +48,13 @@ class Served(Section):
 
 
 def token_file(name: str) -> Path:
-    """Return the file of this user's token of a service."""
+    """Return the path of this user's token file of a service."""
     home = os.environ.get("XDG_CONFIG_HOME")
     return (Path(home) if home else Path.home() / ".config") / "raytrec" / f"serve-{name}.token"
 
 
 def read_token(name: str) -> str:
-    """Return RAYTREC_SERVE_TOKEN, else the token in the service's file, which is created if it is missing."""
+    """Return RAYTREC_SERVE_TOKEN, or else the token in the service's file, which is created if missing."""
     if given := os.environ.get(TOKEN):
         return given
     return make_token(token_file(name))

@@ -1,4 +1,4 @@
-"""A sample of requests and their scores as Parquet, written by a thread that no request waits for."""
+"""Sample of requests and their scores as Parquet, written by a background thread."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from raytrec.serving.figures import Figures
 from raytrec.skew.samples import REQUEST, VERSION
 
 _log = logging.getLogger(__name__)
-MOST_WAITING = 20_000  # rows between requests and the thread
-CLOSE_S = 15.0  # that the last files may take: Serve kills a replica after 20 s
+MOST_WAITING = 20_000  # maximum number of rows that wait for the thread
+CLOSE_S = 15.0  # timeout for the last files; Serve kills a replica after 20 s
 
 
 @dataclass(frozen=True)
 class Logged:
-    """A request that was answered."""
+    """Answered request, with its scores."""
 
     path: str
     query: Query
@@ -44,18 +44,19 @@ class Logged:
 
 
 class RequestLog:
-    """Writes requests to a folder: the rows in the model's columns and types, their scores, and
-    `_request`, `_time` (UTC), `_path` and `_version`. A file has rows of one version.
+    """Log that writes a sample of requests to a folder.
 
-    What the thread cannot keep up with is dropped and counted. Rows that cannot be written are, too, with a
-    warning.
+    A file contains the rows in the model's columns and types, their scores, and `_request`, `_time` (UTC),
+    `_path` and `_version`. All rows of a file have the same version. Rows are dropped and counted if the
+    thread cannot keep up, or, with a warning, if they cannot be written.
 
     Args:
-        uri: the folder; local, s3:// or gs://.
-        sample: the share of requests that is written.
-        writer: is part of the files' names; no other process may have it.
-        figures: count the rows that are written or dropped.
-        every_s, most_rows: after which a file is closed.
+        uri: Folder; local, s3:// or gs://.
+        sample: Share of requests that is written.
+        writer: Part of the files' names; must be unique to the process.
+        figures: Counters of written and dropped rows.
+        every_s: Seconds after which a file is closed.
+        most_rows: Number of rows after which a file is closed.
     """
 
     def __init__(
@@ -71,16 +72,16 @@ class RequestLog:
         self._uri, self._sample, self._writer = absolute(uri), sample, writer
         self._written, self._dropped = figures.logged, figures.not_logged
         self._every_s, self._most_rows = every_s, most_rows
-        self._queue: SimpleQueue[Logged | None] = SimpleQueue()  # None: the end
+        self._queue: SimpleQueue[Logged | None] = SimpleQueue()  # None ends the thread
         self._waiting, self._lock, self._files = 0, Lock(), 0
         self._thread = Thread(target=self._run, name="request-log", daemon=True)
         self._thread.start()
 
     def offer(self, path: str, query: Query, scores: Sequence[np.ndarray]) -> str | None:
-        """Add a request that was answered to the log if it is in the sample.
+        """Add an answered request to the log if it is in the sample, and return its id in the log.
 
         Returns:
-            Its id in the log; None: it is not logged.
+            Id of the request; None if the request is not logged.
         """
         if random() >= self._sample:
             return None
@@ -95,7 +96,7 @@ class RequestLog:
         return logged.id
 
     def close(self) -> None:
-        """Writes the requests that wait, and ends."""
+        """Write the waiting requests and end the thread."""
         self._queue.put(None)
         self._thread.join(CLOSE_S)
 
@@ -123,7 +124,7 @@ class RequestLog:
     def _as_table(self, logged: Logged) -> pa.Table | None:
         try:
             return logged_rows(logged)
-        except Exception as error:  # a request that was answered is none that the log may end with
+        except Exception as error:  # an answered request must not end the log
             _log.warning("a request cannot be logged: %s", error)
             self._dropped.inc(len(logged.scores[0]))
             return None
@@ -137,7 +138,7 @@ class RequestLog:
         try:
             folder = OutputFolder(self._uri)
             if folder.is_local:
-                os.makedirs(folder.uri, 0o700, exist_ok=True)  # rows of real users
+                os.makedirs(folder.uri, 0o700, exist_ok=True)  # folder of real users' data
             with folder.stream(name, f"{folder.partial}/{name}") as stream:
                 pq.write_table(table.replace_schema_metadata({VERSION: version}), stream, compression="zstd")
             self._written.inc(len(table))
@@ -147,10 +148,10 @@ class RequestLog:
 
 
 def logged_rows(logged: Logged) -> pa.Table:
-    """The rows of a request, as RequestLog states.
+    """Return the rows of a request as described in RequestLog.
 
     Raises:
-        ArrowException, RaytrecError: a value has no place in the type of its column.
+        ArrowException, RaytrecError: A value does not fit the type of its column.
     """
     query, scorer, table = logged.query, logged.query.scorer, concat_rows([logged.query.rows])
     columns = scorer.reader.columns

@@ -1,4 +1,4 @@
-"""Exports of a process: the current, next and previous one, and where others may be."""
+"""Exports of a process: the current, prepared and previous one, and the folder of further exports."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ _log = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
-    """An export in memory."""
+    """Export in memory."""
 
     uri: str
     scorer: Scorer
 
 
 class Versions:
-    """Changes which export answers. A request keeps the one that it began with.
+    """Exports of a process, one of which answers. A request keeps the export that it started with.
 
     Args:
-        uri: of the first.
+        uri: URI of the first export.
+        allow_code: Allow transforms of exports to name code.
 
     Attributes:
-        current: answers. previous: answered before; None: there was none.
+        current: Export that answers.
+        previous: Export that answered before; None if there was none.
     """
 
     def __init__(self, uri: str, allow_code: bool = False):
@@ -53,10 +55,10 @@ class Versions:
         return self.current.scorer.version
 
     def prepare(self, uri: str) -> str:
-        """Loads a further export, and compares checksums and golden rows; its version.
+        """Load a further export, compare checksums and golden rows, and return the export's version.
 
         Raises:
-            RunError, ConfigError: it cannot be used.
+            RunError, ConfigError: The export cannot be used.
         """
         with self._lock:
             wanted, known = (uri, read_manifest(uri).version), (self.current, self.previous, self._prepared)
@@ -65,10 +67,10 @@ class Versions:
             return self._prepared.scorer.version
 
     def commit(self, version: str) -> None:
-        """Lets the prepared export answer.
+        """Answer with the prepared export.
 
         Raises:
-            RunError: it is not that one.
+            RunError: The prepared export has another version.
         """
         with self._lock:
             if self.version != version:
@@ -76,23 +78,23 @@ class Versions:
                     raise RunError(f"{version} is not prepared", where="the service", do="prepare it first")
                 self.current, self.previous = self._prepared, self.current
             self._prepared = None
-            gc.collect()  # programs are cycles, and until they are collected their files stay mapped
+            gc.collect()  # programs contain cycles; their files stay mapped until they are collected
 
     def forget(self) -> None:
-        """Lets go of what was prepared."""
+        """Release the prepared export."""
         with self._lock:
             self._prepared = None
             gc.collect()
 
 
 def load_either(now: Export, before: Export | None, allow_code: bool) -> tuple[Versions, str | None]:
-    """Load the current export, or the one before it if the current one is not whole any more.
+    """Load the current export, or the previous one if the current one is damaged.
 
     Returns:
-        The loaded export, and the reason if it is the one before.
+        The loaded export, and the reason if it is the previous one.
 
     Raises:
-        RaytrecError: The reason, if there is no export before or it cannot be loaded either.
+        RaytrecError: The current export cannot be loaded, and neither can the previous one, if there is one.
     """
     errors: list[RaytrecError] = []
     for export in filter(None, (now, before)):
@@ -108,10 +110,12 @@ def load_either(now: Export, before: Export | None, allow_code: bool) -> tuple[V
 
 
 def carry_out(versions: Versions, order: Order, before: Report) -> Report:
-    """Carries out an order.
+    """Carry out an order and return the report.
 
     Args:
-        before: the report of the order before it.
+        versions: Exports of the process.
+        order: The order.
+        before: Report of the previous order.
     """
     answer, prepared, error = order.answer, None, None
     try:
@@ -124,7 +128,7 @@ def carry_out(versions: Versions, order: Order, before: Report) -> Report:
         else:
             versions.forget()
     except RaytrecError as failed:
-        error = copy(failed)  # its traceback would keep the exports of its frames
+        error = copy(failed)  # the traceback would keep the exports of its frames alive
     except Exception as failed:
         _log.exception("an order could not be carried out")
         error = RunError(f"{type(failed).__name__}: {failed}", where=order.prepare or answer.uri)
@@ -132,17 +136,17 @@ def carry_out(versions: Versions, order: Order, before: Report) -> Report:
 
 
 def containing_folder(uri: str) -> str:
-    """Return the folder that contains an export; the bucket if the export fills a bucket."""
+    """Return the folder that contains an export, or the bucket if the export fills it."""
     place, query = _split(uri)
     parent = place.rpartition("/")[0] or "/"
     return (place if parent.endswith(":/") else parent) + query
 
 
 def resolve_export(uri: str, folder: str) -> str:
-    """Return the place of an export, with links resolved, if it is in a folder and on the folder's server.
+    """Return the location of an export, with links resolved, if it is in a folder and on the folder's server.
 
     Args:
-        uri: Local path or URI that a client has sent.
+        uri: Local path or URI sent by a client.
         folder: Local path or URI of the folder.
 
     Raises:
@@ -158,7 +162,7 @@ def resolve_export(uri: str, folder: str) -> str:
 
 
 def _split(uri: str) -> tuple[str, str]:
-    """Return (path with links resolved, nothing) of a local place, (the rest, ?query) of a URI."""
+    """Return (path with links resolved, "") of a local location, (the rest, ?query) of a URI."""
     if "://" not in uri or uri.startswith("file:///"):
         return os.path.realpath(open_filesystem(absolute(uri))[1]), ""
     place, mark, query = uri.partition("?")

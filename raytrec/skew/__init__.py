@@ -1,1 +1,1 @@
-"""`raytrec skew`: requests of a service compared with its export and with training data."""
+"""`raytrec skew`: comparison of a service's requests with its export and with training data."""

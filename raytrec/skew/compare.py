@@ -1,4 +1,4 @@
-"""`raytrec skew`: whether a service scores as its export does, and sees what training saw."""
+"""Comparison for `raytrec skew` of a service's log with the scores of its export and with training data."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from raytrec.scoring.load import load
 from raytrec.scoring.scorer import TOLERANCE
 from raytrec.skew.samples import RowSample, find_groups, read_rows
 
-SAMPLE_ROWS = 50_000  # of the log and of the data that are looked at
-MODERATE = 0.1  # psi, from which a change is worth a look (Siddiqi 2006); 0.25: it is large
-DECILES = 10  # of training: the bins of numbers
-TOP = 20  # ids that are compared one by one, all others together
+SAMPLE_ROWS = 50_000  # rows sampled from the log and from the data
+MODERATE = 0.1  # psi above which a change is moderate (Siddiqi 2006); above 0.25 it is large
+DECILES = 10  # numbers are compared in bins bounded by the deciles of training
+TOP = 20  # most frequent ids, compared one by one; all others are compared together
 LENGTHS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256])  # upper bounds of the bins of bags' lengths
 
 
@@ -31,8 +31,12 @@ class Measure:
     """One way in which a column of the log may differ from training.
 
     Attributes:
-        psi: see `psi`. chance: what it exceeds once in a thousand times without a difference.
-        log, training: what it was of: figures by name.
+        column: Column, feature or score.
+        measure: Name of the measure.
+        psi: Population stability index; see `psi`.
+        chance: Value that psi exceeds once in a thousand times without a difference.
+        log: Figures of the log by name.
+        training: Figures of training by name.
     """
 
     column: str
@@ -44,26 +48,26 @@ class Measure:
 
     @property
     def differs(self) -> bool:
-        """Whether it is more than chance, and worth a look."""
+        """True if the difference is moderate or large, and more than chance."""
         return self.psi > max(MODERATE, self.chance)
 
 
 @dataclass(frozen=True)
 class Skew:
-    """What `skew` has found.
+    """Result of `skew`.
 
     Attributes:
         metrics: name (the version), rows, requests, other_versions (version → rows of the log), rescored
-            (column → max, mean and share of the differences), data_rows, columns (all measures, those first
-            that differ most), differs (what differs, in that order).
-        measures: the same as `columns`.
+            (column → max, mean and share of the differences), data_rows, columns (all measures, those that
+            differ and have the largest psi first), differs (names of the differences, in that order).
+        measures: The measures in `columns`.
     """
 
     metrics: dict[str, Any]
     measures: list[Measure]
 
     def show(self) -> None:
-        """Print the verdict, then tables, to stdout."""
+        """Print the verdict, followed by tables, to stdout."""
         metrics, console = self.metrics, open_console()
         console.print(plain(f"differs      {', '.join(metrics['differs']) or 'nothing'}"), soft_wrap=True)
         rows = f"{metrics['rows']:,} rows of {metrics['requests']:,} requests"
@@ -79,9 +83,9 @@ class Skew:
             console.print(self._of_columns(rows))
 
     def _of_columns(self, rows: str) -> Table:
-        """Return a table of what differs, and of the nearest measure of each other column."""
+        """Return a table of all differences, and of the largest psi of each other column."""
         table = Table("", "column", "what", "psi", "log", "training", title_justify="left")
-        for column in table.columns:  # on narrow terminals, names and figures are wrapped
+        for column in table.columns:  # narrow terminals wrap names and figures
             column.no_wrap, column.overflow = column.header in ("", "psi"), "fold"
         table.title = plain(f"{rows}, and {self.metrics['data_rows']:,} of training")
         shown: set[str] = set()
@@ -97,20 +101,22 @@ class Skew:
 def skew(
     log: str, export: str, *, data: str | None = None, rows: int = SAMPLE_ROWS, allow_code: bool = False
 ) -> Skew:
-    """Compares a log of `raytrec serve --log-requests` with the export that answered, and with training data.
+    """Compare a log of `raytrec serve --log-requests` with the export that answered, and with training data.
 
-    The log's rows are scored again: a difference means that the service has not done what the export does.
-    Its columns and scores are compared with those of training data, as the export reads and scores them.
+    The log's rows are scored again; a difference shows that the service does not compute the export's scores.
+    The log's columns and scores are compared with those of training data, as the export reads and scores
+    them.
 
     Args:
-        log: its folder; local, s3:// or gs://. Rows of other versions are counted.
-        data: folder or file of Parquet that the model was trained with; None: columns are not compared.
-        rows: of the log, and of the data, about so many are looked at, from places all over them.
-        allow_code: transforms of the export may name code.
+        log: Folder of the log; local, s3:// or gs://. Rows of other versions are only counted.
+        export: Folder of the export.
+        data: Folder or file of Parquet that the model was trained with; None: columns are not compared.
+        rows: Approximate number of rows sampled from all over the log, and from all over the data.
+        allow_code: If True, transforms of the export may name code.
 
     Raises:
-        RunError: the log has no rows of the export, or the export cannot be loaded. DataError: what is wrong
-            with a file or a row.
+        RunError: The log has no rows of the export, or the export cannot be loaded.
+        DataError: A file or a row is invalid.
     """
     scorer = load(export, allow_code=allow_code)
     version, groups = scorer.manifest.version, find_groups(absolute(log), "LOG")
@@ -155,7 +161,7 @@ def _differences(given_N: np.ndarray, again_N: np.ndarray) -> dict[str, float]:
 
 
 class _Comparison:
-    """Measures of the log's rows against those of training."""
+    """Comparison of a log sample with a training sample."""
 
     def __init__(self, log: RowSample, training: RowSample):
         self._sides = log, training
@@ -178,14 +184,14 @@ class _Comparison:
         return Measure(column, measure, psi(found_B, expected_B), by_chance, *figures)
 
     def _numbers(self, column: str, measure: str, values: list[np.ndarray]) -> Measure:
-        """Compare numbers between the deciles of training."""
+        """Return the measure of numbers, in bins bounded by the deciles of training."""
         bounds = np.unique(np.quantile(values[1], np.linspace(0, 1, DECILES + 1)))
         return self._measure(
             column, measure, [_in_bins(each, bounds) for each in values], map(_figures, values)
         )
 
     def _share(self, column: str, measure: str, shares: list[float]) -> Measure:
-        """Compare shares of rows or lookups."""
+        """Return the measure of shares of rows or lookups."""
         counts = [np.array([s, 1 - s]) * each.rows for s, each in zip(shares, self._sides, strict=True)]
         return self._measure(column, measure, counts, [{"share": share} for share in shares])
 
@@ -201,7 +207,7 @@ class _Comparison:
         counts = [np.append(of, len(each) - of.sum()) for of, each in zip(of_top, ids, strict=True)]
         tops = [{f"top {TOP}": 1 - each[-1] / max(1, each.sum())} for each in counts]
         yield self._measure(feature, "ids", counts, tops)
-        # Ids that are there once predict the share of further lookups whose ids are not there (I. J. Good,
+        # The share of ids that occur once predicts the share of unseen ids among further lookups (I. J. Good,
         # "The population frequencies of species", 1953).
         once = float((often == 1).sum()) / max(1, len(expected_M))
         unseen = float((~np.isin(found_N, known)).sum() / max(1, len(found_N)))
@@ -214,16 +220,16 @@ class _Comparison:
 
 
 def _in_bins(values_N: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Return the number of values up to each bound, above the one before; last, those above all bounds."""
+    """Return the number of values in each bin, and last, above all bounds. Upper bounds are inclusive."""
     return np.bincount(np.searchsorted(bounds, values_N), minlength=len(bounds) + 1)
 
 
 def psi(found_B: np.ndarray, expected_B: np.ndarray) -> float:
     """Return the population stability index Σ (p − q) ln(p / q) of two samples' counts in the same bins.
 
-    It is the symmetrical divergence of Jeffreys ("An invariant form for the prior probability in estimation
-    problems", 1946); the name and the bounds 0.1 and 0.25 are those of N. Siddiqi, "Credit Risk Scorecards"
-    (2006). Half a count is added to each bin, so that an empty one gives a number.
+    The index is the symmetric divergence of Jeffreys ("An invariant form for the prior probability in
+    estimation problems", 1946). The name and the bounds 0.1 and 0.25 are those of N. Siddiqi, "Credit Risk
+    Scorecards" (2006). Half a count is added to each bin, so that the index is finite for empty bins.
 
     Args:
         found_B: Counts of one sample, [bins].
@@ -234,16 +240,16 @@ def psi(found_B: np.ndarray, expected_B: np.ndarray) -> float:
 
 
 def chance(bins: int, found: int, expected: int) -> float:
-    """Return what the index of two samples of one distribution exceeds once in a thousand times.
+    """Return the psi that two samples of one distribution exceed once in a thousand times.
 
-    psi ÷ (1/n + 1/m) is about χ² with bins − 1 degrees of freedom (B. Yurdakul, "Statistical properties of
-    population stability index", 2018), whose quantile is that of Wilson and Hilferty ("The distribution of
-    chi-square", 1931).
+    psi ÷ (1/n + 1/m) is approximately χ² with bins − 1 degrees of freedom (B. Yurdakul, "Statistical
+    properties of population stability index", 2018). The quantile is that of Wilson and Hilferty ("The
+    distribution of chi-square", 1931).
 
     Args:
         bins: Number of bins that are not empty.
-        found: Independent values of one sample.
-        expected: Independent values of the other sample.
+        found: Number of independent values of one sample.
+        expected: Number of independent values of the other sample.
     """
     k, z = max(1, bins - 1), 3.09
     quantile = k * (1 - 2 / (9 * k) + z * sqrt(2 / (9 * k))) ** 3

@@ -1,4 +1,4 @@
-"""Rows of a request log, or of training data: read, counted and scored by an export."""
+"""Rows of a request log or of training data, as read, counted and scored by an export."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from raytrec.data.pieces import Rows
 from raytrec.scoring.rows import RowReader
 from raytrec.scoring.scorer import Scorer
 
-REQUEST = "_request"  # column of a log: id of the request
-VERSION = b"raytrec.version"  # of a log's rows, in the metadata of their file
-MAX_GROUPS = 64  # row groups that are read, if each has enough rows
-SCORED_ROWS = 2048  # rows that are scored together
+REQUEST = "_request"  # column of a log with the id of the request
+VERSION = b"raytrec.version"  # metadata key of a log's file with the version that answered its requests
+MAX_GROUPS = 64  # number of row groups to read if each has enough rows
+SCORED_ROWS = 2048  # rows scored together
 
-Scores = dict[str, np.ndarray]  # column, of a task of classes column[class] → float32 [rows]
+Scores = dict[str, np.ndarray]  # column (column[class] for a task with classes) → float32 [rows]
 
 
 @dataclass(frozen=True)
 class RowSample:
-    """Rows of a log, or of training data.
+    """Sample of rows of a log or of training data.
 
     Attributes:
         rows: Number of rows.
-        requests: Number of the log's requests; 0: training data.
-        dense: float32 [rows, dense columns].
-        ids: Feature → its lookups, int64.
-        lengths: Feature → lengths of its bags, int32 [rows].
-        odd: Feature → number of lookups out of range, or in rows that ids share.
-        nulls: Column or feature → number of rows with a null in its source columns.
-        scores: The log's scores; of training data, those of the export.
+        requests: Number of requests in the log; 0 for training data.
+        dense: Dense columns, float32 [rows, dense columns].
+        ids: Looked-up ids of each feature, int64.
+        lengths: Lengths of the bags of each feature, int32 [rows].
+        odd: Number of lookups of each feature that are out of range or in fallback rows.
+        nulls: Number of rows with a null in the source columns of each dense column or feature.
+        scores: Scores in the log; for training data, those of the export.
         rescored: Scores of the export.
     """
 
@@ -61,7 +61,7 @@ class RowSample:
 
     @property
     def independent(self) -> int:
-        """Number of values of a column that are independent of each other, at least."""
+        """Minimum number of independent values of a column."""
         return self.requests or self.rows
 
 
@@ -79,7 +79,7 @@ def find_groups(place: str, key: str) -> dict[str, list[RowGroup]]:
 def _tables(
     groups: Sequence[RowGroup], rows: int, reader: RowReader, columns: list[str]
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (file, up to SCORED_ROWS rows): about `rows` in all, a piece of each of some row groups."""
+    """Yield (file, up to SCORED_ROWS rows) for about `rows` rows, one piece from each of some row groups."""
     draw = np.random.default_rng(0)
     each, left = -(-rows // min(MAX_GROUPS, len(groups))), rows
     for place in draw.permutation(len(groups)):
@@ -97,9 +97,12 @@ def _tables(
 
 
 def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: bool) -> RowSample:
-    """Return about `rows` rows of Parquet, as the export reads and scores them.
+    """Return a sample of about `rows` rows, as the export reads and scores them.
 
     Args:
+        scorer: Export to read and score the rows with.
+        groups: Row groups to sample from.
+        rows: Approximate number of rows.
         logged: True if the rows are of a log, which contains scores and requests.
     """
     reader, names = scorer.reader, [task.column for task in scorer.manifest.tasks]
@@ -134,7 +137,7 @@ def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: 
 
 
 def _odd(scorer: Scorer, feature: str, ids_N: torch.Tensor, rows: Assembled, place: int) -> int:
-    """Return the number of a feature's lookups out of range, or in rows that ids share."""
+    """Return the number of a feature's lookups that are out of range or in fallback rows."""
     schema = scorer.reader.form.schema
     name = schema.sparse[feature].table
     if schema.tables[name].ids:
@@ -157,7 +160,7 @@ def _joined(parts: list[Scores]) -> Scores:
 
 
 def _numbers(column: pa.ChunkedArray) -> np.ndarray:
-    """Return a column of scores: float32 [n] or [n, classes]."""
+    """Return a column of scores, float32 [n] or [n, classes]."""
     if not is_list(column.type):
         return column.to_numpy()
     return column.combine_chunks().flatten().to_numpy().reshape(len(column), -1)

@@ -1,1 +1,1 @@
-"""Tasks, their losses, and one scalar of them all."""
+"""Tasks, their losses, and the objective that combines the losses into one scalar."""

@@ -1,6 +1,6 @@
-"""Columns that tasks and evaluations read in addition to features, and the share of positives in labels.
+"""Columns that tasks and evaluations read in addition to features, and the log-odds of labels.
 
-No torch here.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from raytrec.data.pages.decode import Faults
 from raytrec.data.rows import CHECKED_ROWS, read_item
 from raytrec.tasks.task import Task, key_columns, resolve_tasks
 
-MOST_LABELS = 1_000_000  # whose labels are read, in row groups spread over the files
+MOST_LABELS = 1_000_000  # approximate number of rows whose labels are read, in row groups all over the files
 
 
 def read_plan(
@@ -41,8 +41,9 @@ def read_plan(
         tasks: Tasks of the run.
         schema: Schema of the run.
         transforms: data.transforms.
-        slices: Columns by whose values an evaluation is split.
-        retrieval: eval.retrieval of a dataset whose rows' items are ranked among all items.
+        slices: Columns whose values split an evaluation.
+        retrieval: Section eval.retrieval of a dataset whose items are ranked among all items; None: items
+            are not ranked.
     """
     ranked = (retrieval.right_column, *retrieval.seen) if retrieval else ()
     key = "right_items" if retrieval and retrieval.right_items else "item"
@@ -66,18 +67,18 @@ def read_plan(
 
 
 def task_rows(tasks: Sequence[Task]) -> tuple[TaskRows, ...]:
-    """Return which rows count in each task, without the losses, whose modules readers need not import."""
+    """Return the row rules of each task without losses, so that readers do not import modules of losses."""
     names = [each.name for each in fields(TaskRows)]
     return tuple(TaskRows(**{name: getattr(task, name) for name in names}) for task in tasks)
 
 
 def whole_labels(tasks: Sequence[Task]) -> frozenset[str]:
-    """The labels that have to be whole numbers."""
+    """Return the labels that must be whole numbers."""
     return frozenset(task.label for task in tasks if task.loss.whole_labels)
 
 
 def label_ranges(tasks: Sequence[Task], schema: Schema) -> dict[str, tuple[float, float] | None]:
-    """Label → the least and greatest value that all of its tasks take; None: any finite number."""
+    """Return label → smallest and largest value that all of its tasks allow; None: any finite number."""
     ranges: dict[str, tuple[float, float] | None] = dict.fromkeys(schema.labels)
     for task in tasks:
         before, mine = ranges[task.label], task.loss.label_range
@@ -88,10 +89,10 @@ def label_ranges(tasks: Sequence[Task], schema: Schema) -> dict[str, tuple[float
 
 
 def check_reserved(tasks: Sequence[Task], slices: Sequence[str], reserved: Sequence[str]) -> None:
-    """Looks whether the columns that rows are grouped by are reserved.
+    """Check that the columns that group rows are reserved.
 
     Raises:
-        ConfigError: one is not in data.reserve_columns.
+        ConfigError: A column is not in data.reserve_columns.
     """
     keys = ("group", "item", "item_frequency")
     named = [(f"tasks[{i}].{key}", getattr(task, key)) for key in keys for i, task in enumerate(tasks)]
@@ -109,13 +110,15 @@ def check_reserved(tasks: Sequence[Task], slices: Sequence[str], reserved: Seque
 
 
 def check_counts(tasks: Sequence[Task], types: Mapping[str, pa.DataType], uri: str) -> None:
-    """Checks that the columns of item frequencies hold whole numbers.
+    """Check that the columns of item frequencies have integer types.
 
     Args:
-        types: of reserved columns, in all files of a dataset together.
+        tasks: Tasks of the run.
+        types: Types of the reserved columns, common to all files of a dataset.
+        uri: Path or URI of the dataset, for messages.
 
     Raises:
-        DataError: one does not.
+        DataError: A column has another type.
     """
     for column in (task.item_frequency for task in tasks if task.item_frequency is not None):
         if not pa.types.is_integer(types.get(column, pa.int64())):
@@ -128,13 +131,13 @@ def check_counts(tasks: Sequence[Task], types: Mapping[str, pa.DataType], uri: s
 
 
 def log_odds(config: RunConfig, schema: Schema, dataset: Dataset) -> tuple[float, ...]:
-    """Return the log-odds of the label 1 for each column of logits; 0 for tasks of other predictions.
+    """Return the log-odds of the label 1 for each column of logits; 0 for tasks without log-odds.
 
-    Rows count as in the tasks' losses: by mask, sample weight and positive_weight. Only the columns of
-    labels, masks and weights are read.
+    Rows are weighted as in the tasks' losses, by mask, sample weight and positive_weight. Only the columns
+    of labels, masks and weights are read.
 
     Returns:
-        One number for each column; empty if a task has vectors, or rows are requests with candidates.
+        One number for each column; empty if a task reads vectors, or rows are requests with candidates.
 
     Raises:
         DataError: A label, mask or weight cannot be read (data.on_error: fail).
@@ -147,7 +150,7 @@ def log_odds(config: RunConfig, schema: Schema, dataset: Dataset) -> tuple[float
     transforms = needed_transforms(plan.transforms, names)
     plan = replace(plan, schema=schema.part(()), transforms=transforms, reserved=Reserved())
     form = replace(dataset.form, plan=plan)
-    sums = np.zeros((2, len(tasks)))  # of weights where the label is 0 and 1
+    sums = np.zeros((2, len(tasks)))  # sum of the weights of negatives, and of positives
     for group in dataset.groups[:: -(-dataset.rows // MOST_LABELS)]:
         for first in range(0, group.rows, CHECKED_ROWS):
             rows = min(CHECKED_ROWS, group.rows - first)

@@ -1,8 +1,8 @@
-"""Losses that compare rows of the global batch.
+"""Computation of losses that compare rows of the global batch.
 
-Each rank computes the terms of its rows, given the logits of all ranks, and their gradient for all logits.
-The gradients are summed over ranks, and each rank keeps those of its rows. Values and gradients are therefore
-those of one process that has the whole batch.
+Each rank computes the losses of its rows from the logits of all ranks, and the gradient for all logits. The
+gradients are summed over ranks, and each rank keeps the gradients of its rows. Therefore, values and
+gradients are the same as in one process that has the whole batch.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ import torch
 from raytrec.common.collectives import Peers
 from raytrec.tasks.losses import BatchLoss, Rows
 
-# Pairs of rows that are compared together: 64 MiB for each number about them; on a GPU, which launches a few
-# dozen kernels for each piece, 256 MiB.
+# Number of row pairs compared at a time: each float32 tensor takes 64 MiB; on a GPU 256 MiB, because each
+# piece takes a few dozen kernel launches.
 AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
 
 
 def compared_loss(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, world: int) -> torch.Tensor:
-    """What this rank's rows add to a loss that compares rows of the global batch; a collective.
+    """Return this rank's part of a loss that compares rows of the global batch; a collective.
 
     Args:
-        own: this rank's rows, as many as every rank has, padding included.
-        factors_B: float32 [B], by which the losses of these rows count.
+        loss: Loss of the task.
+        own: Rows of this rank with padding; every rank has the same number.
+        factors_B: Factors of the losses of these rows, float32 [B].
+        world: Number of ranks.
 
     Returns:
-        Float32 scalar. Where gradients are enabled, it has the gradient of the sum over the global batch for
-        `own.logits`.
+        Float32 scalar. If gradients are enabled, its gradient for `own.logits` is the gradient of the sum
+        over the global batch.
     """
     count, gradient, peers = len(own.labels), torch.is_grad_enabled(), Peers(alone=world == 1)
     batch, first = (_of_all_ranks(own, peers), peers.rank * count) if world > 1 else (own, 0)
@@ -48,7 +50,7 @@ def compared_loss(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, world: in
 
 
 def _of_all_ranks(own: Rows, peers: Peers) -> Rows:
-    """The rows of all ranks, in the order of ranks; a collective."""
+    """Return the rows of all ranks in the order of ranks; a collective."""
     width = own.logits[0].numel()
     mine = torch.cat([own.logits.detach().view(-1, width), torch.stack([own.labels, own.weights], 1)], 1)
     numbers = peers.stack(mine).flatten(0, 1)
@@ -58,7 +60,7 @@ def _of_all_ranks(own: Rows, peers: Peers) -> Rows:
 
 
 class _Given(torch.autograd.Function):
-    """A value whose gradient for some logits has been computed before."""
+    """Autograd function of a value whose gradient for the logits is already computed."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

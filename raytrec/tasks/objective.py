@@ -1,19 +1,19 @@
-"""Tasks → losses → each rank's part of the loss of a global batch.
+"""Each rank's part of the loss of a global batch, combined from the losses of all tasks.
 
     loss = Σ over the rows of the global batch of the row's loss ÷ rows of the global batch
 
-Of requests with candidates, each candidate is a row here.
+If rows are requests with candidates, each candidate is a row in this module.
 
-A row's loss counts by its weight in the task: 0 where it has no label or a mask excludes it, else its sample
-weight. Such rows stay among those that are divided by. Losses of several tasks are multiplied by their
-`weight` and added.
+A row's loss is multiplied by the row's weight in the task. The weight is 0 if the row has no label or a mask
+excludes the row, else the sample weight. The divisor includes rows of weight 0. Losses of several tasks are
+multiplied by the tasks' `weight` and added.
 
 TorchRec divides table gradients by the world size (its gradient division stays on) and
-DistributedDataParallel averages dense gradients over ranks. So each rank's loss is
+DistributedDataParallel averages dense gradients over ranks. Therefore each rank's loss is
 
-    world_size × Σ over its own rows ÷ rows of the global batch
+    world_size × Σ over the rank's rows ÷ rows of the global batch
 
-and both kinds of gradient become exactly those of the definition, for equal, unequal and empty parts.
+and both kinds of gradient equal the gradient of the definition, for equal, unequal and empty parts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from raytrec.tasks.losses import BatchLoss, Rows
 from raytrec.tasks.outputs import Outputs, TaskOutputs
 from raytrec.tasks.task import Task, check_model_learns, key_columns, resolve_tasks
 
-OF_MODEL = ""  # in the place of a task's name: the model's own loss, where no task has it, and lookup_l2's
+OF_MODEL = ""  # key, in place of a task name, of lookup_l2's loss and of a model's loss that no task uses
 
 
 def rank_loss(
@@ -52,19 +52,20 @@ def rank_loss(
 
 
 class Objective:
-    """The weighted sum of the tasks' losses, each averaged over the global batch.
+    """Weighted sum of the tasks' losses, each averaged over the global batch.
 
-    What a model gives is called logits here: float32 [B], or [B, columns]: side by side the columns of each
-    task, one or as many as it has classes; then the model's own loss of each row, if it gives one; then,
-    where a loss reads vectors, those of the query and of the item.
+    The model's output is called logits here, float32 [B] or [B, columns]. The first columns are the logits of
+    each task: one, or one per class. The model's own loss of each row follows, if there is one. The last
+    columns are the vectors of query and item, if a loss reads vectors.
 
     Args:
-        tasks: at least one.
-        world: number of ranks; 1 for a batch that is all in one process.
-        keys: the columns that a batch's keys are of (task.key_columns); default: those of the tasks.
-        own_loss: whether the model itself gives a loss, too (models/__init__.py). It counts for the rows of
-            the task whose loss is from_model, with its weights; without such a task, for every row once.
-        l2_factors: feature → factor of its vectors' squared length (ModelSection.lookup_l2).
+        tasks: Tasks, at least one.
+        world: Number of ranks; 1 if the whole batch is in one process.
+        keys: Columns of a batch's keys (task.key_columns); default: the columns of the tasks.
+        own_loss: True if the model outputs a loss itself (models/__init__.py). The model's loss is added for
+            the rows of the task with loss from_model, with its weights. Without such a task, every row has
+            weight 1.
+        l2_factors: Feature → factor of the squared length of its vectors (ModelSection.lookup_l2).
     """
 
     def __init__(
@@ -83,10 +84,10 @@ class Objective:
 
     @classmethod
     def of(cls, config: RunConfig, schema: Schema, world: int = 1) -> Objective:
-        """The configuration's.
+        """Return the objective of a configuration.
 
         Raises:
-            ConfigError: as in `resolve_tasks` and `check_model_learns`.
+            ConfigError: `resolve_tasks` or `check_model_learns` failed.
         """
         tasks = resolve_tasks(config.tasks, schema)
         check_model_learns(tasks, config.model)
@@ -96,16 +97,18 @@ class Objective:
     def losses(
         self, logits: torch.Tensor, batch: Batch, looked_up: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Task → its part of the scalar that a rank calls backward on (`total`).
+        """Return task → its part of the scalar that a rank calls backward on (`total`).
 
-        A collective where a loss compares rows of the global batch.
+        A collective if a loss compares rows of the global batch, or if rows are requests with candidates.
 
         Args:
-            looked_up: feature → vectors, float32 [B, dim] or [B, L, dim] (PooledEmbeddings), some of which
-                are penalized (lookup_l2); default: none are.
+            logits: Output of the model.
+            batch: Batch of this rank.
+            looked_up: Feature → vectors, float32 [B, dim] or [B, L, dim] (PooledEmbeddings), to penalize by
+                lookup_l2; None: no vectors are penalized.
 
         Raises:
-            ConfigError: the model does not give the columns that the tasks have.
+            ConfigError: The model's output does not have the columns of the tasks.
         """
         parts: dict[str, torch.Tensor] = {}
 
@@ -134,12 +137,12 @@ class Objective:
         return parts
 
     def _examples(self, labels: torch.Tensor) -> torch.Tensor:
-        """How many candidates the global batch has, at least 1; a collective."""
+        """Return the number of candidates of the global batch, at least 1; a collective."""
         own = labels.new_full((), len(labels))
         return Peers(own.device, alone=self.world == 1).sum(own).clamp(min=1)
 
     def _lengths(self, looked_up: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Half of each row's Σ factor · ‖vector‖², float32 [B]."""
+        """Return half of each row's Σ factor · ‖vector‖², float32 [B]."""
         of_features = (
             factor / 2 * looked_up[feature].float().square().flatten(1).sum(1)
             for feature, factor in self.l2_factors.items()
@@ -147,10 +150,12 @@ class Objective:
         return torch.stack(list(of_features)).sum(0)
 
     def _of_model(self, logits: torch.Tensor, batch: Batch, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What the model's own loss adds.
+        """Return this rank's part of the model's own loss.
 
         Args:
-            weights: of the rows in each task.
+            logits: Output of the model.
+            batch: Batch of this rank.
+            weights: Weights of the rows in each task, [B] each.
         """
         weights_B, weight = batch.weights, 1.0
         if self._own_task is not None:
@@ -160,7 +165,7 @@ class Objective:
         return rank_loss(logits[:, sum(self._widths)], weights_B, batch.global_rows, self.world, weight)
 
     def _key(self, column: str | None, keys: torch.Tensor | None) -> torch.Tensor | None:
-        """The keys of a column, int64 [B]; None where a task names none."""
+        """Return the keys of a column, int64 [B]; None if the column is None or the batch has no keys."""
         return None if column is None or keys is None else keys[:, self.keys.index(column)]
 
     def outputs(
@@ -170,15 +175,17 @@ class Objective:
         batch: Batch,
         losses: Mapping[str, torch.Tensor] | None = None,
     ) -> Outputs:
-        """What the metrics are given of a step.
+        """Return the outputs of a step for the metrics.
 
         Args:
-            loss: the sum of its losses.
-            losses: what `losses` gave; default: none are wanted.
+            loss: Sum of the step's losses on this rank.
+            logits: Output of the model.
+            batch: Batch of this rank.
+            losses: Result of `losses`; None: the outputs have no losses of tasks.
         """
         rows_of_rank = batch.global_rows / self.world
         parts = {name: part.detach() * rows_of_rank for name, part in (losses or {}).items()}
-        # In training there are no keys of slices, which come last.
+        # Batches in training have no keys of slices, which come last, hence strict=False below.
         keys = batch.keys if batch.keys is None or batch.requests is None else batch.keys[batch.requests]
         of_column = {} if keys is None else dict(zip(self.keys, keys.unbind(1), strict=False))
         tasks = {}
@@ -192,12 +199,12 @@ class Objective:
         return Outputs(tasks, batch.weights, loss.detach(), losses=parts)
 
     def predictions(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Task → what its logits mean in the label's units: float32 [B], or [B, classes]."""
+        """Return task → predictions in the label's units, float32 [B] or [B, classes]."""
         of_tasks = zip(self.tasks, self._of_tasks(logits), strict=True)
         return {task.name: task.loss.predict(task.calibrated(given)) for task, given in of_tasks}
 
     def _weights(self, batch: Batch) -> Sequence[torch.Tensor]:
-        """The weights of each task's rows, [B]."""
+        """Return the weights of the rows in each task, [B] each."""
         if batch.task_weights is not None:
             return batch.task_weights.unbind(1)
         each = batch.weights if batch.requests is None else batch.labels.new_ones(len(batch.labels))
@@ -214,7 +221,7 @@ class Objective:
             raise self._other_shape(logits, before, vectors)
         if before == len(self.tasks) and not vectors and not self.own_loss:
             return logits.unbind(1)
-        # torch.export does not load a split into no parts.
+        # torch.export cannot load a split into zero parts.
         parts = iter(logits[:, :columns].split(self._widths, 1) if self._widths else ())
         return [
             logits[:, before:] if task.loss.reads_vectors else next(parts).squeeze(1) for task in self.tasks
@@ -233,7 +240,7 @@ class Objective:
 
 
 def total(losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The scalar that a rank calls backward on: the sum of `Objective.losses`."""
+    """Return the scalar that a rank calls backward on: the sum of `Objective.losses`."""
     first, *others = losses.values()
     for part in others:
         first = first + part
@@ -241,12 +248,12 @@ def total(losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 class Scoring(Objective):
-    """The tasks' predictions alone. There are no labels, and so no loss; no part of it is a collective."""
+    """Objective for predictions only, without labels and losses. No method is a collective."""
 
     def losses(
         self, logits: torch.Tensor, batch: Batch, looked_up: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """0."""
+        """Return a loss of 0."""
         return {self.tasks[0].name: logits.new_zeros(())}
 
     def outputs(
@@ -256,7 +263,7 @@ class Scoring(Objective):
         batch: Batch,
         losses: Mapping[str, torch.Tensor] | None = None,
     ) -> Outputs:
-        """Labels are 0, and every row counts in every task."""
+        """Return the outputs of a step with labels 0, in which every row counts in every task."""
         labels = batch.labels.new_zeros(len(batch.labels), 1 + max(task.column for task in self.tasks))
         unlabelled = replace(batch, labels=labels, task_weights=None, keys=None)
         return super().outputs(loss, logits, unlabelled, losses)

@@ -1,4 +1,4 @@
-"""What a step hands to the metrics."""
+"""Outputs of a step that the metrics read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ OF_ROWS = ("logits", "predictions", "labels", "weights")  # tensors of TaskOutpu
 
 @dataclass(frozen=True)
 class TaskOutputs:
-    """One task's part of a rank's step; detached, float32 [B] each, on the step's device.
+    """Outputs of one task in a rank's step: detached tensors, float32 [B] each, on the step's device.
 
     Attributes:
-        logits: what the model gave. predictions: what they mean in the label's units (of bce, probabilities).
-            Both are [B, C] for a task of C classes.
-        labels: of the task; finite also where a row has none.
-        weights: of each row in the task's loss and metrics; 0 for padding and rows that do not count.
-        keys: column → int64 [B], for the columns that groups, items and slices need (Batch.keys).
+        logits: Calibrated logits (Task.calibrated); [B, C] for a task of C classes.
+        predictions: Predictions in the label's units, such as probabilities for bce; [B, C] for C classes.
+        labels: Labels of the task; rows without a label have a finite number.
+        weights: Weight of each row in the task's loss and metrics; 0 for padding and rows that do not count.
+        keys: Column → int64 [B], for the columns of groups, items and slices (Batch.keys).
     """
 
     logits: torch.Tensor
@@ -33,7 +33,7 @@ class TaskOutputs:
 
     @classmethod
     def joined(cls, steps: Sequence[TaskOutputs]) -> TaskOutputs:
-        """The rows of several steps of a task, one after the other."""
+        """Return the concatenated rows of several steps of a task."""
         import torch
 
         rows = {name: torch.cat([getattr(step, name) for step in steps]) for name in OF_ROWS}
@@ -43,19 +43,19 @@ class TaskOutputs:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What one rank's step hands to the metrics.
+    """Outputs of one rank's step that the metrics read.
 
     A step that is skipped on all ranks has zero logits, predictions, labels, weights and losses.
 
     Attributes:
-        tasks: task → its part, in the order of the configuration.
-        rows: float32 [B], 1 for a row and 0 for padding, whatever a task's own weights.
-        loss: the scalar that this rank calls backward on (tasks/objective.py): its part × ranks.
-        is_skipped: Returns True if the step is skipped, once the device has computed the forward pass; None
+        tasks: Task → its outputs, in the order of the configuration.
+        rows: 1 for a row and 0 for padding, independent of task weights, float32 [B].
+        loss: Scalar that this rank calls backward on (tasks/objective.py): the rank's part × ranks.
+        is_skipped: Function that waits for the forward pass and returns True if the step is skipped; None
             unless train.on_nan is skip.
-        losses: in training, task (or objective.OF_MODEL) → its part of the loss, so that the sum over ranks ÷
-            rows of the global batch is the loss of the step: × those rows ÷ ranks.
-        vectors: float32 [B, width], of one tower of the model (worker.step.Head), or None.
+        losses: Task (or objective.OF_MODEL) → its part of `loss` × rows of the global batch ÷ ranks, in
+            training. The sum over ranks ÷ rows of the global batch is the loss of the step.
+        vectors: Vectors of one tower of the model (worker.step.Head), float32 [B, width]; None: no tower.
     """
 
     tasks: dict[str, TaskOutputs]
@@ -69,11 +69,11 @@ class Outputs:
         return self.tasks[task]
 
     def masked(self, mask: torch.Tensor, is_skipped: Callable[[], object]) -> Outputs:
-        """Return the outputs of a step that may be skipped: zeros if it is, as its numbers may be NaN.
+        """Return the outputs of a step that may be skipped; zeros if skipped, because the values may be NaN.
 
         Args:
             mask: Bool scalar on the step's device; True if the step is skipped.
-            is_skipped: Same for the host.
+            is_skipped: Function that returns the same on the host.
         """
 
         def kept(values: torch.Tensor) -> torch.Tensor:
@@ -89,5 +89,5 @@ class Outputs:
 
     @property
     def skipped(self) -> bool:
-        """True if the step is skipped on all ranks; waits for the forward pass."""
+        """Return True if the step is skipped on all ranks. Waits for the forward pass."""
         return self.is_skipped is not None and bool(self.is_skipped())

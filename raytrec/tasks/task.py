@@ -1,6 +1,6 @@
-"""The configuration's tasks, resolved against a schema, and checked against their losses and the model.
+"""Tasks of the configuration, resolved against a schema and checked against losses and the model.
 
-No torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ BINARY = (0.0, 1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Task(TaskRows):
-    """One label that is learned, and how.
+    """Label to learn, with its loss and metrics.
 
     Attributes:
-        column: Place of the label among the schema's labels.
+        column: Position of the label among the schema's labels.
         loss: Loss of a row, or of a batch.
         weight: Factor of the loss in the sum over tasks.
         metrics: Names of the metrics.
         positive_weight: Factor of the loss of rows whose label is 1.
-        negatives_kept: Share of negatives that down-sampling has kept, in (0, 1].
+        negatives_kept: Share of negatives kept by down-sampling, in (0, 1].
         group: Reserved column with the group of each row; None: no groups.
         item: Reserved column with the item of each row; None: no items.
         item_frequency: Reserved column with the number of occurrences of each row's item.
-        outputs: Logits of a row: the number of classes, or 1.
+        outputs: Number of logits of a row: the number of classes, or 1.
     """
 
     column: int
@@ -55,44 +55,44 @@ class Task(TaskRows):
     outputs: int = 1
 
     def factors(self, labels_B: torch.Tensor, weights_B: torch.Tensor) -> torch.Tensor:
-        """By which the losses of rows count, float32 [B]: their weights, times positive_weight."""
+        """Return the factor of each row's loss: the row's weight, times positive_weight for label 1."""
         if self.positive_weight == 1:
             return weights_B
         return weights_B.where(labels_B != 1, weights_B * self.positive_weight)
 
     def calibrated(self, logits: torch.Tensor) -> torch.Tensor:
-        """What metrics and predictions take as logits, of what the model gives for this task.
+        """Return the logits for metrics and predictions, computed from the model's output for this task.
 
-        Of vectors, their product. Where negatives were down-sampled, log-odds of all the data: with p by the
-        model and the share r that was kept, p ÷ (p + (1 − p) ÷ r) has log-odds that are smaller by −ln r
-        (He et al. 2014, section 6.3).
+        Vectors of query and item are multiplied. If negatives were down-sampled to a share r, the result is
+        the log-odds for all the data. For the model's probability p, the log-odds of p ÷ (p + (1 − p) ÷ r)
+        are smaller by −ln r (He et al. 2014, section 6.3).
         """
         scores = self.loss.scores(logits)
         return scores if self.negatives_kept == 1 else scores + log(self.negatives_kept)
 
 
 def key_columns(tasks: Sequence[Task], slices: Sequence[str] = ()) -> tuple[str, ...]:
-    """The columns that Batch.keys has, in its order: those of tasks, then slices, each once."""
+    """Return the columns of Batch.keys in order: columns of tasks, then slices, without duplicates."""
     of_tasks = (name for task in tasks for name in (task.group, task.item, task.item_frequency))
     return tuple(dict.fromkeys([*(name for name in of_tasks if name is not None), *slices]))
 
 
 def columns_of(tasks: Sequence[Task]) -> dict[str, int]:
-    """Task → its columns of logits, in their order; a task whose loss reads vectors has none."""
+    """Return task → number of its logits, in the order of logits, without tasks whose loss reads vectors."""
     return {task.name: task.outputs for task in tasks if not task.loss.reads_vectors}
 
 
 def needs_vectors(tasks: Sequence[Task]) -> bool:
-    """Whether a model has to give vectors of query and item, too."""
+    """Return True if the model must also output vectors of query and item."""
     return any(task.loss.reads_vectors for task in tasks)
 
 
 def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task, ...]:
-    """Return the tasks in the order of the configuration; the user's modules are imported.
+    """Return the tasks in the order of the configuration. Modules of user-defined losses are imported.
 
     Raises:
-        ConfigError: no such label or loss, two tasks of one name, masks that go round in a circle, or what a
-            loss does not take.
+        ConfigError: A label or loss does not exist, two tasks have the same name, or masks form a cycle.
+            Also raised if a loss does not accept a setting of its task.
     """
     tasks = [_resolve(section, schema, i, len(sections) > 1) for i, section in enumerate(sections)]
     of_name = {task.name: task for task in tasks}
@@ -132,10 +132,10 @@ def _resolve(section: TaskSection, schema: Schema, place: int, several: bool) ->
 
 
 def _check_mask(task: Task, of_name: Mapping[str, Task], where: str) -> None:
-    """Follows masks that are other tasks.
+    """Check that masks that are other tasks form no cycle.
 
     Raises:
-        ConfigError: they lead back.
+        ConfigError: The masks form a cycle.
     """
     seen, at = [task.name], task
     while at.mask in of_name:
@@ -180,10 +180,11 @@ def _loss(section: TaskSection, where: str) -> Loss:
 
 
 def check_model_learns(tasks: Sequence[Task], model: ModelSection) -> None:
-    """Looks whether a task that leaves its loss to the model has a model that gives one.
+    """Check that the model computes a loss if a task has loss from_model.
 
     Raises:
-        ConfigError: it has not, or two tasks leave it to the model, or one that is not the last with logits.
+        ConfigError: The model computes no loss, two tasks have loss from_model, or the model's loss belongs
+            to the last task with logits and another task has from_model.
     """
     left = [place for place, task in enumerate(tasks) if task.loss.from_model]
     if len(left) > 1:
@@ -215,13 +216,15 @@ def check_model_learns(tasks: Sequence[Task], model: ModelSection) -> None:
 
 
 def check_options(section: TaskSection, loss: Loss, where: str) -> None:
-    """Holds the keys of a task against its loss.
+    """Check the keys of a task against its loss.
 
     Args:
-        where: the task, in words: tasks[0].
+        section: Configuration of the task.
+        loss: Loss of the task.
+        where: Place of the task in the configuration, such as tasks[0].
 
     Raises:
-        ConfigError: one that this loss cannot do anything with, or that it lacks.
+        ConfigError: The loss cannot use a key that is set, or requires a key that is not set.
     """
     if section.positive_weight != 1 and loss.label_range != BINARY:
         raise ConfigError(

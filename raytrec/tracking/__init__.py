@@ -1,1 +1,1 @@
-"""The run folder: written, read, and delivered to MLflow."""
+"""Writing and reading run folders, and their delivery to MLflow."""

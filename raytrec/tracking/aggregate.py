@@ -1,4 +1,4 @@
-"""Lines of ranks.jsonl combined over steps and over ranks."""
+"""Aggregation of the lines of ranks.jsonl over steps and over ranks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from raytrec.common.messages import RankLine
 from raytrec.tracking.history import sum_intervals
 
-ADDED = ("lookups", "lookup_bytes", "weight_bytes", "state_bytes")  # over the tables of a rank
-WAIT_PHASES = ("input_exchange", "collectives")  # phases in which a rank waits for the others, too
+ADDED = ("lookups", "lookup_bytes", "weight_bytes", "state_bytes")  # summed over the tables of a rank
+WAIT_PHASES = ("input_exchange", "collectives")  # phases that include waiting for other ranks
 
 SUMMED = ("weight_bytes", "state_bytes", "lookups", "lookup_bytes", "touched_rows")
 MAXIMA = ("max_abs", "row_norm_max")
 NORMS = ("weight_norm", "gradient_norm", "update_norm", "state_norm")
-OF_IDS = ("occupancy", "admitted_ids", "evicted_ids", "fallback_share", "id_age")  # the same on all ranks
-# Figures that are averaged over shards, and the weight of a shard: the whole that its figure is a share of.
+OF_IDS = ("occupancy", "admitted_ids", "evicted_ids", "fallback_share", "id_age")  # equal on all ranks
+# Statistic → weight of a shard in the average: the total to which the shard's share refers.
 WEIGHTS: dict[str, Callable[[dict[str, Any]], float]] = {
     **dict.fromkeys(
-        # Ids that are hashed fall on all rows alike.
+        # Hashed ids are spread evenly over rows.
         ("dead_share", "row_norm_p05", "row_norm_p50", "row_norm_p95", "collision_rate", *OF_IDS),
         lambda entry: entry.get("rows") or 0.0,
     ),
@@ -27,22 +27,22 @@ WEIGHTS: dict[str, Callable[[dict[str, Any]], float]] = {
     "changed_share": lambda entry: entry.get("read_ids") or 0.0,
     "cache_hit_rate": lambda entry: entry.get("lookups") or 0.0,
 }
-FIGURES = (*SUMMED, *MAXIMA, *NORMS, *WEIGHTS)  # of a table, over all ranks
+FIGURES = (*SUMMED, *MAXIMA, *NORMS, *WEIGHTS)  # statistics of a table over all ranks
 BINS = 30
 
 
 def table_bytes(entry: dict[str, Any]) -> float:
-    """Bytes of weights and optimizer state of a rank's shards of a table."""
+    """Return the bytes of weights and optimizer state of a rank's shards of a table."""
     return (entry.get("weight_bytes") or 0.0) + (entry.get("state_bytes") or 0.0)
 
 
 def own_time(line: RankLine) -> float:
-    """Seconds of an interval in which a rank did not wait for others."""
+    """Return the seconds of an interval in which a rank did not wait for other ranks."""
     return line.seconds - sum(line.phase_s(phase) for phase in WAIT_PHASES)
 
 
 def by_step(lines: list[RankLine]) -> dict[int, list[RankLine]]:
-    """Step → the lines of its ranks."""
+    """Group lines by step."""
     steps: dict[int, list[RankLine]] = {}
     for line in lines:
         steps.setdefault(line.step, []).append(line)
@@ -50,7 +50,7 @@ def by_step(lines: list[RankLine]) -> dict[int, list[RankLine]]:
 
 
 def by_rank(lines: list[RankLine]) -> dict[int, list[RankLine]]:
-    """Rank → its lines, in the order of their steps."""
+    """Group lines by rank; each rank's lines stay in the order of steps."""
     ranks: dict[int, list[RankLine]] = {}
     for line in lines:
         ranks.setdefault(line.rank, []).append(line)
@@ -58,7 +58,7 @@ def by_rank(lines: list[RankLine]) -> dict[int, list[RankLine]]:
 
 
 def last_group(lines: list[RankLine]) -> list[RankLine]:
-    """The lines since the group of workers last changed: only these ranks can be compared."""
+    """Return the lines since the last change of the group of workers; only these ranks are comparable."""
     kept: list[RankLine] = []
     for line in reversed(lines):
         if kept and (line.attempt, line.world) != (kept[0].attempt, kept[0].world):
@@ -68,23 +68,26 @@ def last_group(lines: list[RankLine]) -> list[RankLine]:
 
 
 def skip_warmup(lines: list[RankLine]) -> list[RankLine]:
-    """The lines of the last group, where there are others without its first interval: readers start in it."""
+    """Return the lines of the last group without its first interval, in which readers start.
+
+    The first interval is kept if there is no other one.
+    """
     group = last_group(lines)
     first = min((line.first_step for line in group), default=0)
     return [line for line in group if line.first_step > first] or group
 
 
 def sum_over_time(lines: list[RankLine]) -> list[RankLine]:
-    """One line for each rank (`sum_intervals`).
+    """Return one line per rank (`sum_intervals`).
 
     Args:
-        lines: of one rank or of several, each rank's in the order of their steps.
+        lines: Lines of one or several ranks; each rank's lines are ordered by step.
     """
     return [sum_intervals(mine) for mine in by_rank(lines).values()]
 
 
 def order_by_load(lines: list[RankLine]) -> list[str]:
-    """All tables, the one with the most bytes looked up first."""
+    """Return all tables by descending bytes looked up."""
     load: dict[str, float] = {}
     for line in lines:
         for name, entry in line.tables.items():
@@ -93,16 +96,17 @@ def order_by_load(lines: list[RankLine]) -> list[str]:
 
 
 def combine_shards(lines: list[RankLine], table: str, replicated: bool = False) -> dict[str, Any]:
-    """Figures of the shards of a table together, at one step: in MLflow and in the report.
+    """Return the combined statistics of a table's shards at one step, for MLflow and the report.
 
     Args:
-        lines: of all ranks at the step.
-        replicated: whether every rank holds the whole table, so that norms are those of one rank; the
-            entries may have it, too.
+        lines: Lines of all ranks at the step.
+        table: Table name.
+        replicated: True if every rank holds the complete table, so that the norms of one rank are used;
+            entries can set the flag as well.
 
     Returns:
-        FIGURES: sums, the largest, norms over all shards, or averages by WEIGHTS; NaN where no rank has a
-        figure. And `row_norm_counts`, a list of 30 floats, or None.
+        FIGURES as sums, maxima, norms over all shards, or averages by WEIGHTS; NaN if no rank has a value.
+        Also `row_norm_counts`, a list of 30 floats, or None.
     """
     entries = [line.tables[table] for line in lines if table in line.tables]
     replicated = replicated or any(entry.get("replicated") is True for entry in entries)
@@ -121,13 +125,13 @@ def _known(entries: list[dict], key: str, combine: Any) -> float:
 
 
 def _ids_of_step(entry: dict[str, Any]) -> float:
-    """The ids that a shard looked up in the probed step: its distinct rows ÷ their ratio to its ids."""
+    """Return the ids that a shard looked up in the probed step: distinct rows ÷ their ratio to ids."""
     ratio = entry.get("unique_ratio") or 0.0
     return (entry.get("touched_rows") or 0.0) / ratio if ratio > 0 else 0.0
 
 
 def _mean(entries: list[dict], key: str, weight: Callable[[dict], float]) -> float:
-    """The mean over shards, by weight; the plain one where nothing has weight."""
+    """Return the weighted mean over shards, or the unweighted mean if all weights are 0."""
     pairs = [(value, weight(entry)) for entry in entries if (value := entry.get(key)) is not None]
     if total := sum(w for _, w in pairs):
         return sum(value * w for value, w in pairs) / total

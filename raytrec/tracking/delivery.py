@@ -1,4 +1,4 @@
-"""Delivers a run folder to MLflow."""
+"""Delivery of a run folder to MLflow."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ from raytrec.tracking.translate import in_parts, parameters
 
 ARTIFACTS = (CONFIG, SCHEMA, PLAN, RESULT, REPORT, CHECK_RESULT)
 LOCK = "mlflow.lock"
-EVERY_S = 1.0  # from the beginning of one round of writing to the next
-LAST_S = 25.0  # for the last round, once training has ended
-FIRST_S, LONGEST_S = 1.0, 30.0  # between two tries of a store that fails
+EVERY_S = 1.0  # interval between the starts of two rounds of writing
+LAST_S = 25.0  # time limit of the last round, after training has ended
+FIRST_S, LONGEST_S = 1.0, 30.0  # shortest and longest delay between two retries
 BACK = "MLflow is back; the records that it lacks are being written"
 PARAM_LENGTH, TAG_LENGTH = 6000, 8000  # characters
 LOG_IN = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
 
 
 class Delivery:
-    """Writes one MLflow run out of a run folder.
+    """Writer of one MLflow run from a run folder.
 
-    Up to which byte the store has the lines is kept in the run folder (tracking.feed), so that nothing is
-    lost, and nothing written twice, whenever this process dies. When the store does not answer, is locked or
-    fails on its side, it is tried again after 1 s, 2 s, … 30 s. What it will never take (a record that it
-    refuses) is dropped; `finish` reports how much that was.
+    The run folder stores the offset up to which the store has the lines (tracking.feed). Therefore no record
+    is lost or written twice when this process dies. If the store does not answer, is locked or fails, the
+    call is retried after 1 s, 2 s, … 30 s. Records that the store rejects permanently are dropped; `finish`
+    reports their number.
 
     Args:
-        folder: of the run. Its MLflow run is noted there; a new one is made where the store does not have it.
-        config: of the run; where and as what it is tracked. Tokens and passwords come from MLflow's
+        folder: Run folder, which stores the id of the MLflow run; if the store does not have it, a run is
+            created.
+        config: Configuration of the run with the tracking settings. Tokens and passwords come from MLflow's
             environment variables.
-        notify: called with a sentence when the store stops answering, and with another when it is back.
+        notify: Function called with a sentence when the store stops answering and when it answers again.
     """
 
     def __init__(self, folder: Path, config: RunConfig, notify: Callable[[str], None]):
@@ -56,24 +57,24 @@ class Delivery:
         self._feed = Feed(folder)
         self._store = Store(config, folder, self._feed.delivered.key, self._feed.delivered.run_id)
         self._params = parameters(config)
-        self._tags: dict[str, str] = {}  # that the store has
-        self._uploaded: dict[Path, tuple[int, int]] = {}  # file → its time and size
+        self._tags: dict[str, str] = {}  # tags that the store has
+        self._uploaded: dict[Path, tuple[int, int]] = {}  # file → (modification time, size)
         self._joined = self._tried = self._ended = False
-        self._status: str | None = None  # with which the run is to be ended
+        self._status: str | None = None  # final status of the run; None during training
         self._pause_s, self._longest_s, self._next = 0.0, LONGEST_S, 0.0
         self._why, self._dropped = "", 0
 
     @property
     def run_id(self) -> str | None:
-        """Of the MLflow run; None until the store has it."""
+        """Return the id of the MLflow run; None until the store has the run."""
         return self._store.run_id
 
     def deliver(self) -> bool:
-        """Writes missing records, unless the store is to be left alone for a while; whether it has them all.
+        """Write missing records unless a retry is pending. Return True if the store has all records.
 
         Raises:
-            ConfigError: at the first try, the store cannot be opened: a wrong address, a file that is not a
-                database, a server that wants another user.
+            ConfigError: The store cannot be opened at the first attempt: a wrong address, a file that is not
+                a database, or a server that requires other credentials.
         """
         if monotonic() < self._next:
             return False
@@ -95,16 +96,17 @@ class Delivery:
         return True
 
     def finish(self, status: str, patience_s: float) -> str | None:
-        """Writes the rest and ends the run with FINISHED, FAILED or KILLED.
+        """Write the rest and end the run with FINISHED, FAILED or KILLED.
 
         Args:
-            patience_s: for which a store that fails is tried again.
+            status: Status of the run.
+            patience_s: Seconds during which a failing store is retried.
 
         Returns:
-            None, or what is missing in MLflow then.
+            A sentence about missing records, or None if MLflow has everything.
 
         Raises:
-            ConfigError: as `deliver`.
+            ConfigError: As in `deliver`.
         """
         until = monotonic() + patience_s
         self._status, self._longest_s, self._next = status, FIRST_S, 0.0
@@ -140,14 +142,14 @@ class Delivery:
         self._next = monotonic() + self._pause_s
 
     def _open(self) -> None:
-        """Finds or makes the run. A store that refuses us at the first try is a ConfigError."""
+        """Find or create the run. If the store refuses access at the first attempt, raise ConfigError."""
         if self.run_id:
             return
         first, self._tried = not self._tried, True
-        self._feed.delivered.write(self._folder)  # with the key of a run that may be made now
+        self._feed.delivered.write(self._folder)  # stores the key before the run is created
         try:
             self._store.open()
-        except ConfigError as error:  # a run that has begun goes on
+        except ConfigError as error:  # a run that has already begun is not stopped
             if first:
                 raise
             raise RuntimeError(error.what) from None
@@ -159,7 +161,7 @@ class Delivery:
         self._feed.use_run(self._store.run_id)
 
     def _describe(self) -> None:
-        """Writes the parent, parameters (section.key), unless the run has them already, and new tags."""
+        """Write the parent run, the parameters (section.key) unless already written, and changed tags."""
         if not self._joined:
             self._joined = self._attempt(self._store.join_parent) or True
         if not self._feed.delivered.params:
@@ -174,7 +176,7 @@ class Delivery:
             self._tags = tags
 
     def _write_lines(self) -> None:
-        """Write all batches; of a batch that the store rejects, write each record in its own call."""
+        """Write all batches; if the store rejects a batch, write each record in a separate call."""
         while batch := self._feed.next_batch():
             if not self._attempt(self._store.write_metrics, batch.records):
                 for record in batch.records:
@@ -188,7 +190,7 @@ class Delivery:
             self._uploaded[path] = version
 
     def _changed_files(self) -> dict[Path, tuple[int, int]]:
-        """Files of the run folder that are not in the store as they are now, with their time and size."""
+        """Return files whose current version is not in the store, with their modification time and size."""
         paths = [*map(self._folder.joinpath, ARTIFACTS), *sorted(self._folder.glob("pictures/*.svg"))]
         found = {}
         for path in paths:
@@ -204,9 +206,9 @@ class Delivery:
 
 @contextmanager
 def one_delivery(folder: Path) -> Iterator[None]:
-    """Waits until no other process delivers the run, and is the one that does while the block runs.
+    """Hold the delivery lock of a run folder, after waiting until no other process delivers the run.
 
-    On file systems without locks, or without room, it waits for none.
+    On file systems without locks, or if the lock file cannot be created, the block runs without a lock.
     """
     try:
         file = open(folder / LOCK, "a", encoding="utf-8")  # noqa: SIM115 (closed below)
@@ -219,13 +221,13 @@ def one_delivery(folder: Path) -> Iterator[None]:
 
 
 def follow(folder: Path, config: RunConfig) -> None:
-    """Delivers a run while it is trained, until standard input ends; `raytrec track RUN --follow`.
+    """Deliver a run during training until standard input ends: `raytrec track RUN --follow`.
 
-    The last line of standard input is the status with which the run has ended; without one, its driver has
-    died. On standard output are lines of JSON: {"note": a sentence for people}, {"run_id": …}, {"refused":
-    parts of the error of a store that cannot be opened}, {"missing": a sentence, or null}: the end.
+    The last line of standard input is the final status of the run; without this line, the driver has died.
+    Standard output has lines of JSON: {"note": a sentence for people}, {"run_id": …}, {"refused": parts of
+    the error if the store cannot be opened}, and at the end {"missing": a sentence, or null}.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its driver, which may still have to save
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ends with its driver, which may still have to save
     leave_out_dispensable()
     status, told = None, None
     with one_delivery(folder):
@@ -245,17 +247,17 @@ def follow(folder: Path, config: RunConfig) -> None:
 
 
 def status_of(folder: Path) -> str:
-    """The status of a run whose driver is gone: FINISHED or FAILED."""
+    """Return the status of a run whose driver has exited: FINISHED or FAILED."""
     return "FINISHED" if (folder / RESULT).is_file() else "FAILED"
 
 
 def _asked(wait_s: float) -> str | None:
-    """A status from standard input within so many seconds; "" at its end; None: nothing came."""
+    """Return a status read from standard input; "" at its end; None if nothing arrived within wait_s."""
     if not select([sys.stdin], [], [], wait_s)[0]:
         return None
     return os.read(sys.stdin.fileno(), 100).decode().strip()
 
 
 def _report(kind: str, value: Any) -> None:
-    with suppress(OSError):  # a driver that has died does not read
+    with suppress(OSError):  # a dead driver does not read
         print(json.dumps({kind: value}), flush=True)

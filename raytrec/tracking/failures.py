@@ -1,4 +1,4 @@
-"""Errors of an MLflow store: which may pass, and their text."""
+"""Errors of an MLflow store: detection of transient errors, and error texts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from raytrec.common.redaction import hide
 from raytrec.compat.mlflow_ import server_failed
 
 SQLITE_PASSES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
-WAITING_HELPS = (401, 403, 408, 409, 429, 499)  # of the 4xx: those that are not about what was sent
+WAITING_HELPS = (401, 403, 408, 409, 429, 499)  # 4xx codes that do not depend on the request's content
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same call may work later: the store does not answer, is locked, or fails on its side.
+    """Return True if the same call may succeed later, because the store is unreachable, locked or failing.
 
-    Other errors come again for certain: the store refuses this record, or a file is missing.
+    Other errors are permanent: the store rejects the record, or a file is missing.
     """
     if _no_answer(error):
         return True
@@ -27,27 +27,33 @@ def may_pass(error: BaseException) -> bool:
 
 
 def unreachable(error: BaseException) -> bool:
-    """At the start: whether the store is merely not there, rather than wrong or closed to us."""
+    """Return True if the store does not answer, rather than being invalid or refusing access.
+
+    Used for the first call to the store.
+    """
     from requests.exceptions import SSLError
 
     return _no_answer(error) and not any(isinstance(cause, SSLError) for cause in _chain(error))
 
 
 def closed_to_us(error: BaseException) -> bool:
-    """Whether the store wants another user."""
+    """Return True if the store requires other credentials."""
     return _status(error) in (401, 403)
 
 
 def reason(error: BaseException) -> str:
-    """The text of the innermost error: at most 200 characters, without secrets."""
+    """Return the text of the innermost error, at most 200 characters, without secrets."""
     said = [str(cause).strip() for cause in _chain(error)]
     text = next((words for words in reversed(said) if words), type(error).__name__)
     return hide(text.splitlines()[0])[:200]
 
 
 def _no_answer(error: BaseException) -> bool:
-    """No connection, no answer in time, answers of 5xx only, or a database that is locked, down or without
-    room on its disk."""
+    """Return True if the server gave no valid answer, or the database is unavailable.
+
+    The cases are: no connection, a timeout, only 5xx answers, or a database that is locked, down or out of
+    disk space.
+    """
     from requests.exceptions import ConnectionError, RetryError, Timeout
     from sqlalchemy.exc import OperationalError
 
@@ -58,13 +64,13 @@ def _no_answer(error: BaseException) -> bool:
 
 
 def _sqlite_code(error: BaseException) -> int | None:
-    """SQLite's primary result code."""
+    """Return SQLite's primary result code, or None for other errors."""
     code = getattr(error, "sqlite_errorcode", None) if isinstance(error, sqlite3.Error) else None
     return None if code is None else code & 0xFF
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that an error of MLflow or of an upload stands for."""
+    """Return the HTTP status of an MLflow or upload error, or None."""
     from mlflow.exceptions import MlflowException
     from requests.exceptions import HTTPError
 
@@ -76,7 +82,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, its cause, the cause of that, and so on."""
+    """Yield the error, its cause, the cause of that error, and so on."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

@@ -1,8 +1,9 @@
-"""The lines of a run folder that MLflow lacks. They are those behind the byte up to which it has them.
+"""Lines of a run folder that MLflow does not have yet, found by the offset of the last delivered byte.
 
-That byte is kept in the run folder, in mlflow.json, which is replaced after every write to the store. Where a
-driver dies between the two, the next one writes the same again. That does no harm: the time of a metric is
-its line's, and a store has one metric of a name, step, time and value only once.
+The offset is stored in the run folder in mlflow.json. Every write to the store is followed by a new version
+of this file. If a driver dies between the two writes, the next driver sends the same records again. This is
+harmless: the time of a metric is the time of its line, and a store keeps one metric per name, step, time and
+value.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ FILES = (METRICS, CHECKS, RANKS)
 
 @dataclass
 class Delivered:
-    """The part of a run folder that the store has.
+    """Part of a run folder that the store has.
 
     Attributes:
-        key: of the MLflow run, by which it is found where the answer that had its id got lost.
-        run_id: None until the store has a run.
-        params: whether it has the parameters.
-        offsets: file → byte up to which it has the lines.
+        key: Key of the MLflow run, which identifies a run whose creation was not answered.
+        run_id: Id of the MLflow run; None until the store has a run.
+        params: True if the store has the parameters.
+        offsets: File → offset up to which the store has the lines.
     """
 
     key: str = field(default_factory=lambda: uuid4().hex)
@@ -44,29 +45,30 @@ class Delivered:
 
     @classmethod
     def read(cls, folder: Path) -> Delivered:
-        """The note of a folder; if it cannot be read, the store gets everything once more."""
+        """Read the state from a folder; if it is unreadable, everything is delivered again."""
         return find_document(str(folder / NOTE), cls) or cls()
 
     def write(self, folder: Path) -> None:
-        """Replaces the note; where there is no room, the next one will have it all."""
+        """Replace the stored state; a write error is ignored, because the next write has the full state."""
         with suppress(OSError):
             write_whole(folder / NOTE, document(self))
 
 
 class Batch(NamedTuple):
-    """Records for one call, and the bytes up to which the store has the lines of each file after it."""
+    """Records for one call, and the offset of each file that is reached after the call."""
 
     records: list[Record]
     offsets: dict[str, int]
 
 
 class Feed:
-    """Reads the lines of a run folder as batches; each is given again until it is `written`.
+    """Reader of a run folder in batches; a batch is returned again until `written` is called.
 
     Attributes:
-        delivered: what the store has.
-        dropped: lines that are not messages.
-        why: what is wrong with the last of them.
+        folder: Run folder.
+        delivered: Part of the folder that the store has.
+        dropped: Number of lines that are not messages.
+        why: Reason why the last dropped line was invalid.
     """
 
     def __init__(self, folder: Path):
@@ -76,31 +78,31 @@ class Feed:
         self._start()
 
     def use_run(self, run_id: str) -> None:
-        """The store has this run; if it is not the one of before, it has nothing of the folder yet."""
+        """Deliver to this run of the store. If the run is new, delivery starts from the beginning."""
         if run_id != self.delivered.run_id:
             self.delivered = Delivered(self.delivered.key, run_id)
             self._start()
         self.delivered.write(self.folder)
 
     def next_batch(self) -> Batch | None:
-        """The next records, about MOST_METRICS metrics; None where the store has everything."""
+        """Return the next batch of about MOST_METRICS metrics; None if the store has everything."""
         self._batch = self._batch or self._read_batch()
         return self._batch
 
     def written(self) -> None:
-        """The store has the batch."""
+        """Record that the store has the batch."""
         self.delivered.offsets |= self._batch.offsets
         self.delivered.write(self.folder)
         self._batch = None
 
     def params_written(self) -> None:
-        """The store has the parameters."""
+        """Record that the store has the parameters."""
         self.delivered.params = True
         self.delivered.write(self.folder)
 
     @property
     def waiting(self) -> int:
-        """Lines that the store does not have; of ranks, lines that have been read count together."""
+        """Return the number of undelivered lines; rank lines that were already read count as one per step."""
         unread = sum(1 for file in FILES for _ in read_lines(self.folder / file, self._read_to[file]))
         return unread + (len(self._batch.records) if self._batch else 0)
 

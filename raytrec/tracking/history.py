@@ -1,4 +1,4 @@
-"""The messages of a run, in memory. Of steps that were trained again, the later ones count."""
+"""In-memory messages of a run. For steps that were trained again, the later messages count."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from raytrec.common.messages import (
 )
 from raytrec.metrics.selection import EVAL, Figure, figures_of
 
-MOST_INTERVALS = 600  # that are kept of a run; of a longer one, neighbours are put together, again and again
-LOADS = ("lookups", "lookup_bytes")  # of a table, added up over intervals
+MOST_INTERVALS = 600  # intervals kept of a run; in longer runs, neighbors are summed repeatedly
+LOADS = ("lookups", "lookup_bytes")  # table values that are summed over intervals
 
 
 class Restarts:
-    """Notices lines of another group of workers.
+    """Detector of lines from a new group of workers.
 
-    A line of another attempt, or one that begins before its rank's last one has ended, means that the run has
-    gone back to where the line begins: all later steps are about to be trained again, maybe by fewer ranks.
+    A group is new if a line has another attempt, or begins before the end of its rank's last line. The run
+    then went back to the beginning of that line. All later steps are trained again, possibly by fewer ranks.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Restarts:
         self._last: dict[int, int] = {}  # rank → step
 
     def is_first(self, line: RankLine) -> bool:
-        """Whether a line is the first of its group of workers."""
+        """Return True if a line is the first of its group of workers."""
         first = line.attempt != self._attempt or line.first_step < self._last.get(line.rank, 0)
         if first:
             self._attempt, self._last = line.attempt, {}
@@ -43,19 +43,17 @@ class Restarts:
 
 
 class StepGroups:
-    """Gathers lines until there are those of all recorded ranks of a step."""
+    """Buffer of lines until the lines of all recorded ranks of a step are present."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, dict[int, tuple[RankLine, int]]] = {}  # step → rank → line, its first byte
+        self._waiting: dict[int, dict[int, tuple[RankLine, int]]] = {}  # step → rank → (line, its offset)
         self._restarts = Restarts()
 
     def add(self, line: RankLine, begin: int = 0) -> list[RankLine] | None:
-        """The lines of all recorded ranks in their order, once the last has come.
+        """Add a line, and return the lines of all recorded ranks by rank if the step is complete.
 
-        Where a new group of workers begins, the lines of the group before will never be complete.
-
-        Args:
-            begin: the line's first byte in its file.
+        `begin` is the offset of the line in its file. When a new group of workers begins, incomplete steps of
+        the previous group are discarded.
         """
         if self._restarts.is_first(line):
             self._waiting = {}
@@ -67,19 +65,19 @@ class StepGroups:
         return [group[rank][0] for rank in sorted(group)]
 
     def begin_of_waiting(self) -> int | None:
-        """The first byte of the lines that wait for other ranks' lines; None: none does."""
+        """Return the offset of the first line that waits for other ranks; None if no line waits."""
         return min((begin for group in self._waiting.values() for _, begin in group.values()), default=None)
 
 
 class Intervals:
-    """Keeps the lines that count; of more than MOST_INTERVALS steps, sums of neighbours."""
+    """Current lines of a run; of more than MOST_INTERVALS steps, neighboring intervals are summed."""
 
     def __init__(self) -> None:
         self._steps: dict[int, dict[int, RankLine]] = {}
         self._restarts = Restarts()
 
     def add(self, line: RankLine) -> None:
-        """Takes a line in the order in which lines were written."""
+        """Add a line; lines must be added in the order of writing."""
         if self._restarts.is_first(line):
             self._steps = {s: lines for s, lines in self._steps.items() if s <= line.first_step}
         self._steps.setdefault(line.step, {})[line.rank] = line
@@ -87,11 +85,11 @@ class Intervals:
             self._halve()
 
     def lines(self) -> list[RankLine]:
-        """By step and rank."""
+        """Return the lines by step and rank."""
         return [self._steps[step][rank] for step in sorted(self._steps) for rank in sorted(self._steps[step])]
 
     def _halve(self) -> None:
-        """Puts neighbours together, but not the newest, for which there may be lines to come."""
+        """Sum neighboring intervals, except the newest one, which may receive more lines."""
         steps = sorted(self._steps)
         for earlier, later in zip(steps[:-2:2], steps[1:-2:2], strict=False):
             one, other = self._steps[earlier], self._steps[later]
@@ -101,10 +99,10 @@ class Intervals:
 
 
 def sum_intervals(lines: list[RankLine]) -> RankLine:
-    """One rank's intervals as one: seconds, steps, phases and lookups summed; the rest as of the last.
+    """Sum one rank's seconds, steps, phases and lookups over intervals; other values come from the last line.
 
     Args:
-        lines: of one rank, in the order of their steps.
+        lines: Lines of one rank, ordered by step.
     """
     tables = {}
     for name in dict.fromkeys(name for line in lines for name in line.tables):
@@ -121,13 +119,13 @@ def sum_intervals(lines: list[RankLine]) -> RankLine:
 
 
 class History:
-    """The messages of a run; of steps that were trained again, the later ones.
+    """Messages of a run. For steps that were trained again, the later messages count.
 
     Attributes:
-        failures: all failed checks, those of steps that were trained again, too.
-        events: messages of events.jsonl, as they were written.
-        progress: (unix_s, step) of all training figures as they were written, going back included.
-        result: the content of result.json; empty until the run has finished.
+        failures: All failed checks, including checks of steps that were trained again.
+        events: Messages of events.jsonl in the order of writing.
+        progress: (unix_s, step) of all training messages in the order of writing; steps can decrease.
+        result: Content of result.json; empty until the run has finished.
     """
 
     def __init__(self) -> None:
@@ -140,7 +138,7 @@ class History:
         self._intervals = Intervals()
 
     def add(self, message: Message) -> None:
-        """Takes a message in the order in which messages were written."""
+        """Add a message; messages must be added in the order of writing."""
         if isinstance(message, RankLine):
             self._intervals.add(message)
         elif isinstance(message, Outcome):
@@ -155,43 +153,43 @@ class History:
             self.events.append(message)
 
     def figures(self, *kinds: type[Measured]) -> list[Measured]:
-        """Lines of metrics.jsonl of these kinds (messages.Train, Eval, Final, …), by step."""
+        """Return lines of metrics.jsonl of these kinds (messages.Train, Eval, Final, …), by step."""
         found = [line for kind in kinds for line in self._metrics.get(kind.KIND, [])]
         return sorted(found, key=lambda line: line.step)
 
     @property
     def ranks(self) -> list[RankLine]:
-        """Lines of ranks.jsonl, by step and rank; of a long run, neighbours are put together."""
+        """Return lines of ranks.jsonl by step and rank; neighboring intervals of a long run are summed."""
         return self._intervals.lines()
 
     @property
     def checks(self) -> list[Outcome]:
-        """Lines of checks.jsonl, by check and step."""
+        """Return lines of checks.jsonl by check and step."""
         return [line for lines in self._checks.values() for line in lines]
 
     @property
     def starts(self) -> list[Start]:
-        """When groups of workers began to train."""
+        """Return the start messages of the groups of workers."""
         return [event for event in self.events if isinstance(event, Start)]
 
     @property
     def restarts(self) -> list[int]:
-        """Steps at which the run began again: after a failure, a resize, or with --resume."""
+        """Return the steps at which the run started again: after a failure or resize, or with --resume."""
         return [start.step for start in self.starts[1:]]
 
     @property
     def step(self) -> int:
-        """The last step that figures were recorded of; 0 before the first."""
+        """Return the last step with recorded metrics; 0 before the first."""
         return max((lines[-1].step for lines in self._metrics.values()), default=0)
 
     @property
     def total_steps(self) -> int:
-        """Of the whole run; 0 before it begins to train."""
+        """Return the number of steps of the complete run; 0 before training starts."""
         return self.starts[-1].total if self.starts else 0
 
     @property
     def metrics_of_tasks(self) -> list[Figure]:
-        """The metrics that have been recorded, as the run has described them."""
+        """Return the recorded metrics, as described by the run."""
         described = [start.line() for start in reversed(self.starts)]
         given = {key for lines in self._metrics.values() for line in lines for key in line.figures}
         given |= {key.removeprefix(EVAL) for key in self.result}
@@ -199,7 +197,7 @@ class History:
 
 
 def _replace_later(lines: list[Any], line: Any) -> None:
-    """Adds a line in the place of those of its step and of later steps."""
+    """Append a line after removing the lines of its step and of later steps."""
     while lines and lines[-1].step >= line.step:
         lines.pop()
     lines.append(line)

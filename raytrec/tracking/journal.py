@@ -1,6 +1,6 @@
-"""Writes lines and files into a run folder, also after full disks.
+"""Writer of lines and files in a run folder, which tolerates full disks.
 
-Lines wait in memory while the disk takes nothing.
+Lines that cannot be written are kept in memory and written later.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from raytrec.checkpoint.index import reason
 from raytrec.common.messages import EVENTS, Message
 from raytrec.common.processes import create_file
 
-MOST_BYTES = 32 << 20  # of waiting lines: beyond that the oldest go
+MOST_BYTES = 32 << 20  # limit of pending lines; beyond it, the oldest are dropped
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Something to be written.
+    """Pending write.
 
     Attributes:
-        whole: it is the content of the file, not a line at its end.
+        name: File name.
+        data: Bytes to write.
+        whole: True to replace the file; False to append a line.
     """
 
     name: str
@@ -36,34 +38,34 @@ class Waiting:
 
 
 class Journal:
-    """Lines of JSON and small files of a run folder, written in the order in which they come.
+    """Writer of JSON lines and small files of a run folder, in the order of the calls.
 
-    Whatever the disk reports, nothing is raised, and no line is left in part. Lines that cannot be written
-    wait and are tried again with the next one.
+    Disk errors are never raised, and no line is written in part. Lines that cannot be written are kept and
+    retried with the next line.
 
     Args:
-        folder: of the run.
-        notify: called once when the folder takes nothing, and once when it does again.
+        folder: Run folder.
+        notify: Function called once when the folder cannot be written and once when it can be written again.
     """
 
     def __init__(self, folder: Path, notify: Callable[[str], None]):
         self._folder, self._notify = folder, notify
         self._waiting: deque[Waiting] = deque()
         self._bytes, self._lost, self._trouble = 0, 0, ""
-        self._begun: set[str] = set()  # files whose last line is known to be whole
+        self._begun: set[str] = set()  # files whose last line is known to be complete
 
     def add(self, name: str, entry: dict[str, Any]) -> None:
-        """A line at the end of a file."""
+        """Append a line to a file."""
         self._put(Waiting(name, json.dumps(entry).encode() + b"\n"))
         self.write()
 
     def put(self, name: str, text: str) -> None:
-        """Replaces a file."""
+        """Replace a file."""
         self._put(Waiting(name, text.encode(), True))
         self.write()
 
     def write(self) -> None:
-        """Writes waiting lines, as far as the disk takes them."""
+        """Write pending lines until the disk rejects one."""
         while self._waiting:
             first = self._waiting[0]
             try:
@@ -79,7 +81,7 @@ class Journal:
             self.add(EVENTS, {"event": "room", "unix_s": time()})
 
     def missing(self) -> str | None:
-        """A sentence about lines that the run folder lacks; None: it has all."""
+        """Return a sentence about lines that the run folder lacks; None if it has all lines."""
         self.write()
         lines = len(self._waiting) + self._lost
         if not lines:
@@ -117,19 +119,19 @@ class Journal:
 
 
 def append_line(folder: Path, message: Message) -> None:
-    """Adds the line of a message to its file in a run folder.
+    """Append a message to its file in a run folder.
 
     Raises:
-        OSError: the file is as it was.
+        OSError: The message cannot be written; the file is unchanged.
     """
     append_to(folder / message.FILE, json.dumps(message.line()).encode() + b"\n")
 
 
 def append_to(path: Path, data: bytes) -> None:
-    """Adds to the end of a file: all of it, or nothing.
+    """Append data to a file completely or not at all.
 
     Raises:
-        OSError: the file is as it was.
+        OSError: The data cannot be written; the file is unchanged.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
@@ -146,10 +148,10 @@ def append_to(path: Path, data: bytes) -> None:
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Writes a file whole or not at all.
+    """Write a file completely or not at all.
 
     Raises:
-        OSError: the file is as it was.
+        OSError: The data cannot be written; the file is unchanged.
     """
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
@@ -163,7 +165,7 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def _missing_end(path: Path) -> bytes:
-    """The end of a last line that a driver that died has left in part."""
+    """Return a newline if the file's last line is incomplete because a driver died, else nothing."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)

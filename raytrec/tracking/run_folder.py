@@ -1,8 +1,8 @@
-"""Reads a run folder: messages, and files that describe the run.
+"""Reader of run folders: messages, and files that describe the run.
 
-Lines are decoded here and nowhere else: one that is torn or not of its file is dropped and counted. After a
-restart, steps since the last checkpoint are trained again; for these, later lines win. Nothing is required:
-a file that is missing is empty.
+Lines are decoded only in this module. A line that is torn or does not belong to its file is dropped and
+counted. After a restart, steps since the last checkpoint are trained again; the later lines of such steps
+replace the earlier ones. No file is required: a missing file counts as empty.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from raytrec.tracking.aggregate import by_step, combine_shards, order_by_load
 from raytrec.tracking.history import History
 
 CONFIG, SCHEMA, PLAN, TAGS = "config.yaml", "schema.yaml", "plan.json", "tags.json"
-DATA = "data.json"  # what the data held when the run began
-LISTED_FILES = "files"  # in it: which files were read, and why others were not
+DATA = "data.json"  # description of the data at the start of the run
+LISTED_FILES = "files"  # key in DATA: files that were read, and why others were not
 RESULT, REPORT, CHECK_RESULT = "result.json", "report.html", "check.json"
-GROWING = (METRICS, RANKS, CHECKS, EVENTS)  # files of messages, to which lines are added
+GROWING = (METRICS, RANKS, CHECKS, EVENTS)  # files to which messages are appended
 
 
 class Line(NamedTuple):
-    """A whole line of a file, its first byte, and the byte behind its end."""
+    """Complete line of a file, the offset of its first byte, and the offset after its last byte."""
 
     data: bytes
     begin: int
@@ -45,10 +45,10 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path, since: int = 0) -> Iterator[Line]:
-    """The lines of a file from a byte on; without a last one that has no end yet.
+    """Yield the complete lines of a file from a byte offset on; a missing file has no lines.
 
     Raises:
-        OSError: the file cannot be read; one that does not exist is empty.
+        OSError: The file cannot be read.
     """
     try:
         file = open_regular(path)
@@ -64,10 +64,10 @@ def read_lines(path: Path, since: int = 0) -> Iterator[Line]:
 
 
 def decode(file: str, data: bytes | str) -> Message | None:
-    """The message of a line; None for one that a driver that died has left in part.
+    """Return the message of a line, or None if the line is torn because a driver died.
 
     Raises:
-        ValueError: it is JSON, but not a line of that file.
+        ValueError: The line is JSON but not a message of that file.
     """
     try:
         values = json_values(data)
@@ -77,7 +77,10 @@ def decode(file: str, data: bytes | str) -> Message | None:
 
 
 def messages_of(folder: Path, file: str) -> Iterator[Any]:
-    """The messages of one file of a run folder, as they were written; the class is that of the file."""
+    """Yield the messages of one file of a run folder in the order of writing.
+
+    The message class depends on the file. Invalid lines are skipped.
+    """
     for line in read_lines(folder / file):
         with suppress(ValueError):
             if (message := decode(file, line.data)) is not None:
@@ -85,15 +88,18 @@ def messages_of(folder: Path, file: str) -> Iterator[Any]:
 
 
 class RunFolder(History):
-    """A run folder. `read_new` reads on where it has stopped; `RunFolder.read` reads all.
+    """Messages and files of a run folder.
+
+    `read_new` continues from the end of the previous read; `RunFolder.read` reads everything.
 
     Args:
-        path: of the folder; it may be empty, or not there.
-        files: which of GROWING to read.
+        path: Path of the folder, which may be empty or missing.
+        files: Files of GROWING to read.
 
     Attributes:
-        dropped: lines that were torn or not of their file.
-        plan: table → its entry in plan.json.
+        path: Path of the folder.
+        dropped: Number of lines that were torn or did not belong to their file.
+        plan: Table → its entry in plan.json.
 
     Example:
         >>> run = RunFolder("runs/dlrm-1", files=["metrics.jsonl"])
@@ -111,16 +117,16 @@ class RunFolder(History):
 
     @classmethod
     def read(cls, path: str | Path) -> RunFolder:
-        """All that the folder has now."""
+        """Read everything that the folder currently contains."""
         run = cls(path)
         run.read_new()
         return run
 
     def read_new(self) -> bool:
-        """Reads lines that were added since, result.json and plan.json; whether there are new lines.
+        """Read new lines, result.json and plan.json. Return True if there are new lines.
 
         Raises:
-            OSError: a file is not a file, or cannot be read.
+            OSError: A path is not a regular file, or the file cannot be read.
         """
         before = dict(self._read_to)
         for file in self._read_to:
@@ -142,7 +148,7 @@ class RunFolder(History):
 
     @cached_property
     def tables(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Table → step → `over_ranks`; the table with the most bytes looked up first."""
+        """Return table → step → `over_ranks`, ordered by descending bytes looked up."""
         series: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in order_by_load(self.ranks)}
         for step, lines in by_step(self.ranks).items():
             for name in {name for line in lines for name in line.tables}:
@@ -150,60 +156,61 @@ class RunFolder(History):
         return series
 
     def over_ranks(self, lines: list[RankLine], table: str) -> dict[str, Any]:
-        """Return figures of a table's shards together, at one step (aggregate.combine_shards).
+        """Return the combined statistics of a table's shards at one step (aggregate.combine_shards).
 
-        `changed_share` is NaN for tables of out_of_range: hash, into which all text is hashed.
+        `changed_share` is NaN for tables with out_of_range: hash, because all text is hashed into these
+        tables.
         """
         replicated = self.planned(table).get("sharding_type") == "data_parallel"
         hashed = {"changed_share": nan} if self.table_spec(table).get("out_of_range") == "hash" else {}
         return combine_shards(lines, table, replicated) | hashed
 
     def planned(self, table: str) -> dict[str, Any]:
-        """The table's entry in plan.json; empty where there is none."""
+        """Return the table's entry in plan.json; empty if there is no entry."""
         return self.plan.get(table, {})
 
     def table_spec(self, table: str) -> dict[str, Any]:
-        """The table's entry in schema.yaml; empty where there is none."""
+        """Return the table's entry in schema.yaml; empty if there is no entry."""
         return as_dict(as_dict(self.schema.get("tables")).get(table))
 
     def table_size(self, table: str) -> tuple[int, int] | None:
-        """(rows, columns) of a whole table, from schema.yaml."""
+        """Return (rows, columns) of the complete table according to schema.yaml; None if unknown."""
         rows, dim = (self.table_spec(table).get(key) for key in ("rows", "dim"))
         return (rows, dim) if is_step(rows) and is_step(dim) else None
 
     @property
     def name(self) -> str:
-        """Of the run."""
+        """Return the name of the run."""
         named = self.result.get("name") or as_dict(self.config.get("run")).get("name")
         return str(named or self.path.absolute().name)
 
     @cached_property
     def config_text(self) -> str:
-        """The text of config.yaml."""
+        """Return the text of config.yaml."""
         return _text(self.path / CONFIG)
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The values of config.yaml."""
+        """Return the values of config.yaml."""
         return _mapping(self.config_text)
 
     @cached_property
     def files(self) -> list[str]:
-        """A sentence for each dataset: how many files were read, and why others were left out."""
+        """Return a sentence for each dataset with the number of files read, and why others were left out."""
         listed = as_dict((find_document(str(self.path / DATA), dict[str, Any]) or {}).get(LISTED_FILES))
         return [f"{name}: {as_dict(values).get('text')}" for name, values in listed.items()]
 
     @cached_property
     def schema(self) -> dict[str, Any]:
-        """The values of schema.yaml."""
+        """Return the values of schema.yaml."""
         return _mapping(_text(self.path / SCHEMA))
 
 
 def existing_run(place: str | Path) -> Path:
-    """The folder of a run.
+    """Return the path of a run folder after checking that it exists.
 
     Raises:
-        RunError: there is none, or nothing of a run is in it.
+        RunError: The folder does not exist or contains no files of a run.
     """
     folder, files = Path(place).expanduser(), (CONFIG, *GROWING, RESULT)
     if not folder.is_dir():

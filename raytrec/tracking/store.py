@@ -1,4 +1,4 @@
-"""One run in an MLflow store: opened, written to, ended. Every call waits for the store and may fail."""
+"""Client of one run in an MLflow store. Every call waits for the store and may fail."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from raytrec.tracking.failures import may_pass
 from raytrec.tracking.translate import Record
 
 KEY, PARENT_NAME = "raytrec.key", "raytrec.parent_run"
-MOST_METRICS = 1000  # that MLflow takes in one call
+MOST_METRICS = 1000  # metrics that MLflow accepts in one call
 CORRECT = "correct tracking.uri, or leave it out for a local sqlite store"
 
 
 class Store:
-    """One MLflow run.
+    """Run in an MLflow store.
 
     Args:
-        config: of the run: its name, store, experiment and parent; experiment and parent are made where the
-            store has none of these names.
-        folder: of the run; artifacts lie near it where the store is an sqlite file.
-        key: of the run, kept in one of its tags. It finds a run whose creation was not answered.
-        before: id of a run to continue; if the store does not have it, a new one is made.
+        config: Configuration with the names of run, store, experiment and parent; a missing experiment or
+            parent is created.
+        folder: Run folder; for an sqlite store, artifacts are stored near this folder.
+        key: Key of the run, stored in a tag. The key identifies a run whose creation was not answered.
+        before: Id of a run to continue; if the store does not have the run, a new one is created.
 
     Attributes:
-        run_id: None until `open` has found or made the run.
+        uri: Address of the store.
+        run_id: Id of the run; None until `open` has found or created the run.
     """
 
     def __init__(self, config: RunConfig, folder: Path, key: str = "", before: str | None = None):
@@ -45,12 +46,12 @@ class Store:
         self._parent_made: str | None = None
 
     def open(self) -> None:
-        """Find or create the experiment and the run. After a failure it may be called again."""
+        """Find or create the experiment and the run. The call can be repeated after a failure."""
         self._connect()
         self.run_id = self._continue() or self._find_by_key() or self._create(self._name, KEY, self._key)
 
     def open_parent(self) -> None:
-        """Find or create the parent of runs whose parent has this run's name, and write to it from now on."""
+        """Find or create the parent of runs whose parent has this run's name, and select it for writing."""
         self._parent = self._name
         self._connect()
         self.run_id = self._find_parent()
@@ -64,7 +65,7 @@ class Store:
         self._experiment_id = self._find_experiment()
 
     def write_metrics(self, records: list[Record]) -> None:
-        """Writes metrics in as few calls as possible. Those that the store has already stay as they are."""
+        """Write metrics in as few calls as possible. Metrics that the store already has are unchanged."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -76,20 +77,20 @@ class Store:
             self._client.log_batch(self.run_id, metrics=metrics[i : i + MOST_METRICS])
 
     def write_params(self, params: Mapping[str, str]) -> None:
-        """Parameters of the run; one that it has already must have the same value."""
+        """Write parameters of the run; an existing parameter must have the same value."""
         from mlflow.entities import Param
 
         self._client.log_batch(self.run_id, params=[Param(k, v) for k, v in params.items()])
 
     def write_tags(self, tags: Mapping[str, str]) -> None:
-        """Tags of the run; one that it has already gets the new value."""
+        """Write tags of the run; existing tags are overwritten."""
         from mlflow.entities import RunTag
 
         self._client.log_batch(self.run_id, tags=[RunTag(k, v) for k, v in tags.items()])
 
     def upload(self, path: Path, folder: str) -> None:
-        """A file as an artifact of the run, in a folder of its artifacts ('' for the top)."""
-        if path.suffix == ".yaml":  # a configuration, in which there may be passwords
+        """Upload a file as an artifact into a folder of the run's artifacts ('' for the top level)."""
+        if path.suffix == ".yaml":  # a configuration may contain passwords
             self._client.log_text(
                 self.run_id, hide_yaml(path.read_text(encoding="utf-8")), str(Path(folder) / path.name)
             )
@@ -97,11 +98,11 @@ class Store:
             self._client.log_artifact(self.run_id, str(path), folder or None)
 
     def end(self, status: str) -> None:
-        """Ends the run with FINISHED, FAILED or KILLED."""
+        """End the run with FINISHED, FAILED or KILLED."""
         self._client.set_terminated(self.run_id, status)
 
     def join_parent(self) -> None:
-        """Make the run a child of the oldest run with its parent's name, which is created if there is none.
+        """Make the run a child of the oldest run with its parent's name; create the parent if there is none.
 
         Runs that start at the same time may each create a parent. Therefore the delivery calls this method
         again at the end of the run: the run then joins the oldest parent and deletes its own younger one.
@@ -125,10 +126,10 @@ class Store:
         return self._find_parent()
 
     def _find_experiment(self) -> str:
-        """Return the id of the experiment, which is made if there is none of its name.
+        """Return the id of the experiment; create it if it does not exist.
 
         Raises:
-            ConfigError: the experiment is deleted.
+            ConfigError: The experiment is deleted.
         """
         from mlflow.exceptions import MlflowException
 
@@ -150,10 +151,10 @@ class Store:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-            return self._client.get_experiment_by_name(self._experiment).experiment_id  # another was faster
+            return self._client.get_experiment_by_name(self._experiment).experiment_id  # created concurrently
 
     def _continue(self) -> str | None:
-        """The run of before, if the store has it."""
+        """Reopen the run to continue and return its id; return None if the store does not have the run."""
         from mlflow.exceptions import MlflowException
 
         if not self._before:
@@ -177,13 +178,17 @@ class Store:
 
 
 def check_address(uri: str) -> None:
-    """Raise a ConfigError if MLflow has no store of such an address, without importing MLflow."""
+    """Check that MLflow supports the address, without importing MLflow.
+
+    Raises:
+        ConfigError: MLflow has no store of this kind.
+    """
     if not has_store(uri):
         raise cannot_open(uri, "MLflow has no store of such an address", CORRECT)
 
 
 def cannot_open(uri: str, why: str, do: str) -> ConfigError:
-    """The error of a store that cannot be opened."""
+    """Return the error for a store that cannot be opened."""
     return ConfigError(
         f"cannot open the MLflow store: {why}",
         where=f"tracking.uri={hide(uri)}",
@@ -193,8 +198,10 @@ def cannot_open(uri: str, why: str, do: str) -> ConfigError:
 
 
 def place_for_artifacts(uri: str, folder: Path) -> Path:
-    """Where artifacts go if a run's experiment is a new one of an sqlite store: next to the store,
-    where the run is below its folder (a trial of a search is deeper than other runs); else next to the run.
+    """Return the artifact folder for a new experiment of an sqlite store.
+
+    The folder is next to the store if the run is below the store's folder, else next to the run. (A trial of
+    a search is deeper than other runs.)
     """
     store = Path(uri.removeprefix("sqlite:///")).parent
     return (store if store in folder.parents else folder.parent) / "mlartifacts"
@@ -202,14 +209,16 @@ def place_for_artifacts(uri: str, folder: Path) -> Path:
 
 @contextmanager
 def _sqlite_file(uri: str) -> Iterator[None]:
-    """Opens the file, so that what is wrong with it is reported at once, and lets in one process at a time.
+    """Open the database file to report errors early, and let only one process at a time initialize it.
 
-    MLflow 3.17 tries for 100 s to open a file that is not a database, and processes that make the tables of a
-    new database at the same time fail: its constructor (SqlAlchemyStore.__init__) takes no lock. Ours is
-    on the folder, where it leaves nothing behind; file systems without such locks do without.
+    MLflow 3.17 tries for 100 s to open a file that is not a database. Processes that create the tables of a
+    new database concurrently fail, because the constructor (SqlAlchemyStore.__init__) takes no lock. The lock
+    used here is on the folder and leaves no file behind; file systems without such locks are used without a
+    lock.
 
     Raises:
-        OSError, sqlite3.DatabaseError: there is no such folder; it is not a database, or cannot be written.
+        OSError, sqlite3.DatabaseError: The folder cannot be created, or the file is not a database or not
+        writable.
     """
     from sqlalchemy.engine import make_url
 
@@ -221,7 +230,7 @@ def _sqlite_file(uri: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        lock(handle, wait=True)  # a file system may have no locks
+        lock(handle, wait=True)  # file systems without locks are accepted
         _try_to_write(path)
         yield
     finally:
@@ -233,5 +242,5 @@ def _try_to_write(path: str) -> None:
         try:
             database.execute("BEGIN IMMEDIATE")
         except sqlite3.OperationalError as error:
-            if "locked" not in str(error):  # that passes
+            if "locked" not in str(error):  # a locked database is a transient error
                 raise

@@ -1,4 +1,4 @@
-"""What MLflow has of a run: metrics of its messages, parameters, tags."""
+"""Translation of a run for MLflow: metrics of its messages, parameters and tags."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from raytrec.config.run_config import RunConfig
 from raytrec.tracking.aggregate import ADDED, FIGURES, combine_shards, table_bytes
 from raytrec.tracking.history import StepGroups
 
-# MLflow 3.17 shows metrics whose names begin with system/ on its page "System metrics", under these names and
-# in these units where its own monitor (mlflow/system_metrics) has them.
+# MLflow 3.17 shows metrics with the prefix system/ on its page "System metrics". Names and units follow
+# MLflow's monitor (mlflow/system_metrics) if it has the metric.
 MLFLOW_NAMES = {
     "cpu_percent": ("cpu_utilization_percentage", 1),
     "rss_bytes": ("process_memory_usage_megabytes", 1e-6),
@@ -35,18 +35,18 @@ MLFLOW_NAMES = {
 }
 
 
-SECTIONS = {"train": "train/", "eval": "eval/", "compared": ""}  # kind → what its names begin with
-NOT_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)  # MLflow takes letters, digits and these in names
+SECTIONS = {"train": "train/", "eval": "eval/", "compared": ""}  # kind → prefix of its metric names
+NOT_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)  # characters that MLflow does not accept in names
 NAME_LENGTH = 250
-# A store takes about 1,000 metrics in a call; the run folder has all.
-MOST_TABLES = 200  # the largest tables have series
-MOST_RANK_TABLES = 64  # up to so many ranks × tables, each table has series of each rank
-TEXTS = 100  # parameters or tags that MLflow takes in one call
-ACCELERATOR = "accelerator_type:"  # the resource by which Ray names a node's kind of GPU
+# A store accepts about 1,000 metrics per call; the run folder contains all metrics.
+MOST_TABLES = 200  # only the largest tables are delivered
+MOST_RANK_TABLES = 64  # maximum of ranks × tables; beyond it, tables are not delivered by rank
+TEXTS = 100  # parameters or tags that MLflow accepts in one call
+ACCELERATOR = "accelerator_type:"  # prefix of the Ray resource that names a node's GPU type
 
 
 class Record(NamedTuple):
-    """Metrics of one step: MLflow's names → values, all at one time."""
+    """Metrics of one step and time: MLflow metric name → value."""
 
     figures: dict[str, float]
     step: int
@@ -54,16 +54,15 @@ class Record(NamedTuple):
 
 
 class Translator:
-    """Makes a Record of a message, or of the lines of all ranks at a step, once the last of them is there."""
+    """Converter of messages to records; rank lines are combined when all ranks of a step are present."""
 
     def __init__(self) -> None:
         self._groups = StepGroups()
 
     def record(self, message: Message, begin: int) -> Record | None:
-        """The metrics of a message; None: it has none, or none yet.
+        """Return the metrics of a message; None if there are none, or none yet.
 
-        Args:
-            begin: the first byte of the message's line in its file.
+        `begin` is the offset of the message's line in its file.
         """
         if not isinstance(message, RankLine):
             return _of(message)
@@ -71,7 +70,7 @@ class Translator:
         return None if lines is None else _record(rank_metrics(lines), message.step, message.unix_s)
 
     def begin_of_waiting(self) -> int | None:
-        """Where in ranks.jsonl the first of the lines begins that wait for other ranks' lines."""
+        """Return the offset in ranks.jsonl of the first line that waits for other ranks, or None."""
         return self._groups.begin_of_waiting()
 
 
@@ -79,9 +78,9 @@ def _of(message: Message) -> Record | None:
     if isinstance(message, Outcome):
         place = f"watch/check/{message.check}"
         named = {place: int(message.passed), f"{place}_figure": message.figure}
-    elif not isinstance(message, Measured) or isinstance(message, Final):  # its figures are in the result
+    elif not isinstance(message, Measured) or isinstance(message, Final):  # Final is part of the result
         return None
-    elif isinstance(message, Result):  # whose names begin with their section
+    elif isinstance(message, Result):  # result names begin with their section
         named = {name.replace(".", "/", 1): value for name, value in message.figures.items()}
     else:
         section = SECTIONS[message.KIND]
@@ -90,7 +89,7 @@ def _of(message: Message) -> Record | None:
 
 
 def _record(figures: Mapping[str, Any], step: int, unix_s: float) -> Record:
-    """Without figures that are None or not finite; names as MLflow takes them."""
+    """Return a record with valid MLflow names, without values that are None or not finite."""
     known = {
         NOT_IN_NAMES.sub("_", name)[:NAME_LENGTH]: float(value)
         for name, value in figures.items()
@@ -100,14 +99,14 @@ def _record(figures: Mapping[str, Any], step: int, unix_s: float) -> Record:
 
 
 def rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
-    """MLflow's figures of one step.
+    """Return the MLflow metrics of one step.
 
     Args:
-        lines: of all recorded ranks.
+        lines: Lines of all recorded ranks.
 
     Returns:
-        watch/rank/R/…: load, memory and milliseconds of each phase a step; watch/table/NAME/…: figures of a
-        table over ranks (aggregate.combine_shards); watch/rank/R/table/NAME/…; system/rank_R/….
+        watch/rank/R/…: load, memory and milliseconds per step of each phase; watch/table/NAME/…: statistics
+        of a table over ranks (aggregate.combine_shards); watch/rank/R/table/NAME/…; system/rank_R/….
     """
     out: dict[str, float | None] = {}
     held: dict[str, float] = {}
@@ -137,7 +136,7 @@ def _of_rank(line: RankLine) -> dict[str, float | None]:
 
 
 def system_metrics(rank: int, sample: Mapping[str, float | None]) -> dict[str, float]:
-    """A sample of `System` as MLflow metrics: system/rank_R/NAME; without what is None.
+    """Return a sample of `System` as MLflow metrics system/rank_R/NAME, without None values.
 
     Example:
         >>> system_metrics(1, {"cpu_percent": 98.0, "gpu_percent": None})
@@ -151,14 +150,14 @@ def system_metrics(rank: int, sample: Mapping[str, float | None]) -> dict[str, f
 
 
 def run_tags() -> dict[str, str]:
-    """Tags of a run that is started here and now; unknown ones are skipped.
+    """Return tags of a run that is started by this process; unknown values are skipped.
 
-    Nothing of the environment or of the command's arguments is in them, so no secrets.
+    The tags contain no environment variables and no command arguments, and therefore no secrets.
 
     Returns:
-        version.PACKAGE, version.python; mlflow.source.git.commit and mlflow.source.git.dirty (the working
-        directory's, where it is a git checkout); mlflow.user, mlflow.source.name; where Ray runs:
-        cluster.nodes, cluster.cpus, cluster.gpus, cluster.gpu_types (such as '8 x H200').
+        version.PACKAGE, version.python; mlflow.source.git.commit and mlflow.source.git.dirty of the working
+        directory if it is a git checkout; mlflow.user, mlflow.source.name; with Ray: cluster.nodes,
+        cluster.cpus, cluster.gpus, cluster.gpu_types (such as '8 x H200').
     """
     versions = {"python": platform.python_version(), **installed_versions("mlflow")}
     tags = {f"version.{name}": text for name, text in versions.items()}
@@ -169,7 +168,7 @@ def _commit() -> dict[str, str]:
     command = ["git", "--no-optional-locks", "status", "--porcelain=2", "--branch", "--untracked-files=no"]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):  # no git here, no checkout, or a very slow disk
+    except (OSError, subprocess.SubprocessError):  # no git, no checkout, or a very slow disk
         return {}
     head, changes = "", False
     for line in lines.splitlines():
@@ -184,7 +183,7 @@ def _commit() -> dict[str, str]:
 def _who() -> dict[str, str]:
     try:
         user = getpass.getuser()
-    except (KeyError, OSError, ImportError):  # a container whose user has no name
+    except (KeyError, OSError, ImportError):  # the user of a container may have no name
         user = f"uid {os.getuid()}"
     program = Path(sys.argv[0]).name
     if not program or program.startswith("-"):  # python -c
@@ -193,7 +192,7 @@ def _who() -> dict[str, str]:
 
 
 def _cluster() -> dict[str, str]:
-    """The nodes that are alive now. Does not import Ray: without it there is no cluster."""
+    """Return tags of the nodes that are alive. Ray is not imported: without Ray there is no cluster."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return {}
@@ -213,14 +212,16 @@ def _cluster() -> dict[str, str]:
 
 
 def parameters(config: RunConfig) -> dict[str, str]:
-    """Every knob as section.key → text, without secrets; patterns of tables, which MLflow does not take as
-    names, stay together with what they hold."""
+    """Return every setting as section.key → text, without secrets.
+
+    MLflow does not accept table patterns as names, so a mapping with patterns is one parameter.
+    """
     values = hide_all(config.model_dump(by_alias=True))
     flat = flatten(values, whole=lambda inner: any(NOT_IN_NAMES.search(name) for name in inner))
     return {key: str(value) for key, value in flat.items()}
 
 
 def in_parts(texts: Mapping[str, str], length: int) -> list[dict[str, str]]:
-    """As many at a time as MLflow takes, and as long; without secrets in addresses."""
+    """Split texts into parts that MLflow accepts in one call; truncate them and hide secrets in addresses."""
     items = [(key, hide(value)[:length]) for key, value in texts.items()]
     return [dict(items[i : i + TEXTS]) for i in range(0, len(items), TEXTS)]

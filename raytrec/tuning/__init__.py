@@ -1,1 +1,1 @@
-"""`raytrec tune`: many runs of one configuration."""
+"""`raytrec tune`: hyperparameter search over runs of one configuration."""

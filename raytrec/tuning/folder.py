@@ -1,9 +1,9 @@
-"""The folder of a search, written and reopened.
+"""Search folder: writing and reopening.
 
-FOLDER/search.json      its settings; trials.json: the state of each trial
-FOLDER/base/config.yaml the configuration; FOLDER/space.yaml: the space
-FOLDER/trial-001/ …     the run folder of each trial
-FOLDER/best.yaml, outcome.json                     at the end
+FOLDER/search.json      settings; trials.json: the state of each trial
+FOLDER/base/config.yaml configuration; FOLDER/space.yaml: space
+FOLDER/trial-001/ …     run folder of each trial
+FOLDER/best.yaml, outcome.json                     written at the end
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SPACE, OUTCOME = "space.yaml", "outcome.json"
 
 
 class TrialRecord(TypedDict):
-    """The state of a trial in trials.json."""
+    """State of a trial in trials.json."""
 
     values: dict[str, Any]
     state: State
@@ -52,10 +52,10 @@ StoredSettings = Annotated[Settings, BeforeValidator(_complete)]
 
 
 def write_search(search: Search) -> None:
-    """Makes the folder of a search, and those of its trials that do not exist.
+    """Create the search folder and the missing folders of its trials.
 
     Raises:
-        RunError: it cannot be written, or a trial's folder holds something else.
+        RunError: The folder cannot be written, or a trial's folder contains other files.
     """
     folder = search.folder
     with os_errors("cannot write the search's folder", where=str(folder)):
@@ -70,36 +70,41 @@ def write_search(search: Search) -> None:
 
 
 def write_trials(search: Search) -> None:
-    """Writes the state of all trials."""
+    """Write the state of all trials."""
     write_json(search.folder / TRIALS, [trial.record() for trial in search.trials])
 
 
 def is_search(folder: Path) -> bool:
-    """Whether a folder is that of a search."""
+    """Return True if a folder contains a search."""
     return (folder / SEARCH).is_file()
 
 
 def read_settings(folder: Path) -> Settings:
-    """The settings in search.json.
+    """Read the settings from search.json.
 
     Raises:
-        RunError: there is no search, or the file is damaged. ConfigError: a number is out of range.
+        RunError: There is no search, or the file is damaged.
+        ConfigError: A number is out of range.
     """
     return read_document(str(folder), SEARCH, StoredSettings, "search", "raytrec tune")
 
 
 def reopen(folder: Path, trials: int | None, allow_code: bool, patience_s: float = 0) -> Search:
-    """A search that was interrupted. Trials that have ended stay as they are; the others are left to run.
+    """Load an interrupted search.
+
+    Finished and stopped trials are not run again; all others remain to be run.
 
     Args:
-        trials: their number, if it grows; None: as many as before.
-        patience_s: seconds to wait for a process that still runs the search.
+        folder: Search folder.
+        trials: New number of trials, at least the old one; None: unchanged.
+        allow_code: True if the search may name code (config/trust.py).
+        patience_s: Seconds to wait for a process that is still running the search.
 
     Raises:
-        RunError: there is no search, it cannot be read, or a process still runs it. ConfigError: it names
-            code that is not allowed.
+        RunError: There is no search, it cannot be read, or a process is still running it.
+        ConfigError: The search names code that is not allowed.
     """
-    read_settings(folder)  # before the lock, which makes a folder
+    read_settings(folder)  # checked first, because the lock creates the folder
     with hold_run_lock(folder, patience_s, RunConsole(folder.name).note):
         settings = read_settings(folder)
         before = read_document(str(folder), TRIALS, Records, "search", "raytrec tune")
@@ -110,7 +115,7 @@ def reopen(folder: Path, trials: int | None, allow_code: bool, patience_s: float
             do="leave it out",
         )
     config = load_config(folder / SEARCH_CONFIG, allow_code=allow_code)
-    config.run.dir = str(folder)  # it may have been moved
+    config.run.dir = str(folder)  # the folder may have been moved
     space = Space.read(str(folder / SPACE))
     search = prepare_search(config, space, replace(settings, trials=trials or settings.trials), allow_code)
     for trial, record in zip(search.trials, before, strict=False):
@@ -124,7 +129,7 @@ def reopen(folder: Path, trials: int | None, allow_code: bool, patience_s: float
         if (trial.folder / "config.yaml").exists():
             load_config(trial.folder / "config.yaml", allow_code=allow_code)
         trial.read_evaluations(search.figure.key)
-        if (trial.folder / RESULT).is_file():  # the search may have been killed before it noted this
+        if (trial.folder / RESULT).is_file():  # the search may have been killed before it recorded the end
             trial.state = State.FINISHED
         elif record["state"] in (State.STOPPED, State.FAILED):
             trial.state, trial.error = record["state"], record["error"] or ""
@@ -134,16 +139,13 @@ def reopen(folder: Path, trials: int | None, allow_code: bool, patience_s: float
 
 
 def newest_like(config: RunConfig, space: Space, settings: Settings, named: bool) -> Path | None:
-    """The newest search that the same command began and that has not ended.
+    """Return the newest unfinished search that the same command started, or None.
 
-    Args:
-        config: resolved, as of a new search.
-        named: whether the user has chosen its folder or name.
+    `config` is resolved as for a new search. `named` is True if the user chose the folder or the name.
     """
-
     for folder in earlier_folders(config, named):
-        with suppress(RaytrecError, OSError):  # damaged, or no search
-            earlier = load_config(folder / SEARCH_CONFIG, allow_code=True)  # only compared
+        with suppress(RaytrecError, OSError):  # the folder is damaged or contains no search
+            earlier = load_config(folder / SEARCH_CONFIG, allow_code=True)  # compared, not run
             earlier.run.name, earlier.run.dir = config.run.name, config.run.dir
             same = earlier.to_yaml() == config.to_yaml() and read_settings(folder) == settings
             if same and read_text(folder / SPACE) == space.text and not (folder / OUTCOME).exists():

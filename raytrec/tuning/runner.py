@@ -1,4 +1,4 @@
-"""Runs trials as child processes; stops those that fall behind."""
+"""Runner of trials as child processes, which stops the trials that fall behind."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from raytrec.tuning.folder import write_trials
 from raytrec.tuning.search import OVER, Search, State, Trial
 from raytrec.worker.loop import evaluation_steps
 
-# The search has been allowed the code that the configurations of its trials name.
+# The user has already allowed the search to run the code named in its configurations.
 COMMAND = (sys.executable, "-P", "-m", "raytrec", "train", "--allow-code", "--resume")
-LOOK_AT_TRIALS_S = 0.5  # between two looks at the trials
-TRIES = 3  # of a trial whose process dies: it resumes from its last checkpoint
+LOOK_AT_TRIALS_S = 0.5  # polling interval of the trials
+TRIES = 3  # starts of a trial whose process dies; each resumes from the last checkpoint
 FAILED = 1  # exit status of a run that failed
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # of one that has saved because of a signal
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit statuses of a run that saved because of a signal
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 
 
 class Halving:
     """Asynchronous successive halving (Li et al., MLSys 2020, https://arxiv.org/abs/1810.05934).
 
-    A trial's age is the rows that it was trained on, so that batch sizes may differ. At grace, grace×factor,
-    grace×factor², … rows its loss is compared with those that others had at that age. It falls behind if
-    it is not among the best 1 / factor of them.
+    The age of a trial is the number of rows trained, so that batch sizes may differ. At grace, grace×factor,
+    grace×factor², … rows, a trial's loss is compared with the losses of other trials at that age. A trial
+    falls behind if it is not among the best 1 / factor.
     """
 
     def __init__(self, search: Search):
@@ -59,7 +59,7 @@ class Halving:
             self._rungs[rows], rows = {}, rows * search.settings.factor
 
     def falls_behind(self, trial: Trial) -> bool:
-        """Whether an evaluation that was not compared before is worse than those of others of its age."""
+        """Record new evaluations, and return True if one of them is not among the best 1 / factor."""
         behind = False
         for step, value in sorted(trial.points.items()):
             reached = [age for age in self._rungs if age <= trial.rows(step)]
@@ -72,10 +72,10 @@ class Halving:
 
 
 class TuneConsole(RunConsole):
-    """Shows how a search gets on: a line for each event, and a live line."""
+    """Console output of a search: a line for each event, and a live line."""
 
     def show(self, search: Search) -> None:
-        """Updates the live line; without a terminal, prints it now and then."""
+        """Update the live line; without a terminal, print it at intervals."""
         states = Counter(trial.state for trial in search.trials)
         ended = [trial for trial in search.trials if trial.state in (*OVER, State.FAILED)]
         parts = [f"{number} {state}" for state, number in states.items() if state != State.WAITING]
@@ -89,10 +89,11 @@ class TuneConsole(RunConsole):
 
 
 class TrialProcess(subprocess.Popen):
-    """The process that trains a trial.
+    """Process that trains a trial.
 
     Args:
-        environment: variables in addition to those of this process.
+        trial: Trial to train.
+        environment: Environment variables in addition to the current ones.
     """
 
     def __init__(self, trial: Trial, environment: dict[str, str]):
@@ -104,18 +105,18 @@ class TrialProcess(subprocess.Popen):
             stdout=subprocess.DEVNULL,
             stderr=self._log,
             env=os.environ | environment,
-            start_new_session=True,  # signals to the search's group are for the search
+            start_new_session=True,  # signals to the process group must only reach the search
             preexec_fn=_end_with_search,
         )
 
     def ask_to_end(self) -> None:
-        """Asks it to save and end; only once, because a second signal would end it at once."""
+        """Ask the process to save and end; only once, because a second signal would kill the process."""
         if not self._asked:
             self._asked = True
             self.terminate()
 
     def outcome(self, status: int) -> tuple[State, str]:
-        """The state and error of the trial, by the exit status of its process; RUNNING: the process died."""
+        """Return the trial's state and error for an exit status; RUNNING means that the process died."""
         if status == 0:
             return State.FINISHED, ""
         if status == FAILED:
@@ -129,16 +130,16 @@ class TrialProcess(subprocess.Popen):
 
 
 def _end_with_search() -> None:
-    """Run by a new process: the kernel sends it SIGTERM, upon which it saves, when the search is killed."""
+    """Make the kernel send SIGTERM to the new process, which then saves, if the search is killed."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Runner:
-    """Runs the trials of a search.
+    """Runner of the trials of a search.
 
     Attributes:
-        signal: that asked the search to end; None: none did.
+        signal: Number of the signal that asked the search to end; None if there was no signal.
     """
 
     def __init__(self, search: Search, console: TuneConsole):
@@ -146,27 +147,26 @@ class Runner:
         self._signalled_at = 0.0
         self._search, self._console, self._halving = search, console, Halving(search)
         self._waiting = deque(trial for trial in search.trials if trial.state not in OVER)
-        self._deaths: Counter[int] = Counter()  # of a trial's process
-        for trial in search.trials:  # what a resumed search has evaluated
+        self._deaths: Counter[int] = Counter()  # trial number → deaths of its process
+        for trial in search.trials:  # registers the evaluations of a resumed search
             self._halving.falls_behind(trial)
 
     def run(self, at_once: int | None) -> None:
-        """Runs the trials that are not over, until all have ended or a signal comes.
+        """Run the remaining trials until all have ended or a signal is received.
 
-        The first Ctrl-C or SIGTERM lets all running trials save and end; the second one kills them.
-
-        Args:
-            at_once: trials that run at a time; None: as many as there is room for.
+        On the first Ctrl-C or SIGTERM, all running trials save and end; the second signal kills them.
+        `at_once` is the number of concurrent trials; None: as many as there is room for.
 
         Raises:
-            RunError: the cluster cannot be reached. KeyboardInterrupt: at the second signal.
+            RunError: The cluster cannot be reached.
+            KeyboardInterrupt: The second signal was received.
         """
         if not self._waiting:
             return
         places = find_room([trial.config for trial in self._waiting], at_once)
         left, label = count(len(self._waiting), "trial"), self._search.figure.label
         self._console.note(f"{left} to run, {len(places)} at a time, compared by {label}")
-        running: dict[int, TrialProcess] = {}  # by place
+        running: dict[int, TrialProcess] = {}  # by index into places
         handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             while running or (self._waiting and self.signal is None):
@@ -175,7 +175,7 @@ class Runner:
                         running[place] = self._begin(self._waiting.popleft(), environment)
                 sleep(LOOK_AT_TRIALS_S)
                 for place, process in list(running.items()):
-                    status = process.poll()  # before the last evaluations are read
+                    status = process.poll()  # poll first, so that no later evaluation is missed
                     self._look(process)
                     if status is not None:
                         self._note_end(process, status)
@@ -203,7 +203,7 @@ class Runner:
     def _begin(self, trial: Trial, environment: dict[str, str]) -> TrialProcess:
         patience = PATIENCE_S + trial.config.scaling.shutdown_grace_s
         with suppress(RunError), hold_run_lock(trial.folder, patience, self._console.note):
-            pass  # a process of a search that was killed has saved
+            pass  # waits until the process of a killed search has saved
         trial.state, trial.error = State.RUNNING, ""
         after = f", resumed after step {trial.step}" if trial.step else ""
         self._console.note(f"trial {trial.number} begins{after}: {trial.values_text}")
@@ -211,7 +211,7 @@ class Runner:
         return TrialProcess(trial, environment)
 
     def _look(self, process: TrialProcess) -> None:
-        """Reads how far a trial is, and asks it to end if it falls behind or the search ends."""
+        """Read a trial's progress, and ask its process to end if the trial or the search is to end."""
         trial, before = process.trial, process.trial.value
         trial.read_evaluations(self._search.figure.key)
         if not isnan(trial.value) and trial.value != before:
@@ -241,17 +241,18 @@ class Runner:
     def _write(self) -> None:
         try:
             write_trials(self._search)
-        except OSError as error:  # the results are in the folders of the trials, too
+        except OSError as error:  # the trial folders contain the results as well
             self._console.warn(f"the state of the search cannot be written: {error.strerror}")
 
 
 def find_room(configs: list[RunConfig], at_once: int | None) -> list[dict[str, str]]:
-    """The places for trials that run at a time: an environment for each, with the GPUs that it may use.
+    """Return an environment for each concurrent trial, which sets the GPUs that the trial may use.
 
-    On this machine each trial starts its own Ray. On a cluster a trial waits for room for all of its workers.
+    On this machine, each trial starts a separate Ray. On a cluster, a trial waits until all of its workers
+    fit.
 
     Raises:
-        RunError: the cluster cannot be reached.
+        RunError: The cluster cannot be reached.
     """
     scaling = configs[0].scaling
     workers = max(config.scaling.max_workers for config in configs)
@@ -270,7 +271,7 @@ def find_room(configs: list[RunConfig], at_once: int | None) -> list[dict[str, s
 
 
 def _trials_on_nodes(config: RunConfig) -> int:
-    """Trials of this configuration that the nodes would hold if nothing else ran there; at least one."""
+    """Return the number of such trials that fit on the nodes if nothing else runs there; at least one."""
     scaling, nodes = config.scaling, [node["Resources"] for node in alive_nodes()]
     gpus = scaling.device == "cuda" or (scaling.device == "auto" and any(node.get("GPU") for node in nodes))
     places = bundle(config, "cuda" if gpus else "cpu")

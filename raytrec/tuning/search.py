@@ -1,4 +1,4 @@
-"""A search and its trials, drawn and checked before they start."""
+"""A search and its trials, which are drawn and checked before any trial starts."""
 
 from __future__ import annotations
 
@@ -33,31 +33,33 @@ ON_TEST = (
 
 
 class State(StrEnum):
-    """How far a trial is."""
+    """State of a trial."""
 
     WAITING = "waiting"
     RUNNING = "running"
-    FINISHED = "finished"  # trained to its end
-    STOPPED = "stopped"  # because others of its age are better
-    INTERRUPTED = "interrupted"  # with the search
+    FINISHED = "finished"  # trained to the last step
+    STOPPED = "stopped"  # stopped early because other trials of the same age are better
+    INTERRUPTED = "interrupted"  # ended together with the search
     FAILED = "failed"
 
 
-OVER = (State.FINISHED, State.STOPPED)  # a resumed search leaves these as they are
-ORDER = {State.FINISHED: 0, State.STOPPED: 1, State.INTERRUPTED: 2, State.RUNNING: 2}  # the best first
+OVER = (State.FINISHED, State.STOPPED)  # a resumed search does not run these again
+ORDER = {State.FINISHED: 0, State.STOPPED: 1, State.INTERRUPTED: 2, State.RUNNING: 2}  # best first
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How many trials are drawn, how they are compared, and when the worse ones are stopped.
+    """Number of trials, metric of comparison, and rule of early stopping.
 
     Attributes:
-        metric: key of a metric in evaluations; None: the one that the best checkpoints are kept by.
-        grace_steps: no trial is stopped before; None: train.eval_every_steps.
-        factor: of the trials of an age, one in this many is trained on.
+        trials: Number of trials, 1 to MOST_TRIALS.
+        metric: Key of an evaluation metric; None: the metric by which the best checkpoints are kept.
+        seed: Seed of the draws, 0 or more.
+        grace_steps: Number of steps before which no trial is stopped; None: train.eval_every_steps.
+        factor: Of the trials of the same age, 1 / factor continue.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: A number is out of range.
     """
 
     trials: int = 10
@@ -80,16 +82,17 @@ class Settings:
 
 @dataclass
 class Trial:
-    """A trial, which is a run in its own folder.
+    """Trial of a search: a run in its own folder.
 
     Attributes:
-        number: from 1.
-        values: key → value that was drawn.
-        config: of its run, resolved.
-        total: steps of the whole run.
-        points: step → the searched metric in the evaluation there; NaN is left out.
-        step: the last one that its run folder has.
-        error: why it failed.
+        number: Number of the trial, from 1.
+        values: Drawn values, key → value.
+        config: Resolved configuration of the run.
+        total: Number of steps of the complete run.
+        state: State of the trial.
+        points: Step → searched metric in the evaluation at that step; NaN values are excluded.
+        step: Last step recorded in the run folder.
+        error: Reason of a failure; empty if there is none.
     """
 
     number: int
@@ -104,28 +107,25 @@ class Trial:
 
     @property
     def folder(self) -> Path:
+        """Return the run folder."""
         return Path(self.config.run.dir)
 
     @property
     def value(self) -> float:
-        """The metric in the last evaluation; NaN before the first."""
+        """Return the metric in the last evaluation; NaN before the first."""
         return self.points[max(self.points)] if self.points else nan
 
     def last_figures(self) -> dict[str, Any]:
-        """eval.NAME → figure of its last evaluation, if it is finished."""
+        """Return the metrics of the last evaluation by eval.NAME; empty unless the run has finished."""
         result = find_document(str(self.folder / RESULT), dict[str, Any]) or {}
         return {key: value for key, value in result.items() if key.startswith(EVAL)}
 
     def rows(self, step: int) -> int:
-        """Rows trained by the end of a step: the age by which trials are compared."""
+        """Return the number of rows trained until a step: the age by which trials are compared."""
         return step * self.config.data.global_batch_size
 
     def read_evaluations(self, key: str) -> None:
-        """Reads what its run folder has gained.
-
-        Args:
-            key: of the searched metric.
-        """
+        """Read new lines of the run folder; `key` is the key of the searched metric."""
         self._run = self._run or RunFolder(self.folder, files=[METRICS])
         self._run.read_new()
         self.step = self._run.step
@@ -134,11 +134,11 @@ class Trial:
 
     @property
     def values_text(self) -> str:
-        """The drawn values on one line."""
+        """Return the drawn values on one line."""
         return ", ".join(f"{key} = {value}" for key, value in self.values.items())
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the trial as JSON."""
         return {
             "trial": self.number,
             "state": self.state,
@@ -152,11 +152,16 @@ class Trial:
 
 @dataclass
 class Search:
-    """A search whose trials are drawn.
+    """Search with drawn trials.
 
     Attributes:
-        config: resolved; each trial differs from it in the keys of the space. run.dir is the search's folder.
-        figure: the metric that trials are compared by.
+        config: Resolved configuration of the search; trials change the keys of the space. run.dir is its
+            folder.
+        schema: Schema of the data.
+        space: Keys that are drawn.
+        settings: Settings of the search.
+        figure: Metric by which trials are compared.
+        trials: Trials in the order of their numbers.
     """
 
     config: RunConfig
@@ -168,35 +173,39 @@ class Search:
 
     @property
     def folder(self) -> Path:
+        """Return the search folder."""
         return Path(self.config.run.dir)
 
     @property
     def caution(self) -> str:
-        """A warning about the figures of the best trial; may be empty."""
+        """Return a warning about the metrics of the best trial; may be empty."""
         return "" if self.config.data.valid else ON_TEST
 
     @property
     def ranked(self) -> list[Trial]:
-        """The best trial first: finished ones, those that were stopped, then the others."""
+        """Return the trials, best first: finished trials, then stopped trials, then all others."""
 
-        def place(trial: Trial) -> tuple:  # sorting is stable: trials of equal figures, or none, by number
+        def place(trial: Trial) -> tuple:  # sorting is stable: ties are ordered by trial number
             return ORDER.get(trial.state, 3), isnan(trial.value), self.figure.loss(trial.value)
 
         return sorted(self.trials, key=place)
 
     @property
     def best(self) -> Trial | None:
-        """The best of the finished trials; if there are none, of those that were stopped."""
+        """Return the best finished trial; if no trial has finished, the best stopped trial."""
         able = (trial for trial in self.ranked if trial.state in OVER and not isnan(trial.value))
         return next(able, None)
 
     def value_text(self, trial: Trial) -> str:
-        """The metric in a trial's last evaluation, with its name."""
+        """Return the label and the value of the metric in a trial's last evaluation."""
         return f"{self.figure.label} {self.figure.text(trial.value)}"
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """As JSON: name, folder, metric (key, better), best (of a trial; with figures and config), trials."""
+        """Return the search as JSON: name, folder, metric (key, better), best and trials.
+
+        `best` is the record of a trial with its figures and config.
+        """
         best = self.best
         return {
             "name": self.config.run.name,
@@ -209,14 +218,16 @@ class Search:
 
 
 def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_code: bool = False) -> Search:
-    """Draws the trials, and checks, before the first one starts, that each of them can run.
+    """Draw the trials and check that each of them can run, before the first one starts.
 
     Args:
-        config: resolved; run.dir is the search's folder.
+        config: Resolved configuration; run.dir is the search folder.
+        space: Keys that are drawn.
+        settings: Number of trials and how they are compared.
         allow_code: True if a space from elsewhere may draw code (config/trust.py).
 
     Raises:
-        ConfigError, SchemaError, DataError: what is wrong, in the configuration, the data or the space.
+        ConfigError, SchemaError, DataError: The configuration, the data or the space is invalid.
     """
     if not allow_code:
         space.refuse_code(config)
@@ -237,7 +248,7 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
         return able.best(each.checkpoint.best_metric) if key is None else able.best(key, "--metric")
 
     search = Search(config, schema, space, settings, check(config))
-    for draw, value in space.extremes:  # one at a time, so that an error names the key and its line
+    for draw, value in space.extremes:  # one key at a time, so that an error names the key and its line
         with _as_mistake_of(f"{draw.key} = {value}", draw.where):
             check(config.with_({draw.key: value}))
     for index, values in enumerate(space.configurations(settings.trials, settings.seed), 1):
@@ -253,7 +264,7 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
 
 @contextmanager
 def _as_mistake_of(what: str, where: str, do: str | None = None) -> Iterator[None]:
-    """Names the values of the space that an error comes from."""
+    """Raise errors of the block as a ConfigError that names the drawn values."""
     try:
         yield
     except RaytrecError as error:
@@ -263,13 +274,11 @@ def _as_mistake_of(what: str, where: str, do: str | None = None) -> Iterator[Non
 
 
 def trial_config(base: RunConfig, drawn: dict[str, Any], number: int) -> RunConfig:
-    """The resolved configuration of one trial.
+    """Return the resolved configuration of one trial.
 
-    It is evaluated on data.valid at the end, too, so that data.test takes no part in the search. It has no
-    report until it is asked for: `raytrec report FOLDER`.
-
-    Args:
-        base: resolved, of the whole search; its run is the MLflow parent of all trials.
+    A trial uses data.valid for its final evaluation as well, so that data.test takes no part in the search.
+    Its report is only created on request, by `raytrec report FOLDER`. The run of `base`, the resolved
+    configuration of the search, is the MLflow parent of all trials.
     """
     config = base.with_(drawn)
     folder = Path(base.run.dir) / f"trial-{number:03}"

@@ -1,4 +1,4 @@
-"""The space of a search: which keys are drawn, and how.
+"""Search space: which keys are drawn, and how.
 
 optim.embeddings.lr: {log_uniform: [0.001, 0.1]}
 model.dropout: {uniform: [0, 0.5]}
@@ -26,7 +26,7 @@ from raytrec.config.overrides import apply_override, as_texts
 from raytrec.config.run_config import RunConfig, keys_with
 from raytrec.config.trust import code_in, origin, refuse_code
 
-# Kind → how it is written.
+# Kind → expected syntax.
 DRAW_KINDS = {
     "uniform": "two numbers, the lower first: {uniform: [0, 0.5]}",
     "log_uniform": "two numbers above 0, the lower first: {log_uniform: [0.001, 0.1]}",
@@ -35,21 +35,22 @@ DRAW_KINDS = {
 }
 EXPECTED = "lines such as optim.dense.lr: {log_uniform: [0.0001, 0.01]}"
 COMMON = keys_with(Mark.COMMON)
-# Also numbers that YAML 1.1 takes for text (1e-3), but neither true nor infinite ones.
+# Accepts numbers that YAML 1.1 parses as text (1e-3), but no booleans and no infinite numbers.
 ENDS = TypeAdapter(tuple[Number, Number], config=ConfigDict(allow_inf_nan=False))
 WHOLE_ENDS = TypeAdapter(tuple[StrictInt, StrictInt])
-MOST_LISTED = 100_000  # configurations of a finite space that are listed and shuffled rather than drawn
-DIGITS = 4  # significant ones of a number that is drawn
+MOST_LISTED = 100_000  # largest finite space whose configurations are listed and shuffled instead of drawn
+DIGITS = 4  # significant digits of a drawn number
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How the values of one key are drawn.
+    """Distribution of the values of one key.
 
     Attributes:
-        kind: one of DRAW_KINDS.
-        values: the two ends of a range; the values of a choice.
-        where: file and line.
+        key: Configuration key.
+        kind: One of DRAW_KINDS.
+        values: Both ends of a range, or the values of a choice.
+        where: File and line of the definition.
     """
 
     key: str
@@ -58,7 +59,7 @@ class Draw:
     where: str
 
     def sample(self, random: Random) -> Any:
-        """A value; numbers are rounded to DIGITS digits, within the ends."""
+        """Return a random value; numbers are rounded to DIGITS significant digits within the ends."""
         if self.kind == "choice":
             return random.choice(self.values)
         low, high = self.values
@@ -70,7 +71,7 @@ class Draw:
 
     @property
     def listed(self) -> tuple[Any, ...] | range | None:
-        """Every possible value; None if there are too many."""
+        """Return every possible value; None if there are too many."""
         if self.kind == "choice":
             return self.values
         low, high = self.values
@@ -79,11 +80,12 @@ class Draw:
 
 @dataclass(frozen=True)
 class Space:
-    """The keys that are searched.
+    """Keys that are searched and their distributions.
 
     Attributes:
-        place: the file.
-        text: its content.
+        place: Path or URI of the file.
+        text: Content of the file.
+        draws: Distribution of each key.
     """
 
     place: str
@@ -92,20 +94,21 @@ class Space:
 
     @classmethod
     def read(cls, place: str) -> Space:
-        """Reads a file, local or s3:// or gs://.
+        """Read a space from a local file or an s3:// or gs:// URI.
 
         Raises:
-            ConfigError: it cannot be read, or as in `parse`.
+            ConfigError: The file cannot be read, or `parse` fails.
         """
         with os_errors("cannot read the space", ConfigError, where=place, expected=EXPECTED):
             data = read_bytes(place)
-        return cls.parse(data.decode(errors="surrogateescape"), place)  # parse refuses the surrogates
+        return cls.parse(data.decode(errors="surrogateescape"), place)  # parse rejects the surrogates
 
     @classmethod
     def parse(cls, text: str, place: str) -> Space:
-        """
+        """Parse a space from YAML.
+
         Raises:
-            ConfigError: what is wrong, with its key and line.
+            ConfigError: The text is invalid; the error names the key and the line.
         """
         try:
             values = yaml_values(text)
@@ -120,9 +123,10 @@ class Space:
         return cls(place, text, tuple(draws))
 
     def configurations(self, trials: int, seed: int) -> list[dict[str, Any]]:
-        """Key → value of each trial. A seed gives the same trials, whatever their number.
+        """Return the drawn values, key → value, of each trial.
 
-        A space of at most MOST_LISTED configurations gives none of them twice, so maybe fewer than `trials`.
+        A seed draws the same trials for any number of trials. A space of at most MOST_LISTED configurations
+        draws each configuration at most once, and may therefore return fewer than `trials`.
         """
         listed = [draw.listed for draw in self.draws]
         if any(each is None for each in listed) or prod(map(len, listed)) > MOST_LISTED:
@@ -137,19 +141,22 @@ class Space:
 
     @property
     def extremes(self) -> list[tuple[Draw, Any]]:
-        """Each key with its ends, or with each of its choices: values that the configuration has to take."""
+        """Return each key with both ends of its range or with each of its choices.
+
+        The configuration must be valid with each of these values.
+        """
         return [(draw, value) for draw in self.draws for value in draw.values]
 
     def refuse_code(self, config: RunConfig) -> None:
-        """Refuse code that a space from elsewhere draws and its configuration does not name.
+        """Refuse code that is drawn by a space from elsewhere and not named by its configuration.
 
         Raises:
-            ConfigError: lists it.
+            ConfigError: The space draws such code; the error lists the code.
         """
         if elsewhere := origin(self.place):
             known = code_in(config.own_values()).items()
             for draw, value in self.extremes:
-                drawn = config.own_values()  # which need not be valid
+                drawn = config.own_values()  # these values may be invalid
                 (override,) = as_texts({draw.key: value})
                 apply_override(drawn, override, RunConfig.model_fields)
                 refuse_code(dict(code_in(drawn).items() - known), drawn, elsewhere)
@@ -192,9 +199,10 @@ def _ends(kind: str, values: Any) -> tuple[Any, ...]:
 
 
 def _check_key(draw: Draw, draws: list[Draw]) -> None:
-    """
+    """Check that a key can be drawn.
+
     Raises:
-        ConfigError: the key is the same in all trials, or is part of another one that is drawn.
+        ConfigError: The key must be equal in all trials, or is part of another drawn key.
     """
     parts = f"{draw.key}."
     if any(parts.startswith(f"{common}.") or f"{common}.".startswith(parts) for common in COMMON):

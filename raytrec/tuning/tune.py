@@ -1,4 +1,4 @@
-"""`raytrec tune`: trains a configuration with many values of some keys."""
+"""`raytrec tune`: train a configuration with many values of some keys."""
 
 from __future__ import annotations
 
@@ -48,31 +48,32 @@ def tune(
     resume_latest: bool = False,
     allow_code: bool = False,
 ) -> Search:
-    """Searches good values for some keys of a configuration.
+    """Search for good values of some configuration keys.
 
-    Each trial is a run, in a folder inside that of the search (run.dir; default: runs/NAME). Trials whose
-    evaluations fall behind save and are stopped early, by successive halving.
+    Each trial is a run in its own folder inside the search folder (run.dir; default: runs/NAME). Trials whose
+    evaluations fall behind are saved and stopped early by successive halving.
 
     Args:
-        source: a config file, its values, or a RunConfig; with train.eval_every_steps.
-        space: a file with the keys that are searched, and how their values are drawn (tuning.space).
+        source: Config file, its values, or a RunConfig; train.eval_every_steps must be set.
+        space: File with the keys to search and how their values are drawn (tuning.space).
         overrides: `section.key=value` strings.
-        trials: their number; default 10. With `resume`, it may grow.
-        metric: key of a metric of evaluations; default: the one that the best checkpoints are kept by.
-        seed: the same seed draws the same configurations.
-        at_once: trials that run at a time; default: as many as there is room for.
-        grace_steps: no trial is stopped before; default: train.eval_every_steps.
-        reduction_factor: of the trials of an age, one in this many is trained on.
-        resume: the folder of a search that was interrupted.
-        resume_latest: resume the newest interrupted search that the same command began, if there is one.
-        allow_code: a config from a URI, or a search's folder, may name code (raytrec/config/trust.py).
+        trials: Number of trials; default: 10. With `resume`, the number can be increased.
+        metric: Key of an evaluation metric; default: the metric by which the best checkpoints are kept.
+        seed: Seed of the draws; the same seed draws the same configurations.
+        at_once: Number of concurrent trials; default: as many as the machine or cluster has room for.
+        grace_steps: Number of steps before which no trial is stopped; default: train.eval_every_steps.
+        reduction_factor: Of the trials of the same age, 1 / reduction_factor continue.
+        resume: Folder of an interrupted search.
+        resume_latest: Resume the newest interrupted search that was started by the same command, if any.
+        allow_code: Allow code named by a config from a URI or by a search folder (raytrec/config/trust.py).
 
     Returns:
-        Search: its trials and the best one, which `raytrec train FOLDER/best.yaml` trains again.
+        Search: Its trials and the best one, which `raytrec train FOLDER/best.yaml` trains again.
 
     Raises:
-        ConfigError, SchemaError, DataError: what is wrong with the input, before a trial starts.
-        RunError: no trial has a result, or the cluster cannot be reached. Interrupted: Ctrl-C or SIGTERM.
+        ConfigError, SchemaError, DataError: The input is invalid; raised before a trial starts.
+        RunError: No trial has a result, or the cluster cannot be reached.
+        Interrupted: Ctrl-C or SIGTERM was received.
 
     Example:
         >>> search = raytrec.tune("films.yaml", "space.yaml", ["run.dir=runs/search"], trials=2)
@@ -97,7 +98,7 @@ def tune(
     config = load_config(source, overrides, allow_code=allow_code)
     named = bool(config.run.name or config.run.dir)
     config = resolve(config, source, "tune")
-    drawn = Space.read(str(space))  # a job looks for it, as for CONFIG, in its working directory
+    drawn = Space.read(str(space))  # relative to the working directory of a job, like CONFIG
     if resume_latest and (earlier := newest_like(config, drawn, settings, named)):
         patience_s = PATIENCE_S + config.scaling.shutdown_grace_s
         return _run(reopen(earlier, None, allow_code, patience_s), at_once)
@@ -112,7 +113,7 @@ def tune(
 
 
 def _run(search: Search, at_once: int | None) -> Search:
-    """Runs a search: writes its folder, runs its trials, writes the outcome."""
+    """Write the search folder, run the trials, and write the outcome."""
     folder, again = search.folder, f"resume with: {resume_command(search.config, 'tune')}"
     console = TuneConsole(search.config.run.name)
     with console, hold_run_lock(folder, 0, console.phase):
@@ -138,14 +139,14 @@ def _run(search: Search, at_once: int | None) -> Search:
     return search
 
 
-MLFLOW_PATIENCE_S = 60.0  # with an MLflow server that does not answer
+MLFLOW_PATIENCE_S = 60.0  # maximum wait for an MLflow server that does not answer
 
 
 def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
-    """Writes best.yaml and the run in MLflow; outcome.json only when all trials have ended.
+    """Write best.yaml and the MLflow run, and outcome.json once all trials have ended.
 
     Raises:
-        OSError: a file cannot be written; the search, resumed, writes it again.
+        OSError: A file cannot be written; resuming the search writes the file again.
     """
     folder = search.folder
     if search.best:
@@ -162,7 +163,7 @@ def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
 
 
 def best_text(search: Search, best: Trial) -> str:
-    """The best configuration, as `raytrec train` takes it, with its figures in comments."""
+    """Return the best configuration as YAML for `raytrec train`, with its metrics in comments."""
     data = "test" if search.caution else "validation"
     lines = [
         f"# Trial {best.number} of {search.config.run.name}, {best.state} at step {best.step}: "
@@ -178,7 +179,7 @@ def best_text(search: Search, best: Trial) -> str:
 
 
 def print_outcome(search: Search) -> None:
-    """Prints the trials as a table on stdout, the best first, and where to look next."""
+    """Print a table of the trials, the best first, and the search folder on stdout."""
     console = open_console()
     console.print(bold(search.config.run.name), soft_wrap=True)
     table = _table(search, list(search.trials[0].values))
@@ -195,7 +196,7 @@ def print_outcome(search: Search) -> None:
 
 
 def _table(search: Search, keys: list[str]) -> Table:
-    """The trials, with a column for each key; without keys, with one column for all values."""
+    """Return a table of the trials with one column per key; without keys, one column holds all values."""
     table, figure = Table(), search.figure
     for column in ("trial", figure.label, "step", *keys, "state"):
         table.add_column(plain(column), justify="left" if column == "state" else "right", no_wrap=True)
@@ -209,10 +210,11 @@ def _table(search: Search, keys: list[str]) -> Table:
 
 
 def _write_run(search: Search, failed: list[str]) -> None:
-    """Writes the run above the trials in MLflow: the space, the best figures and best.yaml.
+    """Write the parent run of the trials to MLflow: the space, the best metrics and best.yaml.
 
     Args:
-        failed: emptied when all is written; else the reason is added to it.
+        search: Search to write.
+        failed: List that is cleared on success; on an error, the reason is appended.
     """
     folder, store = search.folder, Store(search.config, search.folder)
     draws = {f"space.{NOT_IN_NAMES.sub('_', draw.key)}": draw for draw in search.space.draws}

@@ -1,1 +1,1 @@
-"""A run on one rank's side: start with loop.py."""
+"""A run from the side of one rank; start reading with loop.py."""

@@ -1,4 +1,4 @@
-"""A rank's model: built, sharded by one plan, and given the state with which the rank begins."""
+"""Construction of a rank's model: building, sharding, and restoring or initializing its state."""
 
 from __future__ import annotations
 
@@ -57,11 +57,14 @@ def build_step(
 ) -> tuple[Step, ShardingPlan]:
     """Build the model, plan, optimizers and pipeline of this rank; a collective.
 
-    Initial weights depend on run.seed alone: dense layers are drawn alike on every rank, tables row by row.
+    Initial weights depend only on run.seed: dense layers are drawn identically on every rank, tables per row.
 
     Args:
+        config: Configuration of the run.
+        schema: Schema of the data.
+        device: Device of the rank.
         fill: True to set the initial values of tables; False if a checkpoint is read next.
-        steps: Steps of the whole run; 0 if nothing is trained.
+        steps: Number of steps of the whole run; 0 if nothing is trained.
         objective: Class that turns the model's logits into losses and outputs.
     """
     if not comm_ops.get_gradient_division():
@@ -88,12 +91,12 @@ def build_step(
     tables = held(planned(plan, config, schema, world), config, schema, device.type)
     shares = [share for share, _ in hot_rows(tables, config, schema, world)]
     mark_mapped(model.embeddings.collections, plan, optimizers, any(shares))
-    # Tables in host memory with a cache on the GPUs: hits are counted, and rows are fetched ahead of their
+    # For tables in host memory with a cache on the GPUs, hits are counted, and rows are fetched before their
     # step and locked until the step has been trained. On CPU there is no cache.
     kernels = {spec.compute_kernel for module in plan.plan.values() for spec in module.values()}
     cache = CACHED if device.type == "cuda" and CACHING_KERNEL in kernels else None
-    # An id that is read by itself is sent to other ranks once a batch, and its gradients as a sum. FBGEMM
-    # (1.8.0) finds distinct ids on GPUs alone, and in fp16 the sum of many gradients may be infinite.
+    # An unpooled id is sent to other ranks once per batch, and its gradients are sent as a sum. FBGEMM
+    # (1.8.0) finds distinct ids only on GPUs, and in fp16 the sum of many gradients may be infinite.
     once = device.type == "cuda" and world > 1 and config.plan.qcomms.backward_precision != "fp16"
     files = MappedFiles(config, shares[dist.get_rank()])
     with own_lookups(files), as_known_to_torchrec(plan, {MMAP_KERNEL: "fused"}):
@@ -122,10 +125,10 @@ def build_step(
 
 
 class _Alone(DataParallelWrapper):
-    """Leaves the dense layers of a single rank as they are: there are no other gradients to average."""
+    """Wrapper that leaves the dense layers of a single rank unchanged, with no gradients to average."""
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Does nothing."""
+        """Leave the model unchanged."""
 
 
 def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
@@ -142,7 +145,7 @@ def unsharded(
     world: int = 1,
     objective: type[Objective] = Objective,
 ) -> LossModel:
-    """Return model and objective of one of `world` ranks: dense layers on the device, tables on meta."""
+    """Return the model and objective of one of `world` ranks: dense layers on the device, tables on meta."""
     made = objective.of(config, schema, world)
     columns, vectors = columns_of(made.tasks), needs_vectors(made.tasks)
     recommender = build_recommender(config, schema, device, sum(columns.values()), vectors, columns)
@@ -153,7 +156,7 @@ def unsharded(
 
 
 def begin_or_resume(context: WorkerContext, step: Step, state: LogicalState, progress: Progress) -> None:
-    """Restore the newest whole checkpoint of the run, or begin a new run if there is none; a collective."""
+    """Restore the newest complete checkpoint of the run, or begin a new run; a collective."""
 
     def ids(about: dict[str, Any]) -> State:
         context.enter_phase("restoring", "restore")
@@ -171,11 +174,14 @@ def begin_or_resume(context: WorkerContext, step: Step, state: LogicalState, pro
 
 
 def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[float] = ()) -> None:
-    """Set the initial weights: those of run.seed, then those of warm_start.from; a collective.
+    """Set the initial weights from run.seed, then load those of warm_start.from; a collective.
 
     Args:
-        log_odds: Bias of each column of logits, for models whose last layer is a Linear called logit; empty:
-            as drawn.
+        step: Step whose model is initialized.
+        config: Configuration of the run.
+        schema: Schema of the data.
+        log_odds: Bias of each column of logits, for models whose last layer is a Linear called logit; empty
+            to keep the drawn values.
     """
     fill_tables(step.model, config.run.seed)
     last = getattr(step.head.model, "logit", None)
@@ -189,7 +195,7 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
     rows = {table: start.rows for table, start in starts.items() if start.policy == "resize"}
     anew = {table for table, start in starts.items() if start.policy == "new"}
     state = LogicalState(step.model, step.optimizer, with_optimizer=config.warm_start.optimizer)
-    # An average is of this run's steps alone, and begins with the first of them.
+    # Averages (train.ema) cover the steps of this run only, so that saved ones are not loaded.
     tensors = {name: v for name, v in state.tensors(rows, anew).items() if not is_average(name)}
     if config.warm_start.dense == "matching":
         saved = {name: entry["shape"] for name, entry in index["tensors"].items()}
@@ -214,6 +220,7 @@ def load_step(context: WorkerContext, objective: type[Objective] = Objective) ->
     """Build the model of the task's checkpoint for evaluation; a collective.
 
     Args:
+        context: Context of the rank, whose task names the checkpoint.
         objective: As in `build_step`.
     """
     task = context.task

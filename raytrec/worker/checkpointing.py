@@ -1,4 +1,4 @@
-"""Checkpoints while a run trains."""
+"""Checkpoints during training."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ from raytrec.worker.step import Outputs, Step
 
 
 class Stopped(Exception):
-    """Raised by all ranks when the state is saved and the run is to end, as a user asked."""
+    """Signal, raised by all ranks, that the state is saved and the run ends because a user stopped it."""
 
 
 def watch_rows(step: Step, state: LogicalState, patient: Callable[[], None]) -> RowSnapshot:
-    """What keeps rows that change while they are saved: by training, or because another id gets them.
+    """Return a snapshot that preserves rows that change during a save, by training or by reassignment of ids.
 
-    Args:
-        patient: of RowSnapshot.
+    `patient` is called as in RowSnapshot.
     """
     rows = RowSnapshot(step.model, state.tables, patient)
     if step.managed is not None:
@@ -48,11 +47,11 @@ def watch_rows(step: Step, state: LogicalState, patient: Callable[[], None]) -> 
 
 
 class CheckpointManager:
-    """Saves a run, and does what the coordinator asks for; every method is a collective.
+    """Manager that saves a run and executes the coordinator's commands; every method is a collective.
 
     Args:
-        run: The run; it is saved at its last step in any case.
-        before_save: Called before a state is saved; a collective that raises if it must not be kept.
+        run: Run to save; its last step is always saved.
+        before_save: Function called before a state is saved; a collective that raises to prevent the save.
     """
 
     def __init__(self, run: RankRun, before_save: Callable[[], None]):
@@ -64,8 +63,8 @@ class CheckpointManager:
         self._saver = Saver(
             run.context.task.checkpoint, keeping, heartbeat.confirm, run.state.unbounded, best, rows
         )
-        self._kept: int | None = run.progress.step or None  # the step of the newest checkpoint
-        self._error: RunError | None = None  # of the last checkpoint
+        self._kept: int | None = run.progress.step or None  # step of the newest checkpoint
+        self._error: RunError | None = None  # error of the last checkpoint
         self._saver.last_step = self._kept
         self._consensus, self._losses = StepConsensus(), Losses()
         self._saved_at, self._asked, self._due = monotonic(), False, Command.GO
@@ -73,10 +72,11 @@ class CheckpointManager:
         heartbeat.watch_device(self._unfinished)
 
     def after_step(self, outputs: Outputs) -> None:
-        """Begins the decision about this step, and does what was decided at an earlier one.
+        """Start the ranks' decision about this step, and act on the decision about an earlier step.
 
         Raises:
-            Restart, Stopped: the state has been saved. RunError: a loss was not finite.
+            Restart, Stopped: The state has been saved.
+            RunError: A loss was not finite.
         """
         step, command = self._progress.step, self._context.heartbeat.command
         is_due = monotonic() - self._saved_at > (self._config.checkpoint.every_s or inf)
@@ -93,7 +93,7 @@ class CheckpointManager:
         self._obey(decision.command)
 
     def _obey(self, command: Command) -> None:
-        """Saves, or ends this group, at once or as soon as the pipeline has been drained."""
+        """Save or end this group, immediately or as soon as the pipeline has been drained."""
         step, every = self._progress.step, self._config.checkpoint.every_steps
         if command == Command.GO and every and step % every == 0:
             command = Command.SAVE
@@ -108,27 +108,27 @@ class CheckpointManager:
             raise {Command.RESTART: Restart, Command.STOP: Stopped}[command](f"at step {step}")
 
     def after_evaluation(self) -> None:
-        """Saves what may be one of the best."""
+        """Save the evaluated state, which may be one of the best (checkpoint.keep_best)."""
         if self._config.checkpoint.keep_best:
             self.save(again=True)
 
     def save(self, *, wait: bool = False, again: bool = False) -> Saved | None:
-        """Begins a checkpoint of this step, unless there is one.
+        """Start a checkpoint of this step unless one exists.
 
         Args:
-            wait: until it is committed.
-            again: even if there is one.
+            wait: True to wait until the checkpoint is committed.
+            again: True to save even if a checkpoint of this step exists.
 
         Returns:
-            What came of it, where it was waited for.
+            Outcome of the save if `wait` is True and a save was in progress, else None.
 
         Raises:
-            RunError: a loss was not finite up to this step, so that this state must not be kept.
+            RunError: A loss up to this step was not finite, so that the state must not be kept.
         """
         heartbeat, step = self._context.heartbeat, self._progress.step
         last = self._consensus.finish()
-        if last is not None:  # else it has been saved before, and this was asked
-            if last.through < step:  # GPUs have not finished; the copy would wait for them as well
+        if last is not None:  # None: this decision has already been read
+            if last.through < step:  # GPUs still compute; the copy would wait for them anyway
                 last = self._consensus.agree(self._losses.wait())
             self._stop_if_bad(last)
         if again or self._saver.last_step != step:
@@ -148,7 +148,7 @@ class CheckpointManager:
     def take_back(self, step: int) -> None:
         """Replace the state by that of an earlier step, if its checkpoint is kept.
 
-        The counts of the run stay: they decide which rows have been trained.
+        The counts of the run stay, because they determine which rows have been trained.
         """
         self._context.enter_phase(f"taking back the weights of step {step}", "restore")
         self.save(wait=True)
@@ -162,13 +162,13 @@ class CheckpointManager:
         self._state.written()
 
     def finish(self, *, again: bool = False) -> None:
-        """Writes the last checkpoint of the run.
+        """Write the last checkpoint of the run.
 
         Args:
-            again: write it even if there is one of this step, or if that has failed.
+            again: True to write the checkpoint even if one of this step exists or has failed.
 
         Raises:
-            RunError: the state is not finite, and checks.finite is to stop the run for that.
+            RunError: The state is not finite, and checks.finite is set to stop.
         """
         self._context.enter_phase("saving the checkpoint", "save")
         saved = self.save(wait=True, again=again)
@@ -177,16 +177,16 @@ class CheckpointManager:
             self._saver.close()
 
     def unsaved(self) -> ErrorParts | None:
-        """Why the trained model is not saved, as RaytrecError.parts; None: it is.
+        """Return why the trained model is not saved, as RaytrecError.parts; None if the model is saved.
 
-        Where `finish` has failed, it is called once more: there may be room by now.
+        If `finish` has failed, it is called once more, because space may have been freed.
         """
         if self._error is not None:
             self.finish(again=True)
         return None if self._error is None else self._unsaved_model_error(self._error).parts
 
     def _unsaved_model_error(self, error: RunError) -> RunError:
-        """The error of a run whose last checkpoint could not be written."""
+        """Return the error of a run whose last checkpoint could not be written."""
         if isinstance(error, NotFinite):
             return error
         folder = self._config.run.dir
@@ -199,10 +199,10 @@ class CheckpointManager:
         )
 
     def _take(self) -> Saved | None:
-        """The outcome of the last save, reported.
+        """Return the outcome of the last save, and report it.
 
-        Not to Ray Train, which would note it in the same place and end the run when that is full (ray 2.60.0,
-        CheckpointManager); nothing here asks it for checkpoints.
+        Ray Train does not get a report. Its note on the same storage would end the run if that storage is
+        full (ray 2.60.0, CheckpointManager). raytrec does not ask Ray Train for checkpoints.
         """
         saved = self._saver.taken()
         if saved is None:
@@ -232,7 +232,7 @@ class CheckpointManager:
         self._context.report(messages.Warn(text=text))
 
     def _with_advice(self, error: NotFinite) -> NotFinite:
-        """With the command that begins again from the newest checkpoint, all of which are finite."""
+        """Return the error with the command that starts again from the newest checkpoint, which is finite."""
         optim = self._config.optim
         lower = f"optim.embeddings.lr={optim.embeddings.lr / 10:g} optim.dense.lr={optim.dense.lr / 10:g}"
         if self._kept is None:
@@ -246,22 +246,22 @@ class CheckpointManager:
         return NotFinite(error.what, where=error.where, expected=error.expected, do=do)
 
     def _unfinished(self) -> tuple[int, str] | None:
-        """The step and phase that this rank's GPU has not finished; called by the heartbeat's thread."""
+        """Return the step and phase that the GPU has not finished; called by the heartbeat's thread."""
         device = self._context.device
         if device.type != "cuda":
             return None
-        torch.cuda.set_device(device)  # of the calling thread; CUDA would set itself up on the first GPU, too
+        torch.cuda.set_device(device)  # per thread; the default, GPU 0, would be initialized too
         try:
             step = self._losses.unfinished
             return None if step is None else (step, self._step.phases.standing or "")
-        except RuntimeError:  # the GPU has failed; the thread that trains will raise it
+        except RuntimeError:  # the GPU has failed; the training thread raises the error
             return None
 
     def _stop_if_bad(self, decision: Decision) -> None:
-        """Ends the run at the first step that was bad on any rank."""
+        """Raise RunError for the first step whose loss was not finite on any rank."""
         if decision.bad is None:
             return
-        if decision.through < decision.bad:  # another rank may not have known yet of an earlier step
+        if decision.through < decision.bad:  # another rank may find an earlier step
             decision = self._consensus.agree(self._losses.wait())
         context, step = self._context, decision.bad
         batch, folder = self._run.batches.at(step - 1), self._config.run.dir  # batches are counted from 0
@@ -289,7 +289,7 @@ class CheckpointManager:
             "progress": self._progress.record(),
             "evaluation": self._progress.last_evaluation,
             "data": task.fingerprint,
-            "config": hide_all(config.model_dump(by_alias=True, mode="json")),  # a checkpoint is handed on
+            "config": hide_all(config.model_dump(by_alias=True, mode="json")),  # users share checkpoints
             "schema": task.schema.to_yaml(),
             "plan": describe(self._run.plan),
             "world_size": self._context.world,

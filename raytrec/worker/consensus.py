@@ -1,4 +1,4 @@
-"""What all ranks decide together at each step."""
+"""Decisions that all ranks make together at each step."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch.distributed as dist
 from raytrec.common.messages import Command
 from raytrec.worker.nonfinite import Known
 
-NEVER = 2**62  # the first bad step of a rank that knows of none
-RING = 64  # ranks; 126 hops of 25 µs are shorter than a step
+NEVER = 2**62  # stands for the first bad step of a rank without one
+RING = 64  # ranks; the 126 hops of 25 µs take less time than a step
 
 
 class Decision(NamedTuple):
-    """What the ranks have decided together at a step; the same on all ranks.
+    """Decision that all ranks made together at a step; the same on all ranks.
 
     Attributes:
-        command: the highest Command.
-        through: the step up to which every rank knew whether its losses were finite.
-        bad: the first step whose loss, as far as any rank knew, was not; None: no such step was known. It is
-            the run's first one if `through` has reached it.
-        busy: whether a checkpoint is still being written.
+        command: Highest Command of any rank.
+        through: Step up to which every rank knew whether its losses were finite.
+        bad: First step with a non-finite loss that any rank knew of; None if no rank knew of one. It is the
+            first one of the run if `through` has reached it.
+        busy: True if a rank is still writing a checkpoint.
     """
 
     command: Command
@@ -35,19 +35,19 @@ class Decision(NamedTuple):
 
 
 class StepConsensus:
-    """An exchange of a few bytes at each step, over gloo, which no step waits for: read `lag` steps later.
+    """Asynchronous all-reduce of a few bytes at each step, over gloo, whose result is read `lag` steps later.
 
-    gloo's all-reduce goes round a ring, 2 (W - 1) hops. Many ranks therefore stand in rows and columns: they
-    agree along the rows, and along the columns while the next step is trained; then all know what each knew.
-    With 1,024 ranks that is 62 hops a step instead of 2,046.
+    gloo's all-reduce passes a ring of W ranks in 2 (W - 1) hops. Many ranks are therefore arranged in rows
+    and columns: they reduce along the rows, and along the columns during the next step. With 1,024 ranks, a
+    step takes 62 hops instead of 2,046.
 
-    Making it is a collective; every rank calls `exchange` after each step.
+    The constructor is a collective; every rank calls `exchange` after each step.
 
     Args:
-        ring: how many ranks are one ring.
+        ring: Largest number of ranks that form a single ring.
 
     Attributes:
-        lag: steps after which a decision is known.
+        lag: Number of steps after which a decision is known.
     """
 
     def __init__(self, ring: int = RING):
@@ -56,10 +56,12 @@ class StepConsensus:
         self._begun: deque[_Begun] = deque()
 
     def exchange(self, command: Command, known: Known, busy: bool) -> Decision | None:
-        """Begins this step's decision, and returns that of `lag` steps before (None where there is none).
+        """Start this step's decision, and return the decision of `lag` steps ago, or None if there is none.
 
         Args:
-            known: of this rank's losses; on a GPU that is less than all steps.
+            command: Command that this rank has received.
+            known: State of this rank's losses; on a GPU, recent steps are not included.
+            busy: True if this rank is writing a checkpoint.
         """
         earlier = list(self._begun)
         self._begin(command, known, busy)
@@ -68,7 +70,7 @@ class StepConsensus:
         return self._begun.popleft().decision() if len(self._begun) > self.lag else None
 
     def finish(self) -> Decision | None:
-        """The decision of this step; waits for it. None when it has been returned already."""
+        """Wait for the decision of the last step and return it; None if it has been returned before."""
         decision = None
         while self._begun:
             begun = self._begun.popleft()
@@ -78,7 +80,7 @@ class StepConsensus:
         return decision
 
     def agree(self, known: Known) -> Decision:
-        """What all ranks together know of the losses; waits for it."""
+        """Exchange the state of the losses once more, and wait for the decision of all ranks."""
         self.finish()
         self._begin(Command.GO, known, False)
         decision = self.finish()
@@ -87,13 +89,13 @@ class StepConsensus:
 
     def _begin(self, command: Command, known: Known, busy: bool) -> None:
         first = NEVER if known.bad is None else known.bad
-        values = torch.tensor([command, -known.through, -first, busy])  # the least of what has a minus
+        values = torch.tensor([command, -known.through, -first, busy])  # minus: the minimum over ranks
         begun = _Begun(values)
         self._reduce(begun)
         self._begun.append(begun)
 
     def _advance(self, begun: _Begun) -> None:
-        """Waits for a ring, and begins the next one."""
+        """Wait for the reduction over one ring, and start the next one."""
         if begun.work is not None:
             begun.work.wait()
             self._reduce(begun)
@@ -108,7 +110,7 @@ class StepConsensus:
 
 @dataclass
 class _Begun:
-    """A step's decision on its way: the rings it has entered, and the one that is at work (None: done)."""
+    """Decision in progress: the number of rings entered, and the pending reduction (None: finished)."""
 
     values: torch.Tensor
     rings: int = 0
@@ -120,9 +122,12 @@ class _Begun:
 
 
 def _rings(ring: int) -> list[dist.ProcessGroup]:
-    """This rank's: none if it is alone, one for all ranks, or its row and its column. A collective."""
+    """Return this rank's process groups: none for one rank, one for all ranks, or a row and a column.
+
+    A collective.
+    """
     world = dist.get_world_size()
-    if world == 1:  # a group of gloo's has threads that look around 100 times a second
+    if world == 1:  # the threads of a gloo group poll 100 times a second
         return []
     if world <= ring:
         return [dist.new_group(backend="gloo")]
@@ -139,7 +144,7 @@ def _rings(ring: int) -> list[dist.ProcessGroup]:
 
 
 def _place(rank: int, world: int) -> tuple[int, int]:
-    """Row and column of a rank; each row has a rank in each column, or one or two more."""
+    """Return the row and column of a rank; each place in the grid has one rank, and some places have two."""
     rows = isqrt(world)
     columns = world // rows
     return rank % rows, rank // rows if rank < rows * columns else rank % columns

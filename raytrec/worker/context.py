@@ -1,4 +1,4 @@
-"""A worker's rank, task, device, streams and reports."""
+"""Task, rank, device, data streams and reports of a worker."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from raytrec.data.pages.decode import SKIPPED, Faults
 from raytrec.worker.heartbeat import Heartbeat
 
 
-@dataclass(repr=False)  # Ray's dashboard shows what is written of it: nothing
+@dataclass(repr=False)  # Ray's dashboard shows the repr
 class WorkerTask:
-    """What the driver hands to every rank.
+    """Task that the driver passes to every rank.
 
     Attributes:
-        datasets: "train", "valid", "test" and "items" (eval.retrieval) → Dataset, as far as there are any.
-        coordinator: the actor of driver.coordinator.start_coordinator.
-        checkpoint: the folder of all checkpoints (training), or the one to read (evaluation).
-        fingerprint: of the training data's row groups; "" where nothing is trained.
-        folder: where modules that the configuration names may be, besides Python's own path.
+        datasets: Datasets by name, "train", "valid", "test" and "items" (eval.retrieval); a dataset that the
+            task does not need is missing.
+        coordinator: Actor started by driver.coordinator.start_coordinator.
+        checkpoint: Folder of all checkpoints (training), or of the checkpoint to read (evaluation).
+        fingerprint: Hash of the training data's row groups; "" if nothing is trained.
+        folder: Folder that is searched for modules named in the configuration, after Python's own path.
     """
 
     config: RunConfig
@@ -42,12 +43,16 @@ class WorkerTask:
 
 @dataclass
 class WorkerContext:
-    """This process's place in the worker group: its rank, its device, its streams, its heartbeat.
+    """This process's place in the worker group, with its device, task and heartbeat.
 
     Attributes:
-        index: its rank, of `world`.
-        attempt: how many groups of this driver there were before.
-        network: see rendezvous.chosen_network.
+        index: Rank of the process, from 0 to `world` - 1.
+        world: Number of ranks.
+        device: Device of the rank.
+        task: Task of all ranks.
+        heartbeat: Heartbeat of the rank.
+        attempt: Number of worker groups that this driver started before.
+        network: Network of NCCL; see rendezvous.chosen_network.
     """
 
     index: int
@@ -60,10 +65,12 @@ class WorkerContext:
 
     @classmethod
     def enter(cls, task: WorkerTask) -> WorkerContext:
-        """Takes this Ray Train worker's place; one torch thread, because ranks share the machine's cores.
+        """Register this Ray Train worker with the coordinator and return its context.
+
+        On CPU, torch uses scaling.cpus_per_worker threads, because ranks share the machine's cores.
 
         Raises:
-            RunError: another version of a package is installed on this rank's node.
+            RunError: The node of this rank has another version of a package.
         """
         require_versions()
         import ray.train
@@ -81,7 +88,8 @@ class WorkerContext:
         device = ray.train.torch.get_device()
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        # With a GPU as many as Ray sets; Ray is too late with them if a rank is forked with torch imported.
+        # With a GPU, the number of threads is Ray's OMP_NUM_THREADS. Ranks that are forked with torch already
+        # imported would ignore that variable, so that the number is set here.
         on_gpu, cpus = device.type == "cuda", task.config.scaling.cpus_per_worker
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)) if on_gpu else cpus)
         index, world, group = context.get_world_rank(), context.get_world_size(), [uuid.uuid4().hex]
@@ -99,9 +107,10 @@ class WorkerContext:
     def stream(self, name: str, order: Any):
         """Return this rank's Stream of a dataset, or None if the task has no dataset of that name.
 
-        Each batch that is not trained on counts as progress (training counts its own).
+        Each batch of an evaluation counts as progress in the heartbeat; training counts its own batches.
 
         Args:
+            name: Name of the dataset.
             order: As in data.stream.Stream.
         """
         from raytrec.data.stream import Stream
@@ -109,7 +118,7 @@ class WorkerContext:
         if name not in self.task.datasets:
             return None
         data = self.task.config.data
-        # Skipped rows are noted in the run folder; what is evaluated again has none to write to.
+        # Skipped rows are recorded in the run folder; an evaluation of a checkpoint has no such folder.
         skipped = join_uri(self.task.config.run.dir, SKIPPED) if "train" in self.task.datasets else None
         stream = Stream(
             self.task.datasets[name],
@@ -127,27 +136,32 @@ class WorkerContext:
         return stream if name == "train" else _Watched(stream, self.heartbeat)
 
     def close(self) -> None:
-        """This rank has done its work."""
+        """End the heartbeat, because this rank has finished its work."""
         self.heartbeat.close()
 
     def report(self, message: Message) -> None:
-        """Sends a message to the driver; only rank 0's go there."""
+        """Send a message to the driver if this is rank 0."""
         if self.index == 0:
             self.report_from_all(message)
 
     def report_from_all(self, message: Message) -> None:
-        """Sends a message to the driver, from any rank, without waiting for it."""
+        """Send a message to the driver from any rank, without waiting for delivery."""
         self.task.coordinator.put.remote(message)
 
     def enter_phase(self, text: str, kind: str) -> None:
-        """What this rank does from now on, for people and for the coordinator (coordinator.SLOW_PHASES)."""
+        """Announce the next activity of this rank to the user and the coordinator.
+
+        Args:
+            text: Text for the user.
+            kind: Phase for the coordinator (coordinator.SLOW_PHASES).
+        """
         self.heartbeat.tick(kind)
         self.report(Phase(text=text))
 
 
 @dataclass
 class _Watched:
-    """A Stream whose batches tick the heartbeat."""
+    """Stream whose batches count as progress in the heartbeat."""
 
     stream: Any
     heartbeat: Heartbeat

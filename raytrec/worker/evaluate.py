@@ -1,4 +1,4 @@
-"""Evaluation: every row of a dataset once; also with the deep part of a model scaled down."""
+"""Evaluation over every row of a dataset, also with the deep part of a model scaled down."""
 
 from __future__ import annotations
 
@@ -26,37 +26,41 @@ from raytrec.worker.progress import shared_figure
 from raytrec.worker.step import Step
 
 Curves = dict[str, dict[str, Any]]
-SLICES = "slices"  # the key of the figures of slices
-FACTORS = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the deep part
+SLICES = "slices"  # key of the figures of slices
+FACTORS = (1.0, 0.75, 0.5, 0.25, 0.0)  # candidates for scaling the deep part
 
 
 class Model(Protocol):
-    """What is evaluated: a Step, or another."""
+    """Model that can be evaluated: a Step, or another one."""
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
-        """Forward only, over all batches."""
+        """Yield the outputs of a forward pass over all batches."""
         ...
 
 
 def evaluate(
     step: Model, stream: Stream, device: torch.device, selection: Selection, items: Stream | None = None
 ) -> tuple[dict[str, Any], Curves | None]:
-    """Metrics and curves over all rows of the stream's dataset; a collective.
+    """Return metrics and curves over all rows of the stream's dataset; a collective.
 
-    Rows of tasks whose metrics need more than sums are kept in host memory, up to eval.max_exact_rows,
-    and sorted or grouped by all ranks together (metrics/evaluation.py).
+    If a task's metrics need more than sums, its rows are kept in host memory, up to eval.max_exact_rows. All
+    ranks sort or group these rows together (metrics/evaluation.py).
 
     Args:
-        items: those of eval.retrieval, among which every row's item is ranked; None: it is not.
+        step: Model to evaluate.
+        stream: Stream of the dataset.
+        device: Device of the rank.
+        selection: Metrics of the run.
+        items: Items of eval.retrieval, among which every row's item is ranked; None: no ranking.
 
     Returns:
-        rows, skipped_rows (data.on_error), each metric with its counts, by their keys, None where it is not
-        defined; the same on every rank. With `items` also retrieval.METRIC and its counts; with eval.slices
-        slices: task → column → `summarize`. And on rank 0 the curves of metrics that have one: key of
-        the curve → its points and the key of its metric; None without a curve.
+        The figures, the same on every rank: rows, skipped_rows (data.on_error), and each metric with its
+        counts by key, None if undefined. With `items` also retrieval.METRIC and its counts; with eval.slices
+        also slices: task → column → `summarize`. On rank 0 also the curves: key of the curve → its points and
+        the key of its metric; None without a curve.
 
     Raises:
-        RunError: when the ranks together saw more or fewer rows than the dataset has.
+        RunError: The ranks together read more or fewer rows than the dataset has.
     """
     sums, kept = Sums(selection, device), {task: TaskRows(selection, task) for task in selection.of}
     collected = [Collected(task, rows) for task, rows in kept.items() if rows.needed]
@@ -93,12 +97,14 @@ def evaluate(
 
 
 class Collected:
-    """A rank's rows of one task that count, on their way into host memory: a GPU's is for tables.
+    """Rows of one task on their way into host memory; a GPU's memory is needed for tables.
 
-    They come from the device a few batches late, so that it never runs dry.
+    Rows without weight are left out. Copies from the device are read a few batches later, so that the device
+    never waits for the host.
 
     Args:
-        into: takes the rows.
+        task: Name of the task.
+        into: Collection that receives the rows.
     """
 
     def __init__(self, task: str, into: TaskRows) -> None:
@@ -106,7 +112,7 @@ class Collected:
         self._coming: deque[tuple[Fetch, Fetch | None]] = deque()
 
     def add(self, outputs: Outputs) -> None:
-        """Adds a batch."""
+        """Add the rows of a batch."""
         own = outputs[self._task]
         logits = own.logits.unsqueeze(1) if own.logits.dim() == 1 else own.logits
         values = torch.cat([logits, torch.stack([own.labels, own.weights], 1)], dim=1)
@@ -116,7 +122,7 @@ class Collected:
             self._read()
 
     def finish(self) -> None:
-        """Waits for the last batches."""
+        """Wait for the last batches."""
         while self._coming:
             self._read()
 
@@ -140,12 +146,15 @@ def evaluate_shrunk(
 ) -> tuple[dict[str, Any], Curves | None, float]:
     """Evaluate the model with its deep part scaled by the factor that predicts held-out rows best.
 
-    A collective. The weights `shrunk` of the model are multiplied by each of FACTORS; afterwards they are as
-    before. Factors are compared by the default metric of early stopping (ne with binary cross-entropy); the
-    largest of equally good ones is taken.
+    A collective. The weights `shrunk` of the model are multiplied by each of FACTORS and restored afterwards.
+    Factors are compared by the default metric of early stopping (ne with binary cross-entropy). Ties are
+    resolved in favor of the largest factor.
 
     Args:
-        held: Rows that are not trained on.
+        step: Step with the trained model.
+        held: Stream of rows that are not trained on.
+        device: Device of the rank.
+        selection: Metrics of the run.
         items: As in evaluate.
 
     Returns:
@@ -164,6 +173,6 @@ def evaluate_shrunk(
 
 
 def shrink(step: Step, factor: float) -> None:
-    """Multiply the weights `shrunk` of the model."""
+    """Multiply the weights `shrunk` of the model by a factor."""
     with torch.no_grad():
         step.head.model.shrunk.mul_(factor)

@@ -1,4 +1,4 @@
-"""The thread that reports progress and receives commands."""
+"""Thread that reports the progress of a rank and receives commands."""
 
 from __future__ import annotations
 
@@ -15,49 +15,52 @@ from raytrec.common.errors import RunError
 from raytrec.common.messages import BEAT_S, Command
 
 T = TypeVar("T")
-REPLY_S = 10.0  # that the coordinator may take to answer
+REPLY_S = 10.0  # timeout of the coordinator's answer
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # folder of raytrec; its checkout may have any name
 # A thread with a frame in one of these files waits for other ranks.
 WAITS = ("torch/distributed/", "torchrec/distributed/", "torch/autograd/graph.py")
 
 
 class Heartbeat:
-    """Reports this rank's progress; ends the process when the coordinator commands it, or is out of reach.
+    """Thread that reports this rank's progress, and ends the process if commanded or cut off from the driver.
 
     Args:
-        lease_s: seconds without an answer after which this process ends itself. A rank that is cut off does
+        coordinator: Actor that receives the reports.
+        attempt: Identifier of this worker group.
+        rank: Rank of this process.
+        lease_s: Seconds without an answer after which this process ends itself. A rank that is cut off does
             not hear that the group has been given up, and must not write when the network is back.
-        every_s: seconds between two heartbeats (common.messages.beat_s).
+        every_s: Seconds between two heartbeats (common.messages.beat_s).
 
     Attributes:
-        command: what the coordinator wants.
-        phase: what this rank is doing; see coordinator.SLOW_PHASES.
+        command: Last command of the coordinator.
+        phase: Current activity of this rank; see coordinator.SLOW_PHASES.
     """
 
     def __init__(self, coordinator: Any, attempt: str, rank: int, lease_s: float, every_s: float = BEAT_S):
         self._coordinator, self._attempt, self._rank, self._lease_s = coordinator, attempt, rank, lease_s
         self._every_s = every_s
         self.command, self.phase, self._ticks, self._step = Command.GO, "start", 0, 0
-        self._going = False  # the first step sets everything up, and may take long
+        self._going = False  # False until the first step, which may take long
         self._unfinished: Callable[[], tuple[int, str] | None] = lambda: None
-        # The thread that trains: Ray Train runs the worker's function in one that is not the main thread.
+        # Ray Train runs the worker's function in this thread, which is not the main thread.
         self._watched = get_ident()
         self._over = Event()
         self._thread = Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
     def watch_device(self, unfinished: Callable[[], tuple[int, str] | None]) -> None:
-        """From now on also reports how far the device is.
+        """Also report the progress of the device from now on.
 
         Args:
-            unfinished: asked, from another thread, for the step that this rank's GPU has not finished, and
-                the phase of training ("" where that is not known); None: it has finished all, or is a CPU.
+            unfinished: Function that returns the step that this rank's GPU has not finished, and its phase
+                ("" if unknown); None if all steps are finished, or on CPU. It is called from another thread.
         """
         self._unfinished = unfinished
 
     def watch_compiler(self) -> None:
-        """From now on also notes when torch compiles: that takes as long as the start, whenever it is."""
-        from raytrec.compat.torch_ import watch_compiler  # which imports torch
+        """Report the phase "start" whenever torch compiles, because a compilation may take equally long."""
+        from raytrec.compat.torch_ import watch_compiler  # imports torch, which the driver does not load
 
         phases: list[str] = []
 
@@ -68,14 +71,14 @@ class Heartbeat:
         watch_compiler(begin, lambda: self.tick(phases.pop()))
 
     def tick(self, phase: str | None = None, step: int | None = None) -> None:
-        """Notes progress, with another phase or step if given."""
+        """Record progress, with another phase or step if given."""
         self._ticks += 1
         self.phase = phase or self.phase
         if step is not None:
             self._step, self._going = step, True
 
     def count_batches(self, batches: Iterator[T], after: str = "step") -> Iterator[T]:
-        """The same iterator; each batch is progress, and waiting for it is the phase "data"."""
+        """Yield the batches of an iterator; each batch counts as progress, waiting is the phase "data"."""
         while True:
             self.tick("data")
             batch = next(batches, None)
@@ -85,29 +88,29 @@ class Heartbeat:
             yield batch
 
     def confirm(self) -> None:
-        """Asks whether this group is still the run's, before something is written that counts.
+        """Check with the coordinator that this group still owns the run, before a commit.
 
         Raises:
-            RunError: it has been given up, or the coordinator does not answer.
+            RunError: The group has been given up, or the coordinator does not answer.
         """
         import ray
 
         try:
             current = ray.get(self._coordinator.current.remote(self._attempt), timeout=REPLY_S)
-        except ray.exceptions.RayError as error:  # no answer in time included
+        except ray.exceptions.RayError as error:  # includes a timeout
             raise RunError("the driver does not answer, and may have given this group up") from error
         if not current:
             raise RunError("this group of workers has been given up")
 
     def close(self) -> None:
-        """The rank has ended well."""
+        """End the thread after the rank has finished its work."""
         self._over.set()
         self._thread.join(5)
 
     def send(self, where: str = "", waiting: bool = False, unfinished: tuple[int, str] | None = None) -> Any:
         """Report this rank's progress and return the reference of the command.
 
-        Called when the rank fails, so that the coordinator knows the step at which it did.
+        Called directly when the rank fails, so that the coordinator knows the step of the failure.
         """
         return self._coordinator.beat.remote(
             self._attempt, self._rank, self._ticks, self._step, self.phase, where, waiting, unfinished
@@ -129,7 +132,7 @@ class Heartbeat:
                 if monotonic() - heard > self._lease_s:
                     self._end(f"the driver has not answered for {monotonic() - heard:.0f} s")
                 continue
-            except Exception:  # the driver has gone, and with it this rank's work
+            except Exception:  # the driver has exited, and the rank's work is lost
                 return
             if command == Command.ABORT:
                 self._end("this group of workers has been given up")
@@ -140,7 +143,7 @@ class Heartbeat:
             return
 
     def _end(self, why: str) -> None:
-        """Ends the process, unless the rank has ended well; where its threads are goes to Ray's log of it."""
+        """End the process, unless the rank has finished; the stacks of all threads go to Ray's log."""
         if not self._over.is_set():
             print(f"rank {self._rank}: {why}", file=sys.stderr)
             faulthandler.dump_traceback(sys.stderr)
@@ -151,10 +154,10 @@ def _place(thread: int) -> tuple[str, bool]:
     """Return the innermost frame of a thread, and True if raytrec's innermost frame waits for other ranks.
 
     Args:
-        thread: identifier of a thread; the main thread is used if it has ended.
+        thread: Identifier of a thread; the main thread is used if that thread has ended.
 
     Returns:
-        "function, folder/file:line", or "" if there is no frame; whether the thread is in a collective.
+        "function, folder/file:line", or "" without a frame; True if the thread is in a collective.
     """
     frame = sys._current_frames().get(thread) or sys._current_frames().get(main_thread().ident)
     innermost, waiting = frame, False

@@ -1,4 +1,4 @@
-"""What one rank does, top to bottom."""
+"""Functions that every rank runs: training, evaluation of a checkpoint, and the parity check."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from raytrec.data.order import Order
 from raytrec.worker.context import WorkerContext, WorkerTask
 
 CHECK_STEPS = 20
-AUTO_ROWS, MOST_EPOCHS, LEAST_STEPS = 1_000_000, 10, 100  # of train.epochs: auto
+AUTO_ROWS, MOST_EPOCHS, LEAST_STEPS = 1_000_000, 10, 100  # for train.epochs: auto
 
 
 def train_worker(task: WorkerTask) -> None:
-    """Trains, evaluates and saves as one rank of a Ray Train worker group; resumes where an earlier group of
-    the same run was interrupted."""
+    """Train, evaluate and save as one rank of a Ray Train worker group.
+
+    If an earlier group of the same run was interrupted, training resumes from its newest checkpoint.
+    """
     from raytrec.checkpoint.state import LogicalState
     from raytrec.embeddings.sharding import describe
     from raytrec.metrics.selection import Selection
@@ -101,7 +103,7 @@ def train_worker(task: WorkerTask) -> None:
         context.close()
         raise
     except Exception:
-        with suppress(Exception):  # the driver may have gone, which must not hide the error
+        with suppress(Exception):  # an error of a driver that has exited must not hide this one
             context.heartbeat.send()
         raise
     finally:
@@ -119,7 +121,7 @@ def train_worker(task: WorkerTask) -> None:
 
 
 def evaluate_worker(task: WorkerTask) -> None:
-    """Loads a checkpoint and evaluates it as one rank of a Ray Train worker group."""
+    """Load a checkpoint and evaluate it as one rank of a Ray Train worker group."""
     from raytrec.metrics.selection import Selection
     from raytrec.worker.build import load_step
     from raytrec.worker.evaluate import evaluate
@@ -137,7 +139,10 @@ def evaluate_worker(task: WorkerTask) -> None:
 
 
 def check_worker(task: WorkerTask) -> None:
-    """Compares the configuration, with the plan of its real tables on shrunk ones, to a single process."""
+    """Compare sharded training with training in a single process, and report the differences.
+
+    The tables are shrunk; the plan is the one of the tables in their real size.
+    """
     from raytrec.checks.parity.compare import compare, shrink
     from raytrec.embeddings.sharding import describe
     from raytrec.worker.build import build_step, plan_of
@@ -159,7 +164,10 @@ def check_worker(task: WorkerTask) -> None:
 
 
 def train_order(config: RunConfig) -> Order:
-    """The order in which data.train is read; with (epoch, step) it defines which rows have been consumed."""
+    """Return the order in which data.train is read.
+
+    Together with (epoch, step), the order defines which rows have been consumed.
+    """
     data = config.data
     return Order(
         batch_rows=data.global_batch_size,
@@ -172,12 +180,12 @@ def train_order(config: RunConfig) -> Order:
 
 
 def evaluation_order(config: RunConfig) -> Order:
-    """File order, dealt out over the ranks; every row once."""
+    """Return the order of evaluations: file order, split over the ranks, with every row once."""
     return Order.evaluation(config.data.global_batch_size, config.data.lanes)
 
 
 def epochs_of(config: RunConfig, rows: int) -> int:
-    """Passes over so many rows: train.epochs."""
+    """Return the number of epochs (train.epochs) for a training set of `rows` rows."""
     if config.train.epochs != "auto":
         return config.train.epochs
     epochs = min(MOST_EPOCHS, max(1, AUTO_ROWS // rows))
@@ -185,17 +193,17 @@ def epochs_of(config: RunConfig, rows: int) -> int:
 
 
 def total_steps(config: RunConfig, rows: int) -> int:
-    """Steps of the whole run: epochs × steps per epoch, at most train.max_steps."""
+    """Return the number of steps of the whole run: epochs × steps per epoch, at most train.max_steps."""
     steps = epochs_of(config, rows) * train_order(config).steps(rows)
     return min(steps, config.train.max_steps or steps)
 
 
 def evaluation_steps(config: RunConfig, total: int) -> int | None:
-    """Return the steps between two evaluations of a run of `total` steps: train.eval_every_steps."""
+    """Return the number of steps between two evaluations of a run of `total` steps (eval_every_steps)."""
     every = config.train.eval_every_steps
     return -(-total // 10) if every == "auto" else every
 
 
 def pauses(total: int, every: int | None, start: int = 0) -> list[int]:
-    """The steps after which training pauses to evaluate, from `start` on; the last is the end."""
+    """Return the steps, from `start` on, after which training pauses for an evaluation; the last is total."""
     return [*range(-(-max(start, 1) // every) * every, total, every), total] if every else [total]

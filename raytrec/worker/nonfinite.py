@@ -1,4 +1,4 @@
-"""Losses that are NaN or infinite: found, skipped, and written with their batches."""
+"""Detection, skipping and recording of losses that are NaN or infinite."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 
-LATE = 2  # steps that the host may be ahead of a GPU: enough to keep it busy, and few batches are in flight
-# Batches. A bad loss is known at most LATE steps later, and acted on one step after that, or two
-# (StepConsensus.lag); by then a pipeline has read up to three batches more.
+LATE = 2  # steps that the host may be ahead of a GPU: keeps the GPU busy with few batches in flight
+# Number of batches kept. A bad loss is known at most LATE steps later, and acted on one or two steps after
+# that (StepConsensus.lag); by then a pipeline has read up to three more batches.
 KEPT = LATE + 6
 NAN_FOLDER = "nan"
-TASK_WEIGHTS = "task_weights"  # the column of each row's factors
+TASK_WEIGHTS = "task_weights"  # column with each row's factors
 
 
 class Fetch:
-    """What a tensor holds now, on its way into host memory.
+    """Copy of a tensor's current values on its way to host memory.
 
-    On CPU it is there at once. From a GPU it is copied into pinned memory behind the work that the current
-    stream has been given so far; work that the stream is given afterwards does not hold it up.
+    On CPU, the tensor itself is used. From a GPU, the values are copied into pinned memory after the work
+    that is already queued on the current stream; work queued later does not delay the copy.
 
     Args:
-        values: of any shape and dtype; on CPU they must not be changed until they have been read.
+        values: Tensor of any shape and dtype; on CPU it must not be changed before it has been read.
     """
 
     def __init__(self, values: torch.Tensor):
@@ -40,17 +40,17 @@ class Fetch:
         if values.is_cuda:
             pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values = pinned.copy_(values.detach(), non_blocking=True)
-            self._event = torch.cuda.Event(blocking=True)  # who waits sleeps: readers need the core
+            self._event = torch.cuda.Event(blocking=True)  # sleep while waiting: readers need the core
             self._event.record()
 
     @property
     def arrived(self) -> bool:
-        """Whether `wait` would return at once; from any thread."""
+        """Return True if `wait` would return at once; can be called from any thread."""
         event = self._event
         return event is None or event.query()
 
     def wait(self) -> torch.Tensor:
-        """The values, in host memory."""
+        """Return the values in host memory."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -58,11 +58,11 @@ class Fetch:
 
 
 class Known(NamedTuple):
-    """What a rank knows of its losses.
+    """Losses of recent steps that have already been copied to the host.
 
     Attributes:
-        through: the last step (of a run, from 1) of which it is known, and of all before, whether it was bad.
-        bad: the first step whose loss was not a finite number; None: there was none up to `through`.
+        through: Last step, counted from 1 over the run, up to which all losses have been checked.
+        bad: First step whose loss was not finite; None if all are finite up to `through`.
     """
 
     through: int
@@ -70,10 +70,10 @@ class Known(NamedTuple):
 
 
 class Losses:
-    """Whether the losses of this rank's steps were finite, as far as is known.
+    """Checks of whether the losses of this rank's steps are finite.
 
-    On CPU that is known at once. A GPU computes them later than the host asks for them, and nothing waits for
-    it unless the host is more than LATE steps ahead; the GPU then still has work for LATE steps.
+    On CPU, the result is known at once. A GPU computes losses later than the host requests them, and the host
+    only waits if it is more than LATE steps ahead; the GPU then still has work for LATE steps.
     """
 
     def __init__(self) -> None:
@@ -81,46 +81,47 @@ class Losses:
         self._known = Known(0, None)
 
     def add(self, step: int, loss: torch.Tensor) -> None:
-        """Begins to find out about a step, the one after the last."""
+        """Start the check of the next step."""
         if not self._coming:
             self._known = self._known._replace(through=step - 1)
         self._coming.append((step, Fetch(~torch.isfinite(loss))))
 
     def look(self) -> Known:
-        """What has become known; all but the last LATE steps are, in any case."""
+        """Return the results known so far, which include all but the last LATE steps."""
         while self._coming and (len(self._coming) > LATE or self._coming[0][1].arrived):
             self._read()
         return self._known
 
     def wait(self) -> Known:
-        """The same of all steps; waits for the device."""
+        """Wait for the device and return the results of all steps."""
         while self._coming:
             self._read()
         return self._known
 
     @property
     def unfinished(self) -> int | None:
-        """The step that the device has not finished, if there is one; from any thread."""
+        """Return the first step that the device has not finished, or None; can be called from any thread."""
         return next((step for step, bad in list(self._coming) if not bad.arrived), None)
 
     def _read(self) -> None:
         (step, fetch), first = self._coming[0], self._known.bad
         bad = bool(fetch.wait())
         self._known = Known(step, step if bad and first is None else first)
-        self._coming.popleft()  # only now, so that `unfinished` names it while it is waited for
+        self._coming.popleft()  # after the wait, during which `unfinished` returns the step
 
 
 class SkipBad(OptimizerWrapper):
-    """Skips training steps whose loss is not finite on any rank: tables, dense layers and state stay.
+    """Optimizer that skips steps whose loss is not finite on any rank; tables, dense layers and state stay.
 
     Tables that are updated in backward get zero gradients, which change nothing under SGD and Adagrad; under
-    fused Adam (on GPUs) their momentum moves on. (A zero loss would not do: 0 × NaN is NaN on the way back.)
+    fused Adam (on GPUs) their momentum is still updated. (A zero loss is not enough: 0 × NaN is NaN in
+    backward.)
 
-    The host decides whether to step, also on GPUs: Adam would still count a step with a gradient of zero
-    (torch 2.13.0, optim/adam.py), on which its bias corrections depend, and would decay its momentum.
+    The host decides whether to step, also on GPUs: Adam would still count a step with a zero gradient (torch
+    2.13.0, optim/adam.py), on which its bias corrections depend, and would decay its momentum.
 
-    The device knows of a bad loss before the host does: gradients are masked there, so that a GPU can be
-    given the backward pass at once. When the host asks, it waits for the forward pass alone.
+    The device knows of a bad loss before the host: gradients are masked there, so that a GPU can be given the
+    backward pass at once. When the host reads the result, it only waits for the forward pass.
 
     Args:
         optimizer: Optimizer of tables and dense layers.
@@ -130,11 +131,12 @@ class SkipBad(OptimizerWrapper):
     def __init__(self, optimizer: KeyedOptimizer, head: nn.Module):
         super().__init__(optimizer)
         self._bad: torch.Tensor | None = None  # bool scalar: the loss of some rank is not finite
-        self._known: Fetch | None = None  # the same, for the host
+        self._known: Fetch | None = None  # copy of _bad for the host
         head.register_forward_pre_hook(self._before_head)
         head.register_forward_hook(self._after_head)
 
     def step(self, closure: Any = None) -> None:
+        """Step the optimizer unless the loss of the last forward was not finite on some rank."""
         if self._known is None or not self._known.wait():
             super().step(closure)
 
@@ -155,10 +157,11 @@ class SkipBad(OptimizerWrapper):
 
 
 class RecentBatches:
-    """An iterator over batches that remembers the last few, with their steps.
+    """Iterator over batches that remembers the last few with their steps.
 
     Args:
-        first_step: of the first batch.
+        batches: Batches to iterate over.
+        first_step: Step of the first batch.
     """
 
     def __init__(self, batches: Iterator[Batch], first_step: int):
@@ -175,20 +178,25 @@ class RecentBatches:
         return batch
 
     def at(self, step: int) -> Batch | None:
-        """The batch of a step, if it is still known."""
+        """Return the batch of a step, or None if the batch is not kept any more."""
         return dict(self._kept).get(step)
 
 
 def dump(
     batch: Batch, schema: Schema, folder: str, step: int, rank: int, sequences: Collection[str] = ()
 ) -> str:
-    """Writes a rank's part of a batch as Parquet, in the columns of the schema; its path.
+    """Write a rank's part of a batch as Parquet, in the columns of the schema, and return the path.
 
-    Ids are those that the tables see, after hashing and clamping; padded rows are skipped. Where tasks weigh
-    rows, `task_weights` holds each row's factor in each task.
+    Ids are written as the tables see them, after hashing and clamping; padded rows are skipped. If tasks
+    weight rows, `task_weights` holds each row's factor in each task.
 
     Args:
-        sequences: features that are looked up id by id, the most recent one first.
+        batch: Batch of the rank.
+        schema: Schema of the data.
+        folder: Run folder.
+        step: Step of the batch.
+        rank: Rank of this process.
+        sequences: Features that are looked up id by id, the most recent one first.
     """
     batch = batch.to(torch.device("cpu"))
     real = batch.weights > 0
@@ -197,13 +205,13 @@ def dump(
     for i, name in enumerate(schema.dense):
         of_candidates = name in schema.candidates
         columns[name] = _values(batch, next(beside)) if of_candidates else batch.dense[real, i].numpy()
-    if batch.task_weights is not None:  # a label of factor 0 may be none
+    if batch.task_weights is not None:  # a label with factor 0 may be undefined
         columns[TASK_WEIGHTS] = _values(batch, batch.task_weights)
     for name in schema.sparse:
         feature = batch.sparse[name]
         bags = feature.values().split(feature.lengths().tolist())
         rows = [ids.tolist() for ids, good in zip(bags, real.tolist(), strict=True) if good]
-        if name in sequences:  # the oldest first again
+        if name in sequences:  # back to oldest first, as in the data
             rows = [ids[::-1] for ids in rows]
         columns[name] = pa.array(rows, pa.list_(pa.int64()))
     place = Path(folder) / NAN_FOLDER / f"step-{step:010d}-rank-{rank}.parquet"
@@ -213,7 +221,12 @@ def dump(
 
 
 def _values(batch: Batch, values: torch.Tensor) -> list:
-    """Of each row that there is, its part of [B, ...]; of requests a list of their candidates' [N, ...]."""
+    """Return the values of each real row, or for requests a list of the values of their candidates.
+
+    Args:
+        batch: Batch with the weights and requests.
+        values: Values of rows [B, ...] or of candidates [N, ...].
+    """
     if batch.requests is None:
         return list(values[batch.weights > 0].numpy())
     of_rows = values.split(torch.bincount(batch.requests, minlength=len(batch.weights)).tolist())

@@ -1,6 +1,7 @@
-"""Observers of a run: records, checks, profiles.
+"""Observers of a run: records, checks and profiles.
 
-All are on all ranks; some calls are collectives. A new observer is a class, and a line in `make_observers`.
+All ranks have the same observers, and some calls are collectives. To add an observer, write a class and add
+it to `make_observers`.
 """
 
 from __future__ import annotations
@@ -23,64 +24,69 @@ from raytrec.worker.process import System
 from raytrec.worker.progress import RankRun
 from raytrec.worker.statistics import Statistics
 
-PROFILE = "profile"  # in the run folder
+PROFILE = "profile"  # folder in the run folder
 
 
 class Observer:
-    """Does nothing at any of the four moments; an observer overrides those that it needs."""
+    """Base class of observers, whose methods do nothing; subclasses override some of them."""
 
     def begin(self) -> None:
-        """Before the first step."""
+        """Prepare before the first step."""
 
     def after_step(self, rows: int) -> None:
-        """After each step, whose global batch has so many rows."""
+        """Observe a finished step, whose global batch has `rows` rows."""
 
     def before_save(self) -> None:
-        """Before a state is saved; what raises here keeps it from being saved."""
+        """Check the state before it is saved; an error prevents the save."""
 
     def close(self) -> None:
-        """At the end of training, however it ends."""
+        """Release resources at the end of training, also after an error."""
 
 
 class Observers(Observer):
-    """Several observers as one, called in their order."""
+    """List of observers as one observer, which calls them in order."""
 
     def __init__(self, observers: list[Observer]):
         self._observers = observers
 
     def begin(self) -> None:
+        """Call `begin` of each observer."""
         for observer in self._observers:
             observer.begin()
 
     def after_step(self, rows: int) -> None:
+        """Call `after_step` of each observer."""
         for observer in self._observers:
             observer.after_step(rows)
 
     def before_save(self) -> None:
+        """Call `before_save` of each observer."""
         for observer in self._observers:
             observer.before_save()
 
     def close(self) -> None:
+        """Call `close` of each observer."""
         for observer in self._observers:
             observer.close()
 
 
 class RankRecorder(Observer):
-    """Every tracking.every_steps steps and at the last one, reports this rank's line (docs/monitoring.md).
+    """Observer that reports this rank's line every tracking.every_steps steps and at the last step.
 
-    In it are the time in each phase of a step, the machine's load, and statistics of this rank's shards. Of
-    more than messages.MOST_RECORDED ranks, so many report.
+    The line has the time in each phase of a step, the machine's load, and statistics of this rank's shards
+    (docs/monitoring.md). Of a larger group, only messages.MOST_RECORDED ranks report.
     """
 
     def __init__(self, run: RankRun, statistics: Statistics):
         self._run, self._statistics, config = run, statistics, run.context.task.config
-        self._first: dict[str, float] = {}  # seconds of the phases of the first step
+        self._first: dict[str, float] = {}  # seconds by phase of the first step
         self._begun = self._first_step = run.progress.step
         self._system, self._every = System(run.context.device), config.tracking.every_steps
         early = config.train.early_stopping
         self._may_end_every = evaluation_steps(config, run.last_step) if early else None
 
     def after_step(self, rows: int) -> None:
+        """Add the step to the statistics, and report a line at the end of an interval."""
         step = self._run.progress.step
         batch = self._run.batches.at(step - 1)  # batches are counted from 0
         self._statistics.add(batch.changed if batch else None)
@@ -90,10 +96,11 @@ class RankRecorder(Observer):
             self._record(step)
 
     def close(self) -> None:
+        """Stop the measurements of the machine."""
         self._system.close()
 
     def wants_probe(self, step: int) -> bool:
-        """Whether a step is the last of an interval: it is recorded, with what it looked up."""
+        """Return True if a step is the last of an interval, which is recorded with its lookups."""
         ends_early = self._may_end_every is not None and step % self._may_end_every == 0
         return step % self._every == 0 or step == self._run.last_step or ends_early
 
@@ -121,9 +128,10 @@ class RankRecorder(Observer):
 
 
 class CheckRunner(Observer):
-    """Runs the live checks at the start, every checks.every_steps steps and before checkpoints; a collective.
+    """Observer that runs the live checks, as a collective.
 
-    `begin`, `after_step` and `before_save` raise a RunError when a check that is set to stop has failed.
+    The checks run at the start, every checks.every_steps steps and before checkpoints. `begin`, `after_step`
+    and `before_save` raise a RunError if a check that is set to stop has failed.
     """
 
     def __init__(self, run: RankRun, checks: LiveChecks):
@@ -132,6 +140,7 @@ class CheckRunner(Observer):
         self._due, self._prepared = True, False
 
     def begin(self) -> None:
+        """Run the checks of the start."""
         context = self._run.context
         about = {
             "config": context.task.config.to_yaml(),
@@ -144,20 +153,22 @@ class CheckRunner(Observer):
         self._report(self._checks.evaluate(START, Position(self._run.progress.step, about=about)))
 
     def after_step(self, rows: int) -> None:
+        """Run the checks if they are prepared for this step."""
         self._expected_rows += rows
         if self._prepared:
             self._due = self._prepared = False
             self._check(STEP)
 
     def before_save(self) -> None:
+        """Run the checks of checkpoints, unless this step has been checked."""
         if self._config.checks.at_checkpoints and self._checked_at != self._run.progress.step:
             self._check(CHECKPOINT)
 
     def wants_probe(self, step: int) -> bool:
-        """Whether a step, the next one, is to be checked; if so, the checks prepare for it."""
+        """Return True if the next step, `step`, is to be checked; if so, prepare the checks."""
         every = self._config.checks.every_steps
         self._due |= bool(every and step % every == 0)
-        batch = self._run.batches.at(step - 1)  # of the first step after a pause nothing has been read yet
+        batch = self._run.batches.at(step - 1)  # None for the first step after a pause
         if self._due and batch is not None:
             self._prepared = True
             self._checks.prepare(batch)
@@ -179,15 +190,17 @@ class CheckRunner(Observer):
 
 
 class ProbeScheduler(Observer):
-    """Enables recording in the taps for steps that an observer before it asks for."""
+    """Observer that enables recording in the taps for the steps that earlier observers want probed."""
 
     def __init__(self, run: RankRun, taps: Taps, wanting: list[RankRecorder | CheckRunner]):
         self._run, self._taps, self._wanting = run, taps, wanting
 
     def begin(self) -> None:
+        """Enable recording for the first step if an observer wants it."""
         self._look_ahead()
 
     def after_step(self, rows: int) -> None:
+        """Discard the recorded step, and enable recording for the next one if an observer wants it."""
         self._taps.forget()
         self._look_ahead()
 
@@ -197,11 +210,11 @@ class ProbeScheduler(Observer):
 
 
 class StepProfiler(Observer):
-    """Profiles the steps that train.profile asks for, and writes profile/ in the run folder.
+    """Observer that profiles the steps of train.profile, and writes profile/ in the run folder.
 
     rank-R.json.gz is a trace of operators, kernels and collectives for Perfetto or chrome://tracing; on GPUs,
-    rank-R.pickle is the allocator's history for pytorch.org/memory_viz. Where nodes share no folder, each
-    rank's files are on its own.
+    rank-R.pickle is the allocator's history for pytorch.org/memory_viz. If nodes share no folder, the files
+    of each rank are on its node.
     """
 
     def __init__(self, run: RankRun):
@@ -209,12 +222,14 @@ class StepProfiler(Observer):
         self._context, self._progress, self._steps = run.context, run.progress, config.train.profile.range
         self._folder = Path(str(config.run.dir)) / PROFILE
         self._profile: profile | None = None
-        self._first = 0  # step of the profile
+        self._first = 0  # first step of the profile
 
     def begin(self) -> None:
+        """Start the profile if it begins with the first step."""
         self._start_before(self._progress.step + 1)
 
     def after_step(self, rows: int) -> None:
+        """Start, continue or end the profile."""
         step = self._progress.step
         if self._profile is None:
             self._start_before(step + 1)
@@ -224,7 +239,7 @@ class StepProfiler(Observer):
             self.close()
 
     def close(self) -> None:
-        """Writes what has been recorded."""
+        """Write the profile, if one is running."""
         if self._profile is None:
             return
         context, name = self._context, f"rank-{self._context.index}"
@@ -250,12 +265,12 @@ class StepProfiler(Observer):
         if self._context.device.type == "cuda":
             record_memory()
         self._profile = profile(schedule=lambda _: ProfilerAction.RECORD, record_shapes=True)
-        self._profile.step_num = step  # by which the trace names steps
+        self._profile.step_num = step  # the step number in the trace
         self._profile.start()
 
 
 def make_observers(run: RankRun) -> Observers:
-    """Return the observers that the configuration asks for, in their order; a collective."""
+    """Return the observers that the configuration asks for, in order; a collective."""
     config, schema, step = run.context.task.config, run.context.task.schema, run.step
     observers: list[Observer] = []
     if config.train.profile:

@@ -1,4 +1,4 @@
-"""A worker's process: its settings, and the load of it, its host and its GPU."""
+"""Settings of a worker's process, and measurements of the process, its host and its GPU."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from raytrec.compat.torch_ import mark_only_for_profiler
 from raytrec.config.training import TrainSection
 
 GPU_EVERY_S = 1.0
-# What cuBLAS and NCCL read when they begin. torch (2.13.0) warns of cuBLAS without the first, and sets the
-# second itself for process groups that are made while it is deterministic.
+# Variables that cuBLAS and NCCL read when they are initialized. torch (2.13.0) warns about cuBLAS without the
+# first, and sets the second itself for process groups that are created in deterministic mode.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
 
 
 def prepare_process(train: TrainSection) -> None:
-    """Sets what libraries read once, when they begin; to be called before the first collective on a GPU.
+    """Set the variables that libraries read at initialization; call before the first collective on a GPU.
 
-    Settings that the environment has already are left as they are.
+    Variables that are already set in the environment are not changed.
     """
     mark_only_for_profiler()
     if train.deterministic:
@@ -33,35 +33,38 @@ def prepare_process(train: TrainSection) -> None:
 
 
 def freeze_gc() -> None:
-    """Exempts all objects that exist now, which a run needs to its end, from garbage collection.
+    """Exempt all existing objects, which a run needs until its end, from garbage collection.
 
-    A rank has half a million of them: modules, the model, the plan. Python searches the oldest ones only when
-    a quarter as many have joined them, so that the cycles that an epoch leaves (Ray Data's executor, with its
-    operators and statistics) were kept for some hundred epochs, and each search cost half a second.
+    A rank has half a million objects: modules, the model, the plan. Python collects the oldest generation
+    only when it has grown by a quarter. Each epoch leaves cycles (Ray Data's executor, with its operators and
+    statistics). Without this call, the cycles lived for some hundred epochs, and each collection took half a
+    second.
     """
-    import ray.data  # noqa: F401  (what the first epoch would import stays, too)
+    import ray.data  # noqa: F401  (the first epoch would import it after the freeze)
 
     gc.collect()
     gc.freeze()
-    gc.collect()  # nearly nothing is tracked now: from here on Python searches often
+    gc.collect()  # few objects are tracked now, so that Python collects often
 
 
 class System:
-    """Measures this process, its host and its GPU. Unreadable figures are None; nothing is ever raised.
+    """Sensor of the load of this process, its host and its GPU.
+
+    Unreadable figures are None, and no error is raised.
 
     Args:
-        device: of the rank, such as 'cpu' or 'cuda:0', as text or torch.device. On CUDA a thread reads the
-            GPU's utilisation once a second until `close`.
+        device: Device of the rank, such as 'cpu' or 'cuda:0', as text or torch.device. On CUDA a thread reads
+            the GPU's utilization once a second until `close`.
     """
 
     def __init__(self, device: Any = "cpu"):
         self._process = _or_none(psutil.Process)
         self._gpu = _or_none(lambda: _Gpu(str(device))) if str(device).startswith("cuda") else None
         self._then: tuple[float, int, int] | None = None
-        self.sample()  # what the next one's averages begin with
+        self.sample()  # starting point of the next sample's averages
 
     def sample(self) -> dict[str, float | None]:
-        """Figures now, and averages since the last call.
+        """Return current figures, and averages since the last call.
 
         Returns:
             cpu_percent (100 is one core, all threads of this process), rss_bytes (of this process),
@@ -82,12 +85,12 @@ class System:
         }
 
     def close(self) -> None:
-        """Ends the thread that reads the GPU."""
+        """End the thread that reads the GPU."""
         if self._gpu:
             self._gpu.close()
 
     def _network(self) -> tuple[float, float] | None:
-        """Bytes a second, sent and received, since the last call."""
+        """Return the bytes per second sent and received since the last call."""
         counters = [c for name, c in psutil.net_io_counters(pernic=True).items() if name not in ("lo", "lo0")]
         now = (monotonic(), sum(c.bytes_sent for c in counters), sum(c.bytes_recv for c in counters))
         then, self._then = self._then, now
@@ -98,7 +101,7 @@ class System:
 
 
 class _Gpu:
-    """One GPU, over NVML. One reading of its utilisation means little, so a thread reads it all the time."""
+    """One GPU, read over NVML. A thread reads the utilization continuously, as one reading means little."""
 
     def __init__(self, device: str):
         import pynvml
@@ -110,7 +113,7 @@ class _Gpu:
         Thread(target=self._watch, name="gpu", daemon=True).start()
 
     def read(self) -> tuple[float | None, int | None]:
-        """Mean utilisation since the last call, percent, and memory in use now, bytes."""
+        """Return the mean utilization since the last call in percent, and the memory in use in bytes."""
         import pynvml
 
         with self._lock:
@@ -132,7 +135,7 @@ class _Gpu:
 
 
 def _or_none(read: Callable[[], Any]) -> Any:
-    """The reading, or None: a run does not end because a counter cannot be read."""
+    """Return the reading, or None after an error: an unreadable counter must not end a run."""
     try:
         return read()
     except Exception:

@@ -1,4 +1,4 @@
-"""Counts that checkpoints keep, and early stopping."""
+"""Counts of a run that checkpoints keep, and early stopping."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ from raytrec.worker.context import WorkerContext
 from raytrec.worker.nonfinite import LATE, Fetch, RecentBatches
 from raytrec.worker.step import Step
 
-COUNTS = ("step", "rows", "trained", "nan_steps")  # of Progress, in checkpoints
+COUNTS = ("step", "rows", "trained", "nan_steps")  # attributes of Progress, in checkpoints
 STOPPING_METRIC = "train.early_stopping.metric"
 
 
 class Clock:
-    """Rows per second of training: without pauses, and without the first step, which sets everything up.
+    """Stopwatch of training, without pauses and without the first step, which initializes everything.
 
     Attributes:
-        seconds, rows: of training, through all restarts.
+        seconds: Seconds of training, through all restarts.
+        rows: Rows of training, through all restarts.
     """
 
     def __init__(self):
         self.seconds, self.rows, self._begun, self._last = 0.0, 0, False, 0.0
 
     def resume(self) -> None:
-        """Continues after a pause."""
+        """Continue after a pause."""
         self._last = perf_counter()
 
     def pause(self, device: Any) -> None:
-        """Adds what a GPU still has to do of the steps that were noted; a pause waits for it in any case."""
+        """Wait for the GPU, which a pause does anyway, and add the time that the counted steps still take."""
         if device.type == "cuda" and self._begun:
             torch.cuda.current_stream(device).synchronize()
             self.seconds += perf_counter() - self._last
 
     def step(self, rows: int) -> None:
-        """Notes that a step of `rows` rows has ended."""
+        """Count a finished step of `rows` rows."""
         now = perf_counter()
         if self._begun:
             self.seconds += now - self._last
@@ -57,7 +58,7 @@ class Clock:
 
     @property
     def rows_per_s(self) -> float | None:
-        """None until the second step."""
+        """Return the rows trained per second, or None before the second step."""
         return self.rows / self.seconds if self.seconds else None
 
 
@@ -66,16 +67,16 @@ class Progress:
     """Counts of a run since its first start, through all restarts.
 
     Attributes:
-        step: steps that have been trained. The cursor: with steps per epoch it gives the rows that are left.
-        rows: rows of those steps, rows that could not be read included.
-        trained: rows that had a loss, as far as they have been reported.
-        nan_steps: steps that were skipped because their loss was not finite (train.on_nan: skip).
-        window: sums for the metrics since they were last reported.
-        clock: seconds and rows of training.
-        reported: the figures of the last window that are known.
-        evaluation: figures of the last evaluation of train.eval_every_steps, and its step.
-        early_stopping: of the evaluations so far the best figure, its step, and how many came since it.
-        deep_share: Factor that held-out rows have given the deep part at the end (worker.evaluate).
+        step: Number of trained steps. With the steps per epoch it determines the rows that remain.
+        rows: Number of rows of those steps, unreadable rows included.
+        trained: Number of rows with a loss, in the windows reported so far.
+        nan_steps: Number of steps that were skipped because their loss was not finite (train.on_nan: skip).
+        window: Sums for the metrics since the last report.
+        clock: Seconds and rows of training.
+        reported: Figures of the last window whose sums have been read.
+        evaluation: Figures and step of the last evaluation during training (train.eval_every_steps).
+        early_stopping: Best figure so far, its step, and the number of evaluations since that step.
+        deep_share: Factor of the deep part chosen by held-out rows at the end (worker.evaluate); None before.
     """
 
     window: Sums
@@ -88,7 +89,7 @@ class Progress:
     evaluation: dict[str, Any] = field(default_factory=dict)
     early_stopping: dict[str, Any] = field(default_factory=dict)
     deep_share: float | None = None
-    _coming: tuple[int, dict[str, Any], Fetch] | None = None  # a window that has ended: step, counts, sums
+    _coming: tuple[int, dict[str, Any], Fetch] | None = None  # a finished window: step, counts, sums
     _ready: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
     @property
@@ -98,18 +99,18 @@ class Progress:
 
     @property
     def last_evaluation(self) -> dict[str, Any] | None:
-        """Figures of the current step's evaluation as JSON, which has no NaN; None without one."""
+        """Return the figures of the current step's evaluation, with None for NaN; None if not evaluated."""
         return null_nonfinite(self.evaluation) if self.evaluated else None
 
     def count(self, rows: int, outputs: Outputs) -> None:
-        """A step of `rows` rows, over all ranks, has been trained."""
+        """Count a trained step of `rows` rows over all ranks."""
         self.step, self.rows = self.step + 1, self.rows + rows
         self.nan_steps += outputs.skipped
         self.window.add(outputs)
         self.clock.step(rows)
 
     def result(self) -> dict[str, Any]:
-        """Figures of training for result.json."""
+        """Return the figures of training for result.json."""
         return {
             "train.rows": self.trained,
             "train.skipped_rows": self.rows - self.trained,
@@ -119,7 +120,7 @@ class Progress:
         } | ({} if self.deep_share is None else {"train.deep_share": self.deep_share})
 
     def record(self) -> dict[str, Any]:
-        """As JSON; a collective."""
+        """Return the counts as JSON values; a collective."""
         self._settle()
         return {name: getattr(self, name) for name in COUNTS} | {
             "window": self.window.total(),
@@ -131,7 +132,7 @@ class Progress:
         }
 
     def resume(self, record: dict[str, Any]) -> None:
-        """Continues from a `record`."""
+        """Continue from the counts of a `record`."""
         for name in COUNTS:
             setattr(self, name, record[name])
         self.window.resume(record["window"])
@@ -141,22 +142,24 @@ class Progress:
         self.deep_share = record.get("deep_share")
 
     def end_window(self) -> None:
-        """Begins the figures of the window, and of what has been counted so far; a collective."""
+        """Start the reduction of the window's figures and of the counts so far; a collective."""
         self._settle()
         counts = {
             "rows": self.rows,
             "rows_per_s": self.clock.rows_per_s,
-            "skipped_rows": 0,  # as soon as the sums are known
+            "skipped_rows": 0,  # set when the sums have been read
             "nan_steps": self.nan_steps,
         }
         self._coming = self.step, counts, Fetch(self.window.take())
 
     def report(self, context: WorkerContext, wait: bool = False) -> None:
-        """Reports windows that have ended. A GPU's come LATE steps later: it still has to train the last of
-        their steps, and the host does not wait for that.
+        """Report the windows that have ended.
+
+        On a GPU, a window is reported LATE steps later, because the host does not wait for its last steps.
 
         Args:
-            wait: report all.
+            context: Context of the rank.
+            wait: True to wait, and report all windows.
         """
         if self._coming and (wait or context.device.type != "cuda" or self.step >= self._coming[0] + LATE):
             self._settle()
@@ -177,12 +180,12 @@ class Progress:
 
 @dataclass
 class RankRun:
-    """A run as one rank trains it; made by the loop, and used by observers and checkpoints.
+    """A run on one rank, created by the loop and used by observers and checkpoints.
 
     Attributes:
         plan: Plan of the sharded model.
-        state: State of the model and its optimizer, under names that no plan changes.
-        batches: Batches of training; it still has those of recent steps, and those that were read ahead.
+        state: State of the model and its optimizer, under names that do not depend on the plan.
+        batches: Batches of training; it keeps those of recent steps and those read ahead.
         last_step: Last step of the run.
     """
 
@@ -203,19 +206,19 @@ def shared_figure(figure: Figure, figures: Mapping[str, Any], device: torch.devi
 
 
 class EarlyStopping:
-    """Ends training when a metric of evaluations has not improved for a while; all ranks decide alike.
+    """Rule that ends training when a metric has not improved for several evaluations, equally on all ranks.
 
-    An evaluation improves on the best one if its figure is better; one whose figure is
-    not defined does not. What has been seen is in `progress`, and so in every checkpoint: a resumed run ends
-    where an undisturbed one does.
+    An evaluation improves on the best one if its figure is better; an undefined figure does not count as an
+    improvement. The history is part of `progress` and so of every checkpoint: a resumed run ends at the same
+    step as an uninterrupted one.
 
     Args:
-        section: train.early_stopping; None: training never ends early.
-        progress: of the run.
-        device: what the collectives of this rank take.
+        section: Section train.early_stopping; None: training never ends early.
+        progress: Counts of the run.
+        device: Device of this rank's collectives.
 
     Attributes:
-        restores: True if the weights of the best evaluation are taken back at the end.
+        restores: True if the weights of the best evaluation are restored at the end.
     """
 
     def __init__(self, section: EarlyStoppingSection | None, progress: Progress, device: torch.device):
@@ -227,32 +230,32 @@ class EarlyStopping:
             self._figure = progress.window.selection.best(section.metric, STOPPING_METRIC)
 
     def best_step(self) -> int | None:
-        """Return the step whose weights are to be the result; None if they are those of the last step."""
+        """Return the step whose weights are the result of the run; None for those of the last step."""
         return self._progress.early_stopping.get("step") if self.restores else None
 
     @property
     def over(self) -> bool:
-        """Whether training is to end now."""
+        """Return True if training is to end now."""
         return self._figure is not None and self._progress.early_stopping.get("since", 0) >= self._patience
 
     def after_evaluation(self) -> None:
-        """Takes the evaluation of this step into account; a collective.
+        """Update the best figure with the evaluation of this step; a collective.
 
-        The figure is rank 0's: some metrics are computed there alone.
+        The figure of rank 0 is used on all ranks, because some metrics are only computed there.
         """
         if self._figure is None:
             return
         value = shared_figure(self._figure, self._progress.evaluation, self._device)
         seen = self._progress.early_stopping
         best = seen.get("best")
-        # A comparison with NaN is false: what is not defined improves on nothing.
+        # A comparison with NaN is false, so that an undefined figure is never an improvement.
         if self._figure.loss(value) < (float("inf") if best is None else self._figure.loss(best)):
             seen |= {"best": value, "step": self._progress.step, "since": 0}
         else:
             seen["since"] = seen.get("since", 0) + 1
 
     def report(self, context: WorkerContext) -> None:
-        """Reports an end before the last step, and the figures of training since the last report."""
+        """Report an end before the last step, and the figures of training since the last report."""
         if self._figure is None or not self.over:
             return
         step = self._progress.step
@@ -263,7 +266,7 @@ class EarlyStopping:
         context.report(messages.Event(event=ENDED_EARLY, details=details))
 
     def result(self) -> dict[str, Any]:
-        """train.ended for result.json: why training ended; empty without early stopping."""
+        """Return train.ended for result.json: why training ended; empty without early stopping."""
         if self._figure is None:
             return {}
         return {"train.ended": self._why(self._figure) if self.over else "after all steps"}

@@ -1,12 +1,12 @@
-"""The workers' rendezvous, on their nodes' addresses alone.
+"""Rendezvous of the workers that uses only their nodes' own addresses.
 
-torch's TCPStore, through which ranks find each other, listens on all interfaces and asks for no password.
-gloo listens where the host's name leads to, which on many hosts is loopback, and out of reach of other hosts.
-NCCL, even of a single rank, listens on the first interface that is not loopback (InfiniBand's before others).
-Neither Ray Train's TorchConfig nor torch's env:// rendezvous lets one choose the address. So workers hand the
-store a socket that is bound already, and name their interface to gloo and NCCL (torch 2.13.0:
-torch/distributed/rendezvous.py; ray 2.60.0: ray/train/torch/config.py; NCCL 2.29.7: src/misc/socket.cc). On a
-local cluster that is loopback.
+torch's TCPStore, through which ranks find each other, listens on all interfaces and requires no password.
+gloo listens on the address of the host name, which on many hosts is loopback and unreachable from other
+hosts. NCCL, even of a single rank, listens on the first interface that is not loopback (InfiniBand first).
+Neither Ray Train's TorchConfig nor torch's env:// rendezvous offers a choice of the address. Workers
+therefore pass the store a socket that is already bound, and name their interface to gloo and NCCL (torch
+2.13.0: torch/distributed/rendezvous.py; ray 2.60.0: ray/train/torch/config.py; NCCL 2.29.7:
+src/misc/socket.cc). On a local cluster, the interface is loopback.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from raytrec.cluster.session import in_nccl_files, interface_of, socket_interfac
 from raytrec.common.errors import GpuFailed
 from raytrec.common.machine import check_gpu
 
-NCCL_LOG = "raytrec-nccl-"  # how names of its files begin
+NCCL_LOG = "raytrec-nccl-"  # prefix of the names of NCCL's log files
 
 
 class OwnAddressBackend(Backend):
-    """Ray Train's backend for torch, on workers that listen on their node's own address only.
+    """Ray Train's backend for torch, with workers that only listen on their node's own address.
 
-    torch takes the driver a second to import. Only Ray Train's controller makes torch's own backend.
+    The import of torch would take the driver a second. Only Ray Train's controller creates torch's own
+    backend.
     """
 
-    share_cuda_visible_devices = True  # as torch's
+    share_cuda_visible_devices = True  # as in torch's backend
 
     def on_start(self, worker_group: Any, backend_config: OwnAddressConfig) -> None:
+        """Prepare the addresses and GPUs of all workers, then start torch's backend."""
         worker_group.execute(keep_to_own_address)
         if backend_config.backend == "nccl":
             worker_group.execute(prepare_gpu)
@@ -43,10 +45,12 @@ class OwnAddressBackend(Backend):
         of_torch.backend_cls().on_start(worker_group, of_torch)
 
     def on_training_start(self, worker_group: Any, backend_config: OwnAddressConfig) -> None:
+        """Call the hook of torch's backend."""
         of_torch = backend_config.to_torch()
         of_torch.backend_cls().on_training_start(worker_group, of_torch)
 
     def on_shutdown(self, worker_group: Any, backend_config: OwnAddressConfig) -> None:
+        """Shut torch's backend down."""
         of_torch = backend_config.to_torch()
         of_torch.backend_cls().on_shutdown(worker_group, of_torch)
 
@@ -56,8 +60,8 @@ class OwnAddressConfig(BackendConfig):
     """Configuration of an OwnAddressBackend.
 
     Attributes:
-        backend: nccl or gloo.
-        timeout_s: Seconds that a collective may take.
+        backend: Name of the collective backend, nccl or gloo.
+        timeout_s: Timeout of a collective in seconds.
     """
 
     backend: str
@@ -71,17 +75,18 @@ class OwnAddressConfig(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
+        """Return the class of the backend."""
         return OwnAddressBackend
 
 
 def keep_to_own_address(address: str = "") -> None:
-    """Makes gloo, NCCL and the TCPStore of this process listen on its node's address only.
+    """Make gloo, NCCL and the TCPStore of this process listen only on the address of its node.
 
-    Where this machine does not have that address (it is translated on the way), they choose by themselves.
-    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the environment, or of NCCL's own files, override this.
+    If this machine does not have that address (because of address translation), they choose one themselves.
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the environment or of NCCL's own files take precedence.
 
     Args:
-        address: Address of the node; default: the address by which Ray knows it.
+        address: Address of the node; default: the address by which Ray knows the node.
     """
     import ray
 
@@ -95,10 +100,11 @@ def keep_to_own_address(address: str = "") -> None:
 
 
 def prepare_gpu() -> None:
-    """What has to be set or known before torch and NCCL begin on this worker's GPU.
+    """Configure torch's allocator and NCCL's log before their initialization, and check this worker's GPU.
 
     Raises:
-        ConfigError: of `check_gpu`.
+        GpuFailed: `check_gpu` failed; the error gets the id of this node.
+        ConfigError: As in `check_gpu`.
     """
     import ray
 
@@ -112,18 +118,21 @@ def prepare_gpu() -> None:
 
 
 def grow_segments() -> None:
-    """Has torch's allocator of GPU memory, which is still to begin, grow its segments instead of adding some.
+    """Make torch's allocator of GPU memory grow its segments instead of adding new ones.
 
-    Batches have other numbers of ids each time, on several streams: what would be left over between segments
-    is memory that plans do not count. A setting of the environment comes first.
+    The number of ids differs between batches and streams, so that space between segments would be lost, which
+    plans do not count. Call before the allocator is initialized. A setting of the environment takes
+    precedence.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def log_network() -> None:
-    """Has NCCL, which is still to begin, write what it chooses. Where NCCL_DEBUG is set, its messages are for
-    others."""
+    """Make NCCL log its choice of network; call before NCCL is initialized.
+
+    If NCCL_DEBUG is already set, the messages of NCCL are meant for the user, and nothing is changed.
+    """
     if "NCCL_DEBUG" not in os.environ and not in_nccl_files("NCCL_DEBUG"):
         file, path = mkstemp(prefix=NCCL_LOG)
         os.close(file)
@@ -131,10 +140,10 @@ def log_network() -> None:
 
 
 def chosen_network() -> str:
-    """What NCCL sends to other hosts over: IB (InfiniBand, RoCE), Socket (TCP), a plugin's name; "" where
-    that is not known. After the first collective on GPUs, and once: what NCCL has written is removed.
+    """Return the network over which NCCL sends to other hosts, or "" if it is unknown.
 
-    NCCL 2.29.7: src/init.cc.
+    The network is IB (InfiniBand, RoCE), Socket (TCP) or the name of a plugin. Call once, after the first
+    collective on GPUs: NCCL's log file is removed. Source of the format: NCCL 2.29.7, src/init.cc.
     """
     file = Path(os.environ.get("NCCL_DEBUG_FILE", ""))
     if not file.name.startswith(NCCL_LOG):

@@ -1,7 +1,7 @@
-"""Figures of a rank's shards: load, use, norms. Computed in place, from samples.
+"""Statistics of a rank's shards: load, use and norms, computed in place from samples.
 
-Counts are of every step. Norms of rows are of a strided sample of rows, another one each time. Figures
-of ids and updates are of one probed step.
+Counts cover every step. Norms are of a strided sample of rows, which differs each time. Figures of ids and
+updates are of one probed step.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from raytrec.embeddings.constraints import MMAP_KERNEL
 from raytrec.embeddings.tables import Parts, Shard, Table
 from raytrec.embeddings.taps import Lookup, Part, Taps, add_row_gradients
 
-SAMPLE = 1024  # rows of a shard, or up to twice as many
-NORM_EDGES = (-4.0, 2.0, 30)  # bins of row norms: from 1e-4 to 1e2, on a logarithmic scale
+SAMPLE = 1024  # rows of a shard's sample, which may have up to twice as many
+NORM_EDGES = (-4.0, 2.0, 30)  # log10 of the first and last edge (1e-4 and 1e2), and number of bins
 
 
 @dataclass
 class Probed:
-    """Some of the distinct rows of a table that a rank looked up in one step, before their update.
+    """Sample of the distinct rows of a table that a rank looked up in one step, before their update.
 
     Attributes:
-        lookup: where they were looked up.
-        ids: int64 [n], rows of the shard.
-        distinct, lookups: rows and ids in all.
-        before: float [n, columns], their weights before the step.
-        keys: the table's places in the lookup.
+        lookup: Lookup that read the rows.
+        ids: Sampled rows of the shard, int64 [n].
+        distinct: Number of distinct rows looked up.
+        lookups: Number of ids looked up.
+        before: Weights of the sampled rows before the step, float [n, columns].
+        keys: Positions of the table's features in the lookup.
     """
 
     lookup: Lookup
@@ -48,12 +49,13 @@ class Probed:
 class Statistics:
     """Figures of each table of which this rank has a shard.
 
-    Args:
-        tables: embeddings.tables.tables(model, optimizer).
-        taps: on the same model.
-        of_ids: what ManagedBatches.figures gives; a collective.
+    The taps are enabled before a step that is probed, and `collect` is called after that step.
 
-    `watch` goes before a step that is probed, `collect` after it.
+    Args:
+        schema: Schema of the data.
+        tables: Tables as returned by embeddings.tables.tables(model, optimizer).
+        taps: Taps on the same model.
+        of_ids: Function that returns figures of managed ids, such as ManagedBatches.figures; a collective.
     """
 
     def __init__(
@@ -72,18 +74,18 @@ class Statistics:
             self._features[spec.table].append(number)
         self._seen: dict[str, torch.Tensor] = {}
         self._probed: dict[str, Probed] = {}
-        self._parts: dict[int, list[Part]] = {}  # of each lookup of the probed step
+        self._parts: dict[int, list[Part]] = {}  # by lookup of the probed step
         for lookup in taps.lookups:
             lookup.kernel.register_forward_hook(self._before_update(lookup))
 
     def add(self, changed: torch.Tensor | None) -> None:
-        """Counts a batch's ids that were brought into range (Batch.changed)."""
+        """Add the number of ids that were clamped or hashed into range in this batch (Batch.changed)."""
         if changed is not None:
             self._changed += changed
 
     @torch.no_grad()
     def collect(self) -> dict[str, dict[str, Any]]:
-        """Figures of each table since the last call (see docs/monitoring.md); ends the probe."""
+        """Return the figures of each table since the last call (see docs/monitoring.md); end the probe."""
         (lookups, hits), ids = self._traffic(), self._of_ids()
         probed = {id(p.lookup): p.lookup for p in self._probed.values()}
         self._parts = {i: lookup.gradients() for i, lookup in probed.items()}
@@ -141,12 +143,12 @@ class Statistics:
         return figures
 
     def _norms(self, shard: Shard, state: dict, table: Table) -> dict[str, Any]:
-        """Figures of a sample of rows."""
+        """Return the figures of a sample of rows."""
         rows = shard.values.shape[0]
         if not rows:
             return {"max_abs": torch.zeros((), device=shard.values.device)}
         stride = max(1, rows // SAMPLE)
-        # A prime, so that neighbouring rows are not sampled one after the other.
+        # The factor is a prime, so that consecutive samples do not take neighboring rows.
         sample = slice(self._turn * 7919 % stride, None, stride)
         weights = shard.read(sample).float()
         norms = torch.linalg.vector_norm(weights, dim=1)
@@ -172,8 +174,11 @@ class Statistics:
         return figures
 
     def _gradient_norm(self, table: Table, probed: Probed) -> torch.Tensor | None:
-        """Of the table's shard: from what its lookup was handed back, or, for a data-parallel table, from its
-        gradient over all ranks."""
+        """Return the norm of the gradient of the table's shard in the probed step, or None if not available.
+
+        The gradient comes from the lookup's backward; for a data-parallel table, it is the one over all
+        ranks.
+        """
         if probed.lookup.replicated:
             gradient = None if table.parameter is None else table.parameter.grad
             return None if gradient is None else torch.linalg.vector_norm(gradient.float())
@@ -186,7 +191,7 @@ class Statistics:
         return _scaled(gradients, probed)
 
     def _before_update(self, lookup: Lookup) -> Any:
-        """A hook that keeps what a probed step's update will change."""
+        """Return a forward hook that records the values that the update of a probed step changes."""
         keys_of_table = {
             name: [i for i, owner in enumerate(lookup.tables) if owner == name] for name in lookup.tables
         }
@@ -204,7 +209,7 @@ class Statistics:
         return after
 
     def _mark(self, name: str, features: KeyedJaggedTensor, keys: list[int]) -> None:
-        """Notes rows that are looked up, where no optimizer state shows it."""
+        """Mark looked-up rows of a table without optimizer state that would show its use."""
         values = _shard(self._tables[name].weight).values
         seen = self._seen.get(name)
         if seen is None:
@@ -216,36 +221,36 @@ class Statistics:
         shard = _shard(self._tables[name].weight)
         ids = torch.cat([_ids(features, key) for key in keys])
         rows = ids.unique()
-        some = rows[:: max(1, len(rows) // SAMPLE)].contiguous()  # rows are searched for in it
+        some = rows[:: max(1, len(rows) // SAMPLE)].contiguous()  # contiguous, as rows are searched in it
         before = shard.read(some).detach().float()
         self._probed[name] = Probed(lookup, some, len(rows), len(ids), before, keys)
 
     def _read(self, table: str) -> tuple[int, float | None]:
-        """Ids of a table that this rank has read since the last `collect`, and the share of changed ones."""
+        """Return the number of ids of a table read since the last `collect`, and the share of changed ids."""
         changed, ids = self._changed[:, self._features[table]].sum(1).tolist()
         return ids, changed / ids if ids else None
 
 
 def collisions(dead_share: torch.Tensor) -> torch.Tensor:
-    """The share of distinct ids whose row had another id before them, where all ids are hashed into rows.
+    """Return the share of distinct ids that share a row with an earlier id, if all ids are hashed.
 
-    Of n ids hashed into R rows, R·exp(−n/R) rows stay empty. So with the share d of rows without an id,
-    n = −R·ln d, and R·(1 − d) ids are the first of their row: 1 − (1 − d) ÷ −ln d of them are not.
+    Of n ids hashed into R rows, R·exp(−n/R) rows stay empty. With the share d of empty rows, n = −R·ln d, and
+    R·(1 − d) ids are the first of their row: the share of the other ids is 1 − (1 − d) ÷ −ln d.
     """
     load = -dead_share.double().clamp(1e-9, 1 - 1e-9).log()
     return 1 - (1 - dead_share.double()) / load
 
 
 def _scaled(rows: torch.Tensor, probed: Probed) -> torch.Tensor:
-    """The L2 norm over all touched rows, from some of them."""
+    """Return the L2 norm over all touched rows, estimated from a sample."""
     share = probed.distinct / max(1, len(probed.ids))
     return (rows.square().sum() * share).sqrt()
 
 
 def _counts(norms: torch.Tensor) -> torch.Tensor:
-    """Norms in the bins of NORM_EDGES, the last one with its upper edge: int64 [bins].
+    """Return the number of norms in each bin of NORM_EDGES, int64 [bins]; the last bin has both edges.
 
-    Not torch.histc, which torch.use_deterministic_algorithms refuses on CUDA.
+    torch.histc is not used, because torch.use_deterministic_algorithms rejects it on CPU.
     """
     low, high, bins = NORM_EDGES
     values = norms.clamp_min(1e-30).log10().clamp(low, high)
@@ -258,13 +263,13 @@ def _largest(values: torch.Tensor) -> torch.Tensor:
 
 
 def _second_moment(table: Table) -> str | None:
-    """The kind of its state that is 0 until a row's first gradient."""
+    """Return the kind of optimizer state that is 0 until a row's first gradient; None without such state."""
     kind = table.optimizer.second_moment if table.optimizer else None
     return kind if kind in table.state else None
 
 
 def _shard(parts: Parts) -> Shard | None:
-    """A rank has one shard of a table at most (planning/plan.py)."""
+    """Return this rank's shard of a table, or None; a rank has at most one (planning/plan.py)."""
     return parts.local[0] if parts.local else None
 
 
@@ -274,7 +279,7 @@ def _ids(features: KeyedJaggedTensor, key: int) -> torch.Tensor:
 
 
 def _plain(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Tensors as numbers, with one copy from the device."""
+    """Return the figures with tensors replaced by numbers, using one copy from the device."""
     tensors = [v for figures in found.values() for v in figures.values() if isinstance(v, torch.Tensor)]
     numbers = iter(read([tensor.double() for tensor in tensors]))
 
@@ -282,8 +287,8 @@ def _plain(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if not isinstance(value, torch.Tensor):
             return value
         of_it = next(numbers)
-        if value.dim():  # of a histogram
+        if value.dim():  # a histogram
             return [int(number) for number in of_it]
-        return of_it[0] if isfinite(of_it[0]) else None  # as JSON has it
+        return of_it[0] if isfinite(of_it[0]) else None  # JSON has no NaN
 
     return {name: {key: plain(v) for key, v in figures.items()} for name, figures in found.items()}

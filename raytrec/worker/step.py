@@ -1,4 +1,4 @@
-"""One pipelined step: forward, loss, backward, update."""
+"""One pipelined training step: forward, loss, backward and update."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from raytrec.worker.step_timing import Phases, time_tables
 
 
 class LossModel(nn.Module):
-    """What is trained: Batch → (loss to call backward on, Outputs).
+    """The trained module, which maps a Batch to (loss, Outputs).
 
     Args:
-        recommender: the model, whose tables and dense layers these are.
-        objective: what is minimised.
-        query_vectors: whether evaluations are given the vectors of queries, too; the model retrieves, then.
+        recommender: Model with the tables and dense layers.
+        objective: Objective that is minimized.
+        query_vectors: True if evaluations also need the vectors of queries, for models that retrieve items.
     """
 
     def __init__(self, recommender: Recommender, objective: Objective, query_vectors: bool = False):
@@ -48,19 +48,21 @@ class LossModel(nn.Module):
         self.head = Head(recommender, objective, query_vectors)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Outputs]:
+        """Return the loss and the outputs of a batch."""
         return self.head(self.embeddings(batch.sparse), batch)
 
 
 class Head(nn.Module):
-    """A dense model with the objective behind it: (pooled embeddings, Batch) → (loss, Outputs).
+    """The dense model followed by the objective, which maps (pooled embeddings, Batch) to (loss, Outputs).
 
-    A module without tables, so that TorchRec's pipeline, which traces the model to find sharded modules,
-    takes it as one step.
+    The module has no tables. TorchRec's pipeline traces the model to find sharded modules, and treats this
+    module as one step.
 
     Args: See LossModel.
 
     Attributes:
-        tower: Tower whose vectors evaluations get in place of the tasks' outputs; None for the tasks'.
+        tower: Tower whose vectors evaluations return instead of the tasks' outputs; None for the tasks'
+            outputs.
     """
 
     tower: TowerName | None = None
@@ -71,6 +73,7 @@ class Head(nn.Module):
         self._objective, self._query_vectors = objective, query_vectors
 
     def forward(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, Outputs]:
+        """Return the loss and the outputs of a batch; the loss is zero if only vectors are computed."""
         if self.tower and not self.training:
             vectors = self.call(self.model, batch, pooled, self.tower)
             nothing = vectors.new_zeros(())
@@ -85,23 +88,27 @@ class Head(nn.Module):
 
 
 class Step:
-    """Owns TorchRec's train pipeline, which every forward must pass once it has rewritten the model.
+    """Owner of TorchRec's train pipeline, which rewrites the model and which every forward must use.
 
-    The pipeline looks two batches ahead, so batches are given to it in segments that it runs empty: between
-    two segments no batch is in flight, and the model may be evaluated. Between two steps of a segment it may
-    be saved: only the exchange of ids of the next ones has begun, which depends on no weight. Only maps
-    of managed ids are `ahead` then; to save them, the pipeline is drained.
-
-    Attributes:
-        trained: steps that the model has been trained; dropout (with seed and rank) and learning rates depend
-            on it alone, so that a restored run continues like the one that was saved.
-        drain_every: with managed ids, after so many steps of the run nothing is `ahead`.
-        phases: where the time of training goes; counted with tracking.every_steps.
+    The pipeline looks two batches ahead. It therefore receives batches in segments and is empty after each.
+    Between two segments no batch is in flight, and the model can be evaluated. Between two steps of a segment
+    the model can be saved: only the exchange of the next ids has begun, which depends on no weight. With
+    managed ids, their maps are then `ahead` of the tables; to save the maps, the pipeline is drained.
 
     Args:
-        steps: of the whole run; 0: nothing is trained.
-        prefetch: whether a table of the plan has a cache on the GPUs; see `_pipeline`.
-        managed: where tables have managed ids.
+        model: Sharded model.
+        optimizer: Optimizer of the model.
+        device: Device of the rank.
+        config: Configuration of the run.
+        steps: Number of steps of the whole run; 0 if nothing is trained.
+        prefetch: True if a table of the plan has a cache on the GPUs; see `_pipeline`.
+        managed: Maps of managed ids; None if no table has managed ids.
+
+    Attributes:
+        trained: Number of steps that the model has been trained. Dropout (with seed and rank) and learning
+            rates depend only on this number, so that a restored run continues exactly.
+        drain_every: Interval in steps of the run at which the pipeline is drained, with managed ids only.
+        phases: Time of training by phase; measured if tracking.every_steps is set.
     """
 
     def __init__(
@@ -127,16 +134,16 @@ class Step:
 
     @property
     def head(self) -> Head:
-        """The part of the model without tables."""
+        """Return the part of the model without tables."""
         return self.model.module.head
 
     @property
     def maps(self) -> dict[str, RowMap]:
-        """Table with managed ids → this rank's part of its map."""
+        """Return, by table with managed ids, this rank's part of the map of ids to rows."""
         return self.managed.maps if self.managed is not None else {}
 
     def train(self, batches: Iterator[Batch], steps: int) -> Iterator[Outputs]:
-        """Trains on the next `steps` batches, yielding after each."""
+        """Train on the next `steps` batches and yield the outputs of each step."""
         self.model.train()
         self.phases.resume()
         batches, end = islice(batches, steps), self.trained + steps
@@ -152,20 +159,20 @@ class Step:
                 return self.phases.pause()
 
     def _segment(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches that the pipeline runs empty of before it takes others."""
+        """Return the batches after which the pipeline runs empty."""
         return batches if self.managed is None else self._assigned(batches)
 
     @property
     def ahead(self) -> bool:
-        """Whether the maps of managed ids are ahead of the tables, by the batches in the pipeline."""
+        """Return True if the maps of managed ids already include batches that are still in the pipeline."""
         return self.managed is not None and self.managed.steps > self.trained
 
     def drain(self) -> None:
-        """Trains the batches in the pipeline before it takes another one: then nothing is `ahead`."""
+        """Let the pipeline finish its batches before it takes another one, so that no map is `ahead`."""
         self._draining = True
 
     def _assigned(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Batches with managed ids replaced by table rows; the first belongs to the next step."""
+        """Yield batches with managed ids replaced by table rows; the first batch belongs to the next step."""
         self._draining = False
         for step, batch in enumerate(batches, self.trained):
             with self.phases.phase("input_exchange"):
@@ -175,23 +182,24 @@ class Step:
                 return self.drain()
 
     def _prepare_step(self) -> None:
-        """Set learning rates and RNG seeds, on which a step depends in addition to batch and model."""
+        """Set the learning rates and RNG seeds of the next step."""
         seed = seed_of(self._seed, self.trained, dist.get_rank())
-        # Not torch.manual_seed, which also keeps the seed, with a formatted stack, for every kind of device
-        # that has not been set up: 0.4 ms.
+        # torch.manual_seed takes 0.4 ms, because it also stores the seed, with a formatted stack, for every
+        # device type that is not initialized yet.
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)
         factor = self._schedule.factor(self.trained)
-        for group, rate in self._rates:  # kernels read it at zero_grad, with which the pipeline begins
+        for group, rate in self._rates:  # kernels read the rate in zero_grad, the pipeline's first call
             group["lr"] = rate * factor
 
     def evaluate(self, batches: Iterator[Batch], tower: TowerName | None = None) -> Iterator[Outputs]:
-        """Forward only, over all batches; with train.ema, of the averages of the dense weights.
+        """Yield the outputs of a forward pass over all batches; train.ema: with averaged dense weights.
 
         Args:
-            tower: The tower whose features alone the rows have, so that outputs have its vectors and no
-                tasks; None for rows with all features.
+            batches: Batches of this rank.
+            tower: Tower whose vectors are returned instead of the tasks' outputs, for rows that have only the
+                features of this tower; None for rows with all features.
         """
         self.model.eval()
         self.head.tower = tower
@@ -202,7 +210,7 @@ class Step:
                 yield outputs
 
     def _progress(self, batches: Iterator[Batch]) -> Outputs | None:
-        """One step of the pipeline; None when it is empty."""
+        """Run one step of the pipeline; return None if the pipeline is empty."""
         try:
             with numerics(self._train, self._device):
                 return self._pipeline.progress(batches)
@@ -211,24 +219,27 @@ class Step:
 
 
 def seed_of(*numbers: int) -> int:
-    """One seed of several numbers."""
+    """Return one seed derived from several numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _pipeline(
     model: Any, optimizer: Any, device: torch.device, phases: Phases | None, prefetch: bool, managed: bool
 ) -> TrainPipelineSparseDist:
-    """TorchRec's pipeline, which exchanges the next batch's ids during this batch's forward.
+    """Return TorchRec's pipeline, which exchanges the next batch's ids during this batch's forward.
 
-    Where ids are managed, the batch after the next one gets its rows only when this batch's forward has been
-    launched: the host waits for them, and a GPU would have nothing left to do.
+    With managed ids, the batch after the next one gets its rows only after this batch's forward has been
+    launched. The host waits for these rows; in the other order, a GPU would be idle meanwhile.
 
     Args:
-        phases: that the parts' times are added to, and all waits of this process for other ranks; None: they
-            are not timed.
-        prefetch: whether any rank has a table with a cache, whose rows are brought into it a batch ahead. The
-            same on all ranks, whose collectives come in another order with it.
-        managed: whether ids are.
+        model: Sharded model.
+        optimizer: Optimizer of the model.
+        device: Device of the rank.
+        phases: Phases to which the time of each part and all waits for other ranks are added; None: no
+            timing.
+        prefetch: True if any rank has a table with a cache, whose rows are then fetched one batch ahead. The
+            value must be the same on all ranks, because it changes the order of collectives.
+        managed: True if a table has managed ids.
     """
     options = {"execute_all_batches": True, "enqueue_batch_after_forward": managed}
     if phases is None:
@@ -242,7 +253,7 @@ def _pipeline(
 
 @contextmanager
 def numerics(train: TrainSection, device: torch.device) -> Iterator[None]:
-    """Set torch's process-wide switches for a step as the configuration asks; restore them afterwards.
+    """Set torch's process-wide switches for a step as configured, and restore them afterwards.
 
     Checks, metrics and other code of this process therefore compute in float32 throughout. (bf16 is not such
     a switch: models.recommender.ModelCall applies it around the dense model.)
@@ -261,10 +272,10 @@ def numerics(train: TrainSection, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _tf32(wanted: bool) -> Iterator[None]:
-    # Not torch.backends.cuda.matmul.fp32_precision: once that has been set, torch 2.13.0 raises where its own
-    # compiler, or a user's model, asks for the precision by its older name. cuDNN, which has RNNs and
-    # convolutions, takes no notice of the first, and uses TF32 by default.
-    # The precision from before may be TF32: NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1.
+    # Once torch.backends.cuda.matmul.fp32_precision is set, torch 2.13.0 raises an error if its compiler or a
+    # user's model reads the precision by the older name, so that only the older name is used here. cuDNN
+    # (RNNs, convolutions) ignores that setting and uses TF32 by default.
+    # The previous precision may be TF32: NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1.
     before, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if wanted else "highest")
     torch.backends.cudnn.allow_tf32 = wanted
@@ -279,7 +290,7 @@ def _tf32(wanted: bool) -> Iterator[None]:
 def _deterministic() -> Iterator[None]:
     before, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("warn")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads any
+    torch.utils.deterministic.fill_uninitialized_memory = False  # no uninitialized memory is read
     try:
         yield
     finally:

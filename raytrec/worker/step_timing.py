@@ -1,4 +1,4 @@
-"""Where a rank's time goes, by phases."""
+"""Time that a rank spends in each phase of a step."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from torch import nn
 
 from raytrec.common.messages import PHASES
 
-SETTLE = 500  # intervals between CUDA events that are kept before those that have passed are read
+SETTLE = 500  # CUDA intervals that are kept before the finished ones are read
 
 
 class Phases:
-    """Seconds of each phase, exclusive: a phase inside another stops the other's clock.
+    """Exclusive seconds of each phase: entering a phase stops the clock of the phase around it.
 
-    On CPU they are those of this thread. On CUDA they are the time between two events on the stream on which
-    the model computes (the one that was current when this was made): how long it computed what it was given
-    in a phase, or stood idle because the host was in it. Events of one stream pass in their order, whichever
-    stream the host uses in between; so no phase is negative, and all add up to the time between the first
-    event and the last. What the host waits for (data, ids) while that stream still computes costs no time.
+    On CPU, the clock is that of this thread. On CUDA, a phase is the time between two events on the stream on
+    which the model computes (the current stream of the constructor). In that time the stream ran the work
+    queued in the phase, or was idle while the host was in the phase. Events of one stream pass in order,
+    whichever streams the host uses in between. Therefore no phase is negative, and all phases add up to the
+    time between the first and the last event. Waits of the host (for data, ids) cost no time while that
+    stream still computes.
 
     Args:
-        device: of the rank.
+        device: Device of the rank.
     """
 
     def __init__(self, device: torch.device):
@@ -36,25 +37,25 @@ class Phases:
         self._current, self._running = "other", False
         self._stream = torch.cuda.current_stream(device) if self._cuda else None
         self._mark: Any = None
-        self._passed: deque[tuple[str, Any, Any]] = deque()  # phase, its first event, its last
+        self._passed: deque[tuple[str, Any, Any]] = deque()  # phase, first event, last event
 
     @property
     def current(self) -> str:
-        """The phase that the step is in."""
+        """Return the current phase of the step."""
         return self._current
 
     def resume(self) -> None:
-        """Training starts or continues."""
+        """Start or continue the clock for training."""
         self._mark, self._current, self._running = self._now(), "other", True
 
     def pause(self) -> None:
-        """Training pauses, for an evaluation or at its end."""
+        """Stop the clock, for an evaluation or at the end of training."""
         if self._running:
             self._switch("other")
         self._running = False
 
     def take(self) -> dict[str, float]:
-        """Seconds of each phase since the last call."""
+        """Return the seconds of each phase since the last call."""
         if self._running:
             self._switch(self._current)
         self._settle(wait=True)
@@ -63,7 +64,7 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A block that belongs to a phase."""
+        """Count the time of a block as a phase."""
         outer = self.enter(name)
         try:
             yield
@@ -71,7 +72,7 @@ class Phases:
             self.leave(outer)
 
     def enter(self, name: str) -> str | None:
-        """Begins a phase; returns the argument of `leave` at its end."""
+        """Enter a phase, and return the argument for `leave`."""
         if not self._running:
             return None
         outer = self._current
@@ -79,12 +80,12 @@ class Phases:
         return outer
 
     def leave(self, outer: str | None) -> None:
-        """Goes back to the phase around one that has ended."""
+        """Return to the outer phase."""
         if outer is not None:
             self._switch(outer)
 
     def waits(self, wait: Callable) -> Callable:
-        """A wait for other ranks that belongs to "collectives", unless what it is for has a phase."""
+        """Return a wait for other ranks whose time counts as "collectives", except in "input_exchange"."""
 
         def timed(*args: Any, **options: Any) -> Any:
             if get_ident() != self._thread or self._current == "input_exchange":
@@ -96,7 +97,10 @@ class Phases:
 
     @property
     def standing(self) -> str | None:
-        """The phase that a GPU's stream has not finished; None: it has, or on CPU. From any thread."""
+        """Return the phase that a GPU's stream has not finished, or None; can be called from any thread.
+
+        None means that all phases are finished, or that the device is a CPU.
+        """
         unfinished = (phase for phase, _, last in list(self._passed) if not last.query())
         if (phase := next(unfinished, None)) is not None or self._stream is None:
             return phase
@@ -120,10 +124,10 @@ class Phases:
         return event
 
     def _settle(self, wait: bool) -> None:
-        """Reads the CUDA events that have passed.
+        """Add the intervals of CUDA events that have passed.
 
         Args:
-            wait: for all of them.
+            wait: True to wait for all events.
         """
         if wait and self._passed:
             self._passed[-1][2].synchronize()
@@ -133,10 +137,11 @@ class Phases:
 
 
 def time_tables(kernels: Iterable[nn.Module], phases: Phases) -> None:
-    """Counts the work of kernels as "tables": their lookups, and their part of backward.
+    """Count the lookups of kernels and their part of backward as the phase "tables".
 
     Args:
-        kernels: features → pooled embeddings; see compat.torchrec_.sharded_kernels.
+        kernels: Modules from features to pooled embeddings; see compat.torchrec_.sharded_kernels.
+        phases: Phases to which the time is added.
     """
     for kernel in kernels:
         outer: list[str | None] = []
@@ -158,7 +163,7 @@ def time_tables(kernels: Iterable[nn.Module], phases: Phases) -> None:
 
 
 def _last(node: torch.autograd.graph.Node) -> torch.autograd.graph.Node:
-    """The last node of a kernel's backward: the one before the tables' AccumulateGrad, if they have one."""
+    """Return the last node of a kernel's backward, or the node before the tables' AccumulateGrad."""
     while len(following := [n for n, _ in node.next_functions if n is not None]) == 1:
         if "AccumulateGrad" in following[0].name():
             break

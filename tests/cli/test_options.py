@@ -23,7 +23,7 @@ def command(
 ):
     """Do it.
 
-    Args:
+    Options:
         place: Where it is done.
         rows (N): Rows to read,
             as many as there are.
@@ -56,7 +56,7 @@ def test_help_is_that_of_the_docstring():
     shown = " ".join(run("--help").output.split())
     for text in ("Do it.", "--rows N Rows to read, as many as there are.", "Of the rows.", "Seeds it."):
         assert text in shown
-    assert "PLACE <path> Where it is done." in shown and "Args:" not in shown
+    assert "PLACE <path> Where it is done." in shown and "rows (N)" not in shown
 
 
 def test_every_option_of_every_command_has_a_help():

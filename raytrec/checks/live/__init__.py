@@ -1,1 +1,1 @@
-"""Live checks: one file each, run while training runs."""
+"""Live checks, one file each, which are evaluated during training."""

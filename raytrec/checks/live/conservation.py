@@ -1,4 +1,4 @@
-"""conservation: no id and no row is lost, ranks are in step."""
+"""conservation: no id or row is lost, and ranks are in step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raytrec.checks.live.outcome import CHECKPOINT, STEP, Check, Outcome, Positi
 from raytrec.checks.live.registry import check
 from raytrec.embeddings.tables import Parts
 
-SHOWN_RANKS = 8  # ranks whose counts are listed
+SHOWN_RANKS = 8  # maximum number of ranks whose counts are listed
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,11 @@ class IdCounts:
     """Counts of one rank since the start (embeddings.taps).
 
     Attributes:
-        step: steps trained. batch_step: the step that the last batch belongs to.
-        sent: ids in its part of the batches, of each feature.
-        looked_up: ids that its kernels looked up, of each feature.
-        rows: rows in its part of the batches.
+        step: Number of trained steps.
+        batch_step: Step of the last batch, or None if unknown.
+        sent: Number of ids of each feature in the rank's part of the batches.
+        looked_up: Number of ids of each feature that the rank's kernels looked up.
+        rows: Number of rows in the rank's part of the batches.
     """
 
     step: int
@@ -32,13 +33,13 @@ class IdCounts:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the last batch is not that of the last step."""
+        """True if the last batch is not that of the last step."""
         return self.batch_step is not None and self.batch_step != self.step - 1
 
 
 @check("conservation")
 class Conservation(Check):
-    """Compares the ids that ranks have looked up with those of their batches, exactly."""
+    """Check that the number of ids looked up equals the number of ids in the batches, exactly."""
 
     moments = frozenset({STEP, CHECKPOINT})
     do = (
@@ -47,6 +48,7 @@ class Conservation(Check):
     )
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
+        """Return the outcome, with lost ids and rows and ranks that are out of step; a collective."""
         mine, peers = self._counts(position), self.run.peers
         features = list(self.run.schema.sparse)
         received = [mine.looked_up.get(feature, 0) for feature in features]
@@ -73,11 +75,11 @@ class Conservation(Check):
         return IdCounts(position.step, position.batch_step, sent, looked_up, int(taps.rows))
 
     def _differs(self, feature: str, counts: IdCounts) -> bool:
-        """Whether a rank looked up other ids in its copy of a table than its batches have."""
+        """Return True if the number of ids looked up in a rank's copy of a table differs from its batches."""
         return self._weight(feature).replicated and counts.looked_up.get(feature, 0) != counts.sent[feature]
 
     def _lost(self, feature: str, sent: int, received: int) -> bool:
-        """Whether the ids of all ranks were not looked up once for each set of columns of their table."""
+        """Return True if the ids of all ranks were not looked up once per set of their table's columns."""
         weight = self._weight(feature)
         return not weight.replicated and received != sent * self._cuts(feature)
 
@@ -108,7 +110,7 @@ class Conservation(Check):
 
 
 def _steps(of_ranks: list[IdCounts]) -> list[str]:
-    """All ranks at one step, each with the batch of that step."""
+    """Return the problems of ranks at another step, or with the batch of another step."""
     problems = []
     steps = [counts.step for counts in of_ranks]
     if odd := odd_ones(steps):

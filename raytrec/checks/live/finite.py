@@ -1,4 +1,4 @@
-"""finite: no weight and no optimizer state is NaN or infinite."""
+"""finite: no weight or optimizer state is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from raytrec.checks.live.registry import check
 from raytrec.embeddings.tables import Shard
 from raytrec.embeddings.taps import Lookup
 
-SAMPLED_ROWS = 4096  # of a shard that are looked at each time, and of those that a probed step touched
+SAMPLED_ROWS = 4096  # rows checked per shard and evaluation, and per key of a probed step
 
 
 @check("finite")
 class Finite(Check):
-    """Looks at dense layers whole, and at another part of each shard every time.
+    """Check of all dense layers, and of a different part of each shard at every evaluation.
 
-    Of what is saved, every value is looked at (`checkpoint.save`).
+    Saving checks every value that is saved (`checkpoint.save`).
     """
 
     do = (
@@ -33,6 +33,7 @@ class Finite(Check):
         self._looks = 0
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
+        """Return the outcome, with the names of values that are not finite; a collective."""
         peers = self.run.peers
         bad = [name for name, size in self.sizes(probed).items() if not isfinite(size)]
         on_ranks = rarest_first(peers.objects(bad)) if peers.largest(bool(bad)) else []
@@ -43,7 +44,7 @@ class Finite(Check):
 
     @torch.no_grad()
     def sizes(self, probed: bool) -> dict[str, float]:
-        """Name → max |value| on this rank, of weights and then of optimizer state; NaN where not finite."""
+        """Return max |value| on this rank of weights, then of optimizer state, by name; NaN if not finite."""
         weights = weights_of(self.run, self._looks, probed)
         state = [
             (f"table {table.name}'s {kind}", sample(shard, self._looks))
@@ -57,9 +58,9 @@ class Finite(Check):
 
 
 def weights_of(run, turn: int, probed: bool) -> list[tuple[str, torch.Tensor]]:
-    """(name, values) of dense layers, and of some rows of this rank's shards.
+    """Return (name, values) of dense layers and of some rows of this rank's shards.
 
-    These are others at each turn, and some of those that a probed step has touched.
+    The rows differ at each turn. After a probed step, some of the rows that the step looked up are added.
     """
     touched = _touched(run.taps.lookups) if probed else {}
     found = []
@@ -72,15 +73,15 @@ def weights_of(run, turn: int, probed: bool) -> list[tuple[str, torch.Tensor]]:
 
 
 def sample(shard: Shard, turn: int) -> torch.Tensor:
-    """About `SAMPLED_ROWS` rows of a shard, over a number of turns all of them."""
+    """Return about `SAMPLED_ROWS` rows of a shard; successive turns cover all rows."""
     stride = max(1, -(-len(shard.rows) // SAMPLED_ROWS))
     return shard.read(slice(turn % stride, None, stride))
 
 
 def largest(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, float]:
-    """name → max |value|; NaN where one is NaN or infinite."""
+    """Return max |value| by name; NaN if a value is NaN or infinite."""
     some = [(name, t) for name, t in tensors if t.numel() and t.is_floating_point()]
-    # Many times faster on CPU than torch.linalg.vector_norm(t, inf), and hands NaN on, too.
+    # aminmax is many times faster on CPU than torch.linalg.vector_norm(t, inf), and also propagates NaN.
     sizes = read([torch.stack(t.aminmax()).float().abs().amax() for _, t in some]) if some else []
     out: dict[str, float] = {}
     for (name, _), (size,) in zip(some, sizes, strict=True):
@@ -90,7 +91,7 @@ def largest(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, float]:
 
 
 def _touched(lookups: list[Lookup]) -> dict[str, list[torch.Tensor]]:
-    """Table → int64 [n] of each key: some rows of this rank's shard that the probed step has looked up."""
+    """Return, by table, some rows of this rank's shard for each looked-up key of the probed step."""
     rows: dict[str, list[torch.Tensor]] = defaultdict(list)
     for lookup in lookups:
         if lookup.ids is None:

@@ -1,4 +1,4 @@
-"""Bags of ids taken apart, for the parity check."""
+"""Selection and scaling of single bags of ids, for the parity check."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import torch
 
 from raytrec.embeddings.taps import Key
 
-LONGEST_BAG = 1024  # ids in a bag that is compared
+LONGEST_BAG = 1024  # maximum number of ids in a compared bag
 
 
 @dataclass(frozen=True)
 class Bags:
-    """Bags of one feature; a sequence that is read id by id counts as L bags of one id, or none, each.
+    """Bags of one feature; a sequence that is read id by id counts as L bags with at most one id each.
 
     Attributes:
-        at: int64 [R], which rows of the batch.
-        ids: int64 [N]. bag: int64 [N], the bag of each id, from 0 to S − 1, where S = R; for sequences L·R.
-        factors: float32 [N], what each row is multiplied with: w, for means w ÷ Σ w of its bag.
-        doubt: float32 [S], how much larger a rounding error may be than that of weights that are all
-            positive: Σ|w| ÷ |Σ w| (1 for sums).
-        share: float32 [S], what the sum of a bag is multiplied with: 1 ÷ |Σ w| for means.
+        at: Rows of the batch, int64 [R].
+        ids: Ids, int64 [N].
+        bag: Bag of each id, int64 [N], from 0 to S − 1, where S = R, or L·R for sequences.
+        factors: Factor of each id's vector, float32 [N]: w, or for means w ÷ Σ w of its bag.
+        doubt: Factor by which rounding errors may exceed those with all-positive weights, float32 [S]: Σ|w| ÷
+            |Σ w| (1 for sums).
+        share: Factor of each bag's sum, float32 [S]: 1 ÷ |Σ w| for means, otherwise 1.
     """
 
     at: torch.Tensor
@@ -35,7 +36,7 @@ class Bags:
 def factors_of(
     weights_N: torch.Tensor, bag_N: torch.Tensor, bags: int, mean: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What each row of a bag is multiplied with; doubt and share of each bag; see Bags."""
+    """Return the factor of each id's vector, and the doubt and share of each bag (see Bags)."""
     if not mean:
         return weights_N, weights_N.new_ones(bags), weights_N.new_ones(bags)
     totals_B = weights_N.new_zeros(bags).index_add_(0, bag_N, weights_N)
@@ -46,8 +47,11 @@ def factors_of(
 
 
 def slots(key: Key, length: int | None) -> torch.Tensor:
-    """Of each id, where its vector goes: int64 [N]. Into its bag; or, of sequences of at most `length` ids,
-    into the place among the bag's `length` that it has in the bag."""
+    """Return the slot of each id's vector, int64 [N].
+
+    The slot is the id's bag. For sequences of at most `length` ids, it is the id's position among the
+    `length` positions of its bag.
+    """
     if length is None:
         return key.bag
     starts = key.lengths.cumsum(0) - key.lengths
@@ -55,7 +59,7 @@ def slots(key: Key, length: int | None) -> torch.Tensor:
 
 
 def flat(values: torch.Tensor) -> torch.Tensor:
-    """[R, dim], or [R, L, dim] as [L·R, dim]."""
+    """Return values as [R, dim]; [R, L, dim] becomes [L·R, dim]."""
     return values if values.dim() == 2 else values.flatten(0, 1)
 
 
@@ -67,10 +71,15 @@ def some_bags(
     longest: bool = True,
     sequence: int | None = None,
 ) -> Bags:
-    """The `first` bags of a feature, and the longest; without those of more than `LONGEST_BAG` ids.
+    """Return the `first` bags of a feature and the longest one, without bags of more than `LONGEST_BAG` ids.
 
     Args:
-        sequence: the most ids of one that is read id by id.
+        key: Ids of the feature.
+        first: Numbers of the first bags, int64 [n].
+        mean: True if bags are averaged.
+        device: Device of the result.
+        longest: True to add the longest bag.
+        sequence: Maximum number of ids if the feature is read id by id, or None.
     """
     short = key.lengths.masked_fill(key.lengths > LONGEST_BAG, 0)
     at = torch.cat([first, short.argmax().view(1)]) if longest else first

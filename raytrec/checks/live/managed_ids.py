@@ -11,7 +11,7 @@ from raytrec.embeddings.managed.row_map import is_sound, problems
 
 @check("managed_ids")
 class OneToOne(Check):
-    """Each rank counts its ids and adds up the hashes of their rows."""
+    """Check of the number of ids and the sum of their rows' hashes, over all ranks."""
 
     moments = frozenset({STEP, CHECKPOINT})
     do = (
@@ -21,9 +21,11 @@ class OneToOne(Check):
 
     @classmethod
     def applies(cls, run: CheckedRun) -> bool:
+        """Return True if the run has tables with managed ids."""
         return bool(run.maps)
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
+        """Return the outcome, with the problems of each table's map; a collective."""
         peers, maps = self.run.peers, self.run.maps
         mine = {table: part.audit() for table, part in maps.items()}
         totals = peers.sum(torch.tensor([audit.numbers for audit in mine.values()])).tolist()

@@ -1,4 +1,4 @@
-"""numerics: gradients are finite, no norm explodes, no rate drifts."""
+"""numerics: gradients are finite, no norm explodes, and no rate drifts."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from raytrec.checks.live.finite import largest, weights_of
 from raytrec.checks.live.outcome import Check, Outcome, Position, rarest_first, read
 from raytrec.checks.live.registry import check
 
-GROWTH = 100.0  # times the median of the earlier looks
-LEARN = 3  # looks
-HISTORY = 100  # looks that the median is taken of
-# What begins near 0 may grow to this in any run: tables of many rows start with values of 1e-3 and less.
+GROWTH = 100.0  # largest ratio of a value to its median at earlier evaluations
+LEARN = 3  # evaluations before values are judged
+HISTORY = 100  # evaluations over which the median is taken
+# Values that start near 0 may grow to this limit in any run: large tables start with values below 1e-3.
 FLOOR = 0.1
 DRIFT = 0.75, 1.33  # predicted ÷ real
-SIGMAS = 6.0  # a ratio of rates over n positives varies by about 1 ÷ √n by chance
+SIGMAS = 6.0  # standard deviations; that of a ratio of rates over n positives is about 1 ÷ √n
 SETTLED = 200  # steps after which rates are compared
 DENSE = "dense layers'"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of weights and gradients on one rank; of the same names on all of them.
+    """Magnitudes of weights and gradients on one rank, with the same names on all ranks.
 
     Attributes:
-        values: name → max |value| of weights.
-        squares: after a probed step, name → Σ of the squared gradient.
-        ratios: metric → what should be 1 and the positives that it is of; None, where they are not known.
+        values: max |value| of weights by name.
+        squares: Σ of the squared gradient by name; empty unless the step was probed.
+        ratios: Ratio that should be 1, and its number of positives, by metric; None if unknown.
     """
 
     values: dict[str, float]
@@ -42,7 +42,7 @@ class Sizes:
 
 @check("numerics")
 class Numerics(Check):
-    """Looks at dense layers whole, and at another part of each shard every time."""
+    """Check of all dense layers, and of a different part of each shard at every evaluation."""
 
     do = (
         "lower optim.dense.lr or optim.embeddings.lr, set train.max_grad_norm, or check the data of the last "
@@ -55,17 +55,19 @@ class Numerics(Check):
         self._earlier: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
+        """Return the outcome for this rank's current magnitudes; a collective."""
         return self.judge(self.sizes(position, probed), position.step)
 
     def judge(self, mine: Sizes, step: int) -> Outcome:
-        """The outcome; a collective.
+        """Return the outcome; a collective.
 
         Args:
-            mine: of this rank.
+            mine: Magnitudes on this rank.
+            step: Number of trained steps.
         """
         values, squares = self._over_ranks(mine)
-        # The norm of dense layers, which all ranks have, and of all tables together, of which each has parts.
-        # Parts alone may grow a thousandfold where training leaves a plateau.
+        # Only the norm over dense layers and all tables is judged: the norm of a single part can grow a
+        # thousandfold when training leaves a plateau.
         norm, most = sqrt(sum(squares.values())), max(squares, key=squares.get, default="")
         growth = self._growth("the gradient", norm, 0.0)
         growths = {name: self._growth(name, size, FLOOR) for name, size in values.items()}
@@ -91,7 +93,7 @@ class Numerics(Check):
 
     @torch.no_grad()
     def sizes(self, position: Position, probed: bool) -> Sizes:
-        """The sizes on this rank."""
+        """Return the magnitudes on this rank."""
         run, figures = self.run, position.figures
         weights = weights_of(run, self._looks, probed)
         self._looks += 1
@@ -101,15 +103,17 @@ class Numerics(Check):
         if probed:
             squares = dict.fromkeys([*(f"{DENSE} {name}" for name in run.parameters), *tables], 0.0)
             found = self._squares()
-            # Those of a step that is skipped and counted do not count: it has changed nothing.
+            # The gradients of a skipped step are ignored, because the step has changed no weights.
             if run.config.train.on_nan != "skip" or all(map(isfinite, found.values())):
                 squares |= found
         ratios = {key: (figures.get(key), figures.get(counted)) for key, counted in position.ratios.items()}
         return Sizes(values, squares, ratios)
 
     def _over_ranks(self, mine: Sizes) -> tuple[dict[str, float], dict[str, float]]:
-        """Name → the largest value; name → the square: of dense layers, which all ranks have, the largest, of
-        tables, which all have parts of, the sum."""
+        """Return the largest values by name, and the squares by name, over all ranks.
+
+        Squares are maxima for dense layers, of which every rank has a copy, and sums for tables.
+        """
         dense = {name: square for name, square in mine.squares.items() if name.startswith(DENSE)}
         parts = {name: square for name, square in mine.squares.items() if name not in dense}
         largest_of = torch.tensor([*mine.values.values(), *dense.values()], dtype=torch.float64)
@@ -122,7 +126,7 @@ class Numerics(Check):
         )
 
     def _growth(self, name: str, size: float, floor: float) -> float:
-        """How many times its usual size something has; 0 while that is being learned."""
+        """Return the ratio of a magnitude to its usual value; 0 during the first `LEARN` evaluations."""
         earlier = self._earlier[name]
         usual = max(median(earlier), floor) if len(earlier) >= LEARN else None
         if not size or not isfinite(size):
@@ -131,7 +135,7 @@ class Numerics(Check):
         return size / usual if usual else 0.0
 
     def _squares(self) -> dict[str, float]:
-        """Of dense parameters, and of what the lookups of each table gave."""
+        """Return the squared gradients of dense parameters, and of each table's lookup outputs."""
         found = [
             (f"{DENSE} {name}", p.grad.square().sum())
             for name, p in self.run.parameters.items()
@@ -147,7 +151,7 @@ class Numerics(Check):
 
 
 def _drift(ratios: dict[str, tuple[float | None, float | None]]) -> Iterator[str]:
-    """Ratios of predicted to real rates that are off by more than chance."""
+    """Yield descriptions of the ratios of predicted to real rates that deviate by more than chance."""
     for key, (ratio, positives) in ratios.items():
         if ratio is None or not positives:
             continue

@@ -1,4 +1,4 @@
-"""What a live check gets, and its outcome."""
+"""Base class, inputs and outcome of live checks."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ START, STEP, CHECKPOINT = "start", "step", "checkpoint"
 
 @dataclass(frozen=True)
 class Position:
-    """Where this rank is when it checks.
+    """Position of this rank in the run when a check is evaluated.
 
     Attributes:
-        step: steps trained.
-        batch_step: the step that this rank's last batch belongs to, from 0; None: not known.
-        expected_rows: rows over all ranks of the batches trained since the taps were made; None where rows
-            may be skipped.
-        figures: of the last window of training, the same on all ranks; may be empty.
-        ratios: key of each of them that should be 1 → key of the positives that it is of.
-        about: at the start: what must be the same on all ranks, as plain values.
+        step: Number of trained steps.
+        batch_step: Step of this rank's last batch, from 0, or None if unknown.
+        expected_rows: Number of rows, over all ranks, of the batches trained since the taps were created;
+            None if rows may be skipped.
+        figures: Figures of the last training window, the same on all ranks; may be empty.
+        ratios: For each figure that should be 1, the figure that counts its positives, by key.
+        about: Plain values that must be the same on all ranks; only at the start.
     """
 
     step: int
@@ -49,14 +49,18 @@ class Position:
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """The run that is checked, as one rank sees it.
+    """Run to check, as seen by one rank.
 
     Attributes:
-        tables, dense: live values, of checkpoint.state.LogicalState.
-        parameters: the dense layers', for their gradients; may be empty.
-        unbounded: names of `dense` that are infinite by design.
-        maps: table with managed ids → this rank's part of its map.
-        peers: the ranks that agree on outcomes.
+        config: Configuration of the run.
+        schema: Schema of the run.
+        tables, dense: Live values of checkpoint.state.LogicalState.
+        taps: Taps on lookups and dense layers.
+        device: Device of this rank.
+        parameters: Parameters of the dense layers, for their gradients; may be empty.
+        unbounded: Names in `dense` whose values are infinite by design.
+        maps: This rank's part of the map of each table with managed ids.
+        peers: Ranks that agree on outcomes.
     """
 
     config: RunConfig
@@ -72,21 +76,21 @@ class CheckedRun:
 
     @cached_property
     def features(self) -> Features:
-        """The features, and how they are looked up."""
+        """Features of the run and how they are looked up."""
         return resolve_features(self.schema, self.config.model)
 
 
 class Check:
-    """One consistency check, which all ranks evaluate together. How a new one is registered: registry.py.
+    """Base class of consistency checks, which all ranks evaluate together. registry.py shows how to add one.
 
     Args:
-        run: what is checked.
+        run: Run to check.
 
     Attributes:
-        name: in the configuration (`checks.NAME`: off, warn or stop) and in records.
-        moments: when it is evaluated: START, STEP (after a probed step), CHECKPOINT (before one is written).
-        probes: whether it needs steps to be probed (embeddings.taps).
-        do: what people can do where it fails.
+        name: Name in the configuration (`checks.NAME`: off, warn or stop) and in records.
+        moments: Moments of evaluation: START, STEP (after a probed step), CHECKPOINT (before it is written).
+        probes: True if the check requires probed steps (embeddings.taps).
+        do: Advice to the user after a failure.
     """
 
     name: ClassVar[str] = ""
@@ -99,20 +103,21 @@ class Check:
 
     @classmethod
     def applies(cls, run: CheckedRun) -> bool:
-        """Whether this run has something to check."""
+        """Return True if this run has something to check."""
         return True
 
     def prepare(self, batch: Batch) -> None:
-        """Before a probed step, with this rank's part of its batch in CPU memory; a collective."""
+        """Prepare for a probed step, given this rank's part of its batch in CPU memory; a collective."""
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """The outcome, the same on all ranks; a collective.
+        """Return the outcome, the same on all ranks; a collective.
 
-        Ranks agree by sums and maxima of tensors (`run.peers`), however many they are. Only where something
-        is wrong do they exchange objects, to name ranks, tables and features.
+        Ranks agree by sums and maxima of tensors (`run.peers`), for any number of ranks. They exchange
+        objects only after a failure, to name ranks, tables and features.
 
         Args:
-            probed: whether the last step was one that the taps have kept.
+            position: Position of this rank.
+            probed: True if the taps have kept the values of the last step.
         """
         raise NotImplementedError
 
@@ -124,7 +129,7 @@ class Check:
         figure: float | None = None,
         limit: float | None = None,
     ) -> Outcome:
-        """Failed where there are problems: its text has the first three."""
+        """Return the outcome: failed if there are problems, with the first three in its text."""
         rest = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         text = "; ".join(problems[:3]) + rest if problems else good
         values = null_nonfinite({"figure": figure, "limit": limit})
@@ -132,7 +137,7 @@ class Check:
 
 
 def ranks(numbers: list[int]) -> str:
-    """Ranks in words: rank 1; ranks 0, 2 and 3."""
+    """Return ranks in words: rank 1; ranks 0, 2 and 3."""
     words = [str(n) for n in numbers]
     if len(words) == 1:
         return f"rank {words[0]}"
@@ -141,8 +146,11 @@ def ranks(numbers: list[int]) -> str:
 
 
 def rarest_first(of_ranks: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
-    """(name, its ranks in words) of what ranks have found by name. What has begun on one rank is soon on all,
-    so names of the fewest ranks come first."""
+    """Return (name, its ranks in words) for the names found by each rank, names of the fewest ranks first.
+
+    An error that begins on one rank soon spreads to all ranks, so names of few ranks are closest to the
+    cause.
+    """
     on: dict[str, list[int]] = defaultdict(list)
     for rank, names in enumerate(of_ranks):
         for name in names:
@@ -151,11 +159,13 @@ def rarest_first(of_ranks: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
 
 
 def differing(found: Mapping[str, Any], peers: Peers) -> list[tuple[str, list[Any], list[int]]]:
-    """Of values that should be the same on all ranks and are not: name, the ranks' values, the ranks whose
-    value is not the commonest one. A collective; where all are the same, only a hash is exchanged.
+    """Return (name, values of all ranks, deviating ranks) for values that are not the same on all ranks.
+
+    This is a collective. If all values are the same, only a hash is exchanged.
 
     Args:
-        found: name → plain value.
+        found: Plain values of this rank by name.
+        peers: Ranks to compare.
     """
     if peers.same(found):
         return []
@@ -166,17 +176,17 @@ def differing(found: Mapping[str, Any], peers: Peers) -> list[tuple[str, list[An
 
 
 def odd_ones(values: list[Any]) -> list[int]:
-    """The ranks whose value is not the commonest one; of several, that of the lowest rank."""
-    texts = [repr(value) for value in values]  # as Peers.same compares them
+    """Return the ranks whose value is not the most common one; ties favor the value of the lowest rank."""
+    texts = [repr(value) for value in values]  # compared as text, as in Peers.same
     usual = Counter(texts).most_common(1)[0][0]
     return [rank for rank, text in enumerate(texts) if text != usual]
 
 
 def read(tensors: Sequence[torch.Tensor]) -> list[list[int | float | bool]]:
-    """The values of each tensor as plain numbers, flat: one copy to the host, and so one wait, for all.
+    """Return the values of each tensor as a flat list of plain numbers.
 
-    They may be of several devices (torch keeps the count of an optimizer's steps in host memory) and dtypes:
-    the tensors of each are copied at once.
+    All tensors of one device and dtype take one copy to the host, and so one wait. Devices may differ, since
+    torch keeps an optimizer's step count in host memory.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):

@@ -1,8 +1,9 @@
-"""parity: embeddings and gradients are those of one process.
+"""parity: embeddings and gradients equal those of one process.
 
-A few bags of the next batch are pooled in plain torch from rows of the ranks' shards, by nothing but the map
-of the shards, and compared with what the dense layers got. After the step, the gradient of those rows is
-summed from its definition over the batches of all ranks, and compared with what has reached the kernels.
+A few bags of the next batch are pooled in plain torch, using only the map of the shards. The rows come from
+the ranks' shards, and the result is compared with the inputs of the dense layers. After the step, the
+gradient of these rows is summed from its definition over the batches of all ranks. It is compared with the
+gradient that reached the kernels.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from raytrec.embeddings.hashing import initial_values
 from raytrec.embeddings.sharding import Rounding, backward_rounding, forward_rounding, gradient_factor
 from raytrec.embeddings.taps import Key, add_row_gradients, each_id, each_key, found
 
-BAGS = 4  # of each feature and rank, in addition to the longest one
-LOOKING = 8  # ranks whose bags are compared at a time: all ranks exchange the ids in them
-COMPARED_ROWS = 256  # of each table whose gradient is compared
-LIMIT = 1e-5  # see Parity; to which comes what plan.qcomms may change
-TINY = 1e-30  # below this, numbers lose digits
+BAGS = 4  # compared bags per feature and rank, in addition to the longest one
+LOOKING = 8  # ranks whose bags are compared at a time, since all ranks exchange the ids of these bags
+COMPARED_ROWS = 256  # rows per table whose gradient is compared
+LIMIT = 1e-5  # largest relative error, plus the rounding of plan.qcomms; see Parity
+TINY = 1e-30  # smaller numbers lose digits
 
 
 @check("parity")
 class Parity(Check):
-    """Compares a step with what one process would have computed.
+    """Check that compares a step with the result of a single process.
 
-    An error is seen against Σ of the sizes of what is added up, bag by bag and row by row, so that terms
-    which cancel do not make rounding look large. Measured: up to 5e-7. A wrong divisor, row or factor gives
-    0.1 or more. Where plan.qcomms rounds what ranks send one another, the limit is what that may change at
-    most (embeddings/sharding.py), in addition to the 1e-5.
+    Errors are relative to Σ of the summands' magnitudes, bag by bag and row by row. Otherwise rounding would
+    look large when terms cancel. Measured errors are at most 5e-7. A wrong divisor, row or factor causes
+    errors of 0.1 or more. If plan.qcomms rounds values sent between ranks, the largest effect of this
+    rounding (embeddings/sharding.py) is added to the limit of 1e-5.
     """
 
     moments = frozenset({STEP})
@@ -56,6 +57,7 @@ class Parity(Check):
 
     @torch.no_grad()
     def prepare(self, batch: Batch) -> None:
+        """Pool a few bags of the batch in plain torch; a collective."""
         bags = self._bags(batch)
         self._rows = self._wanted(bags)
         values = self._gathered()
@@ -73,9 +75,10 @@ class Parity(Check):
 
     @torch.no_grad()
     def evaluate(self, position: Position, probed: bool) -> Outcome:
+        """Compare the probed step with the expected embeddings and gradients; a collective."""
         run, peers = self.run, self.run.peers
         pooled = run.taps.input.pooled
-        # Feature → error of its pooled embeddings; table → (error, rank that holds where it is largest).
+        # Feature → error of its pooled embeddings; table → (error, rank that holds the largest error).
         forward = {
             feature: error_of(flat(pooled[feature][at]), expected, sizes)[0]
             for feature, (at, expected, sizes) in self._expected.items()
@@ -109,7 +112,7 @@ class Parity(Check):
         return [text for text, (error, limit) in zip(texts, errors, strict=True) if error > limit]
 
     def _begin(self, values: dict[str, torch.Tensor], batch: Batch) -> None:
-        """Puts what rows will begin with that the batch has given to ids in the place of what they hold."""
+        """Replace the values of rows that the batch assigns to new ids by the initial values of these ids."""
         for name, (rows, ids, _) in (batch.new_rows or {}).items():
             known, table = self._rows[name], self.run.tables[name]
             places = torch.searchsorted(known, rows)
@@ -119,8 +122,10 @@ class Parity(Check):
             values[name][places[wanted]] = begun.to(table.dtype).float()
 
     def _bags(self, batch: Batch) -> dict[str, Bags]:
-        """A few bags of each feature: of the first rows, and the longest that is not too long. None on ranks
-        whose turn it is not."""
+        """Return a few bags of each feature: those of the first rows, and the longest that is not too long.
+
+        On ranks whose turn it is not, bags are empty.
+        """
         looking = is_looking(dist.get_rank(), dist.get_world_size(), self._turn)
         self._turn += 1
         first = (batch.weights > 0).nonzero().squeeze(1)[: BAGS if looking else 0]
@@ -137,13 +142,13 @@ class Parity(Check):
         }
 
     def _keys(self, batch: Batch) -> Iterator[tuple[str, Key]]:
-        """The ids of each feature; of candidates, each is a bag."""
+        """Yield the ids of each feature; for features of candidates, each id is a bag."""
         schema = self.run.schema
         for feature, key in zip(schema.sparse, each_key(batch.sparse, len(schema.sparse)), strict=True):
             yield feature, each_id(key) if feature in schema.candidates else key
 
     def _wanted(self, bags: dict[str, Bags]) -> dict[str, torch.Tensor]:
-        """Table → int64 [R], sorted: the rows that the bags of any rank hold."""
+        """Return, by table, the rows in the bags of any rank, int64 [R], sorted."""
         starts, total = {}, 0
         for name, table in self.run.tables.items():
             starts[name], total = total, total + table.shape[0]
@@ -154,7 +159,7 @@ class Parity(Check):
         return {name: part - starts[name] for name, part in zip(starts, keys.split(sizes), strict=True)}
 
     def _gathered(self) -> dict[str, torch.Tensor]:
-        """Table → float32 [R, dim]: the wanted rows, from the ranks that hold them."""
+        """Return the wanted rows of each table, float32 [R, dim], from the ranks that hold them."""
         tables = self.run.tables
         flat, blocks = _blocks(
             [(len(self._rows[name]), table.shape[1]) for name, table in tables.items()], self.run.device
@@ -173,7 +178,7 @@ class Parity(Check):
         return values
 
     def _gradients(self) -> Iterator[tuple[str, tuple[float, int]]]:
-        """Table → (error, rank that holds where it is largest)."""
+        """Yield each table with (error, rank that holds the largest error)."""
         device, world = self.run.device, dist.get_world_size()
         rows = {name: every[:: max(1, -(-len(every) // COMPARED_ROWS))] for name, every in self._rows.items()}
         sizes = [(len(rows[name]), table.shape[1]) for name, table in self.run.tables.items()]
@@ -185,7 +190,7 @@ class Parity(Check):
         dist.all_reduce(flat)
         for name, table in self.run.tables.items():
             if table.weight.replicated:
-                # After DistributedDataParallel; where clipping has scaled it, what its kernels were given.
+                # The gradient after DistributedDataParallel, or if clipping scales it, the kernels' input.
                 averaged = None if table.parameter is None else table.parameter.grad
                 as_given = averaged is None or self.run.config.train.max_grad_norm
                 got[name] = got[name] / world if as_given else averaged[rows[name]].float()
@@ -201,7 +206,7 @@ class Parity(Check):
     def _define(
         self, rows: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], size: dict[str, torch.Tensor]
     ) -> None:
-        """Adds up what this rank's bags give to the gradient of rows, and the sizes of what is added up."""
+        """Add the contributions of this rank's bags to the gradient of rows, and the summands' magnitudes."""
         seen, features = self.run.taps.input, self.run.schema.sparse
         for feature, key in self._keys(seen.batch):
             gradient, table = seen.gradient.get(feature), features[feature].table
@@ -213,14 +218,14 @@ class Parity(Check):
             hits, places = found(rows[table], key.ids)
             terms_ND = grad_SD[slot[hits]] * factors[hits].unsqueeze(1)
             expected[table].index_add_(0, places, terms_ND)
-            # What is sent is the bag's gradient, which the kernel multiplies with the id's weight.
+            # Ranks send the bag's gradient, and the kernel multiplies it by the id's weight.
             sizes_N = torch.maximum(
                 terms_ND.abs().amax(1), self._backward[table].smallest * key.weights[hits].abs()
             )
             size[table].index_add_(0, places, sizes_N * doubt[slot[hits]])
 
     def _collect(self, rows: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
-        """Adds up what has reached this rank's kernels for rows."""
+        """Add the gradients that reached this rank's kernels to those of `rows`."""
         for lookup in self.run.taps.lookups:
             for shard, key, grad_BC in lookup.gradients():
                 row, column = shard_origin(shard)
@@ -229,7 +234,7 @@ class Parity(Check):
 
 
 def _roundings(run: CheckedRun) -> tuple[dict[str, Rounding], dict[str, Rounding]]:
-    """Table → what plan.qcomms may change of its embeddings; and of its gradients."""
+    """Return the bounds on rounding by plan.qcomms, by table, for embeddings and for gradients."""
     qcomms = run.config.plan.qcomms
     forward = dict.fromkeys(run.tables, Rounding(0.0, 0.0))
     backward = dict(forward)
@@ -246,19 +251,21 @@ def _roundings(run: CheckedRun) -> tuple[dict[str, Rounding], dict[str, Rounding
 
 
 def is_looking(rank: int, world: int, turn: int) -> bool:
-    """Whether a rank's bags are compared at this turn: at most LOOKING ranks are at a time, in turn."""
+    """Return True if a rank's bags are compared at this turn. At most LOOKING ranks take part in a turn."""
     turns = -(-world // LOOKING)
     return rank % turns == turn % turns
 
 
 def error_of(got: torch.Tensor, expected: torch.Tensor, sizes: torch.Tensor) -> tuple[float, int, int]:
-    """The largest error, and its row and column.
+    """Return the largest error, and its row and column.
 
     Args:
-        got, expected: float32 [R, D]. sizes: float32 [R], of what each row was added up from.
+        got: Actual values, float32 [R, D].
+        expected: Expected values, float32 [R, D].
+        sizes: Magnitude of the summands of each row, float32 [R].
 
     Returns:
-        |got − expected| ÷ size, infinite where one alone is NaN; (0, 0, 0) for no rows.
+        |got − expected| ÷ size, infinite if only one value is NaN; (0, 0, 0) without rows.
     """
     if not got.numel():
         return 0.0, 0, 0
@@ -272,7 +279,7 @@ def error_of(got: torch.Tensor, expected: torch.Tensor, sizes: torch.Tensor) -> 
 def _blocks(
     shapes: list[tuple[int, ...]], device: torch.device
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Zeros in one flat tensor, so that one collective does for all, and blocks of it in these shapes."""
+    """Return zeros as one flat tensor, which needs only one collective, and views of it in these shapes."""
     sizes = [prod(shape) for shape in shapes]
     flat = torch.zeros(sum(sizes), device=device)
     return flat, tuple(part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True))

@@ -1,6 +1,6 @@
-"""Live checks: their registry, and what a run calls at the start, after probed steps, before checkpoints.
+"""Registry of live checks, and their evaluation at the start, after probed steps and before checkpoints.
 
-A new check is a file in this folder and its setting in config/training.py:
+To add a check, add a file to this folder and its setting to config/training.py:
 
     @check("replicas")
     class Replicas(Check):
@@ -9,7 +9,7 @@ A new check is a file in this folder and its setting in config/training.py:
         def evaluate(self, position, probed):
             ...
 
-Your own needs no more than its file: `checks.custom: {module:Class: stop}`. A run evaluates them so:
+A user's check needs only its file: `checks.custom: {module:Class: stop}`. A run evaluates checks as follows:
 
     checks = LiveChecks(CheckedRun(config, schema, state.tables, state.dense, taps, device))
     outcomes = checks.evaluate(START, Position(0, about={"config": …, "versions": …}))
@@ -19,8 +19,8 @@ Your own needs no more than its file: `checks.custom: {module:Class: stop}`. A r
     outcomes = checks.evaluate(STEP, Position(step, batch_step, expected_rows, figures))
     if error := verdict(outcomes, config): raise error
 
-Every rank calls the same at the same place and gets the same outcomes: they agree by sums and maxima, and
-exchange objects only where something is wrong, to name ranks (outcome.Check.evaluate).
+Every rank makes the same calls in the same order and gets the same outcomes. Ranks agree by sums and maxima.
+They exchange objects only after a failure, to name ranks (outcome.Check.evaluate).
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ T = TypeVar("T", bound="type[Check]")
 
 
 def check(name: str) -> Callable[[T], T]:
-    """Decorator: names a check, in the configuration (`checks.NAME`) and in what it reports."""
+    """Return a decorator that names and registers a check.
+
+    The name is used in the configuration (`checks.NAME`) and in reports.
+    """
 
     def register(cls: Any) -> Any:
         cls.name = name
@@ -55,11 +58,12 @@ def check(name: str) -> Callable[[T], T]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A check of a run.
+    """Check that is enabled in a run.
 
     Attributes:
-        reaction: to a failure: warn or stop.
-        lenient: what in the configuration lets a run continue where it fails.
+        check: Class of the check.
+        reaction: Reaction to a failure: warn or stop.
+        lenient: Setting that lets a run continue after a failure.
     """
 
     check: type[Check]
@@ -68,16 +72,17 @@ class Chosen:
 
 
 def all_checks() -> list[type[Check]]:
-    """raytrec's own, in the order of their settings: what explains others comes first."""
+    """Return raytrec's checks in the order of their settings: checks that explain others come first."""
     settings = list(ChecksSection.model_fields)
     return [CHECKS.parts[name] for name in sorted(CHECKS.parts, key=settings.index)]
 
 
 def choose(config: RunConfig) -> dict[str, Chosen]:
-    """The checks that are not off, by name: raytrec's own, then those of checks.custom.
+    """Return the enabled checks by name: raytrec's checks, then those of checks.custom.
 
     Raises:
-        ConfigError: a check of checks.custom is not there, is not a check, or has the name of another.
+        ConfigError: A check of checks.custom does not exist, is not a check, or has the name of another
+            check.
     """
     chosen = {
         c.name: Chosen(c, getattr(config.checks, c.name), f"checks.{c.name}=warn") for c in all_checks()
@@ -104,10 +109,13 @@ def choose(config: RunConfig) -> dict[str, Chosen]:
 
 
 class LiveChecks:
-    """The checks of a run that are not off and have something to check; every method is a collective.
+    """Enabled checks that apply to a run. Every method is a collective.
+
+    Args:
+        run: Run to check.
 
     Attributes:
-        probes: True if a check needs the steps to be probed after which it is evaluated.
+        probes: True if a check requires that the steps before its evaluation are probed.
     """
 
     def __init__(self, run: CheckedRun):
@@ -119,20 +127,22 @@ class LiveChecks:
         return len(self._checks)
 
     def prepare(self, batch: Batch) -> None:
-        """Before a probed step.
+        """Prepare the checks for a probed step.
 
         Args:
-            batch: this rank's part of that step's batch, in CPU memory.
+            batch: This rank's part of the step's batch, in CPU memory.
         """
         for check in self._checks:
             check.prepare(batch)
 
     def evaluate(self, moment: str, position: Position) -> list[Outcome]:
-        """Evaluate the checks of a moment; return their outcomes, the same on all ranks.
+        """Evaluate the checks of a moment and return their outcomes, the same on all ranks.
 
         Args:
-            moment: START (before the first step), STEP (after a step that `prepare` came before) or
-                CHECKPOINT (before one is written, so that a broken state never replaces a whole one).
+            moment: START (before the first step), STEP (after a step that followed `prepare`) or CHECKPOINT
+                (before a checkpoint is written). The latter prevents a corrupt state from replacing a valid
+                one.
+            position: Position of this rank.
         """
         checks = [check for check in self._checks if moment in check.moments]
         if not checks:
@@ -142,7 +152,7 @@ class LiveChecks:
 
 
 def verdict(outcomes: list[Outcome], config: RunConfig) -> RunError | None:
-    """The error that ends the run where a failed check is set to stop it; None to continue."""
+    """Return the error that ends the run if a failed check is set to stop it, or None to continue."""
     bad = [outcome for outcome in outcomes if not outcome.passed]
     chosen = choose(config) if bad else {}
     bad = [outcome for outcome in bad if chosen[outcome.check].reaction == "stop"]

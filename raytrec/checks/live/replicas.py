@@ -1,4 +1,4 @@
-"""replicas: what every rank has a copy of is the same, to the last bit."""
+"""replicas: tensors of which every rank has a copy are identical to the last bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raytrec.checks.live.outcome import Check, Outcome, Position, differing, ran
 from raytrec.checks.live.registry import check
 from raytrec.embeddings.hashing import hash_bits
 
-# Values that are multiplied at once: what stays in a core's cache; on a GPU enough to fill it.
+# Number of values multiplied at once: they fit a core's cache, or keep a GPU busy.
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 ODD = 6364136223846793005  # Knuth's multiplier for 64 bits
@@ -19,7 +19,7 @@ ODD = 6364136223846793005  # Knuth's multiplier for 64 bits
 
 @check("replicas")
 class Replicas(Check):
-    """Compares hashes of dense layers, their optimizer state, and data-parallel tables with theirs."""
+    """Check that compares hashes of dense layers, data-parallel tables and the optimizer state of both."""
 
     do = (
         "resume from the last checkpoint: raytrec train --resume RUN; if it is the same rank again, look at "
@@ -27,6 +27,7 @@ class Replicas(Check):
     )
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
+        """Return the outcome, with the names of tensors that differ between ranks; a collective."""
         hashes, world = self.hashes(), self.run.peers.world
         problems = []
         for name, _, odd in differing(hashes, self.run.peers):
@@ -36,17 +37,17 @@ class Replicas(Check):
         return self.outcome(position.step, problems, good, float(len(problems)), 0.0)
 
     def hashes(self) -> dict[str, int]:
-        """Name → hash of this rank's copy; none where nothing is dense."""
+        """Return the hashes of this rank's copies by name; empty if there are no copies."""
         copies = dict(sorted(self._copies(), key=lambda pair: pair[0]))
         hashes = read([fingerprint(tensor) for tensor in copies.values()])
         return {name: int(value) for name, (value,) in zip(copies, hashes, strict=True)}
 
     def _copies(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor that all ranks have a copy of, under its logical name (checkpoint/state.py)."""
+        """Yield every tensor of which all ranks have a copy, with its logical name (checkpoint/state.py)."""
         tables = self.run.tables
         for name, value in self.run.dense.items():
             kind, owner, *_ = name.split("/")
-            # The count of updates of a sharded table is on the ranks that hold a part of it.
+            # Only ranks that hold a part of a sharded table have its count of updates.
             if kind != "tables" or tables[owner].weight.replicated:
                 yield name, value
         for table in tables.values():
@@ -57,11 +58,12 @@ class Replicas(Check):
 
 @torch.no_grad()
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """A hash of a tensor's bits and their order, computed in place: int64 scalar.
+    """Return a hash of a tensor's bits and their order, computed on the tensor's device: int64 scalar.
 
     Σ bits × random odd multiplier of the place, mod 2⁶⁴ (vector multiply-shift hashing, Dietzfelbinger 1996).
-    A single value that differs always shows, because an odd multiplier has an inverse; several do with a
-    probability of 1 − 2⁻³² or more. Values of 8 bytes count as two of 4, so that high bits cannot cancel.
+    A single differing value always changes the hash, because an odd multiplier has an inverse. Several
+    differing values change the hash with a probability of at least 1 − 2⁻³². Values of 8 bytes count as two
+    of 4, so that high bits cannot cancel.
     """
     flat = tensor.detach().reshape(-1).contiguous()
     bits = flat.view(INTEGERS[flat.element_size()])
@@ -75,5 +77,5 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _multipliers(size: int, device: torch.device) -> torch.Tensor:
-    """The same on all ranks: int64 [size], odd."""
+    """Return odd multipliers that are the same on all ranks, int64 [size]."""
     return hash_bits(torch.arange(size, device=device)) | 1

@@ -7,18 +7,19 @@ from itertools import takewhile
 from raytrec.checks.live.outcome import START, Check, Outcome, Position, differing, ranks
 from raytrec.checks.live.registry import check
 
-VALUE_WIDTH = 60  # characters of a value
+VALUE_WIDTH = 60  # characters shown of a value
 NETWORK = "NCCL's network"
 
 
 @check("same_environment")
 class SameEnvironment(Check):
-    """Compares the facts that ranks have of themselves, key by key."""
+    """Check that compares the facts that ranks report about themselves, key by key."""
 
     moments = frozenset({START})
     do = "give every node the same raytrec, the same packages and the same files, and start the run again"
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
+        """Return the outcome, with the facts that differ between ranks; a collective."""
         problems = []
         for key, values, odd in differing(position.about, self.run.peers):
             usual = next(value for rank, value in enumerate(values) if rank not in odd)

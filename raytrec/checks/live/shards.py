@@ -1,4 +1,4 @@
-"""shards: every value of every table is on one rank (or whole on each), and so is its optimizer state."""
+"""shards: every value of every table and its optimizer state is on one rank, or whole on each."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from raytrec.embeddings.tables import Parts, Shard
 
 @check("shards")
 class Shards(Check):
-    """Compares where ranks believe shards to be, and each shard with the tensor that is there.
+    """Check that compares the ranks' maps of the shards, and each shard with the tensor on its rank.
 
-    That ids also reach the rank of their row is what the parity check shows.
+    The parity check shows that ids also reach the rank of their row.
     """
 
     do = (
@@ -26,7 +26,8 @@ class Shards(Check):
     )
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        # Weights or state → (a hash of where this rank believes all shards to be, what is wrong here).
+        """Return the outcome, with gaps, overlaps and shards without a matching tensor; a collective."""
+        # Weights or state → (hash of this rank's map of all shards, problems on this rank).
         found, peers = {}, self.run.peers
         for table in self.run.tables.values():
             for kind, parts in {"weight": table.weight, **table.state}.items():
@@ -59,7 +60,10 @@ def _digest(parts: Parts) -> str:
 
 
 def _gaps(parts: Parts) -> Iterator[str]:
-    """Values that no shard has, or several, on the grid into which all borders of shards cut the table."""
+    """Yield values that no shard or several shards have.
+
+    The borders of all shards cut the table into a grid, whose cells are tested.
+    """
     width = parts.shape[1] if len(parts.shape) == 2 else 1
     boxes = [(s.rows, s.columns if len(parts.shape) == 2 else range(1)) for s in parts.shards]
     rows = sorted({0, parts.shape[0], *(e for r, _ in boxes for e in (r.start, r.stop))})
@@ -79,7 +83,7 @@ def _gaps(parts: Parts) -> Iterator[str]:
 
 
 def _misfits(parts: Parts) -> Iterator[str]:
-    """Shards of this rank whose tensor is missing, or of another size or dtype."""
+    """Yield shards of this rank whose tensor is missing, or has another size or dtype."""
     me = dist.get_rank()
     for shard in parts.shards:
         if shard.rank != me or not len(shard.rows):

@@ -1,1 +1,1 @@
-"""Parity: a sharded run against an independent single-process reference."""
+"""Parity: comparison of a sharded run with an independent single-process reference."""

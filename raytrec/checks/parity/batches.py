@@ -16,19 +16,21 @@ from raytrec.data.batch import Batch
 from raytrec.tasks.columns import label_ranges, whole_labels
 from raytrec.tasks.task import Task, key_columns
 
-YEAR_2026 = 1_767_225_600.0  # its beginning in UTC, in seconds since 1970
-HIGHEST = 5.0  # label of a loss that takes any
+YEAR_2026 = 1_767_225_600.0  # start of 2026 in UTC, in seconds since 1970
+HIGHEST = 5.0  # largest label for losses without an upper bound
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """A whole batch in plain tensors.
+    """Whole batch in plain tensors.
 
     Attributes:
-        dense: float32 [B, n]. labels: float32 [B, labels of the schema].
-        bags: feature → (ids int64 [N], bag of each id int64 [N], weights float32 [N]).
-        weights: float32 [B, T], of each row in each task; None: 1. keys: int64 [B, K], of the tasks' columns.
-        side_features: sequence → float64 [N, n], values of each id; of those that have some.
+        dense: Dense features, float32 [B, n].
+        labels: Labels in the schema's order, float32 [B, labels].
+        bags: Ids int64 [N], bag of each id int64 [N], and weights float32 [N], by feature.
+        weights: Weight of each row in each task, float32 [B, T]; None: 1.
+        keys: Values of the tasks' key columns, int64 [B, K], or None.
+        side_features: Values of each id, float64 [N, n], by sequence; only for sequences with side features.
     """
 
     dense: torch.Tensor
@@ -54,7 +56,7 @@ class GlobalBatch:
 
     @classmethod
     def join(cls, batches: list[GlobalBatch]) -> GlobalBatch:
-        """One batch of the rows of all, in order."""
+        """Return one batch with the rows of all batches in order."""
         starts = list(accumulate(map(len, batches), initial=0))
         bags = {}
         for feature in batches[0].bags:
@@ -75,13 +77,19 @@ class GlobalBatch:
 def random_batches(
     schema: Schema, rows: int, count: int, seed: int, tasks: Sequence[Task] = ()
 ) -> list[GlobalBatch]:
-    """`count` batches of `rows` rows: bags of 0 to 4 ids with repetitions, first and last ids of every table
-    among them, weights in (0, 2) where the schema has any.
+    """Return `count` batches of `rows` rows.
+
+    Bags have 0 to 4 ids with repetitions, and include the first and last id of every table. Weights are in
+    (0, 2) if the schema has any.
 
     Args:
-        tasks: a row's label is the least or the greatest that they take (0 or 1 where any number is one), or
-            any class. Where they mask or weigh rows, a third of the rows does not count in each, and others
-            have weights in (0, 2); where they group rows, groups have a few rows each.
+        schema: Schema of the run.
+        rows: Number of rows per batch.
+        count: Number of batches.
+        seed: Seed of the random values.
+        tasks: Tasks, which determine labels: the lowest or highest accepted value (0 or 1 if any number is
+            accepted), or any class. If tasks mask or weight rows, a third of the rows has weight 0 in each,
+            and others have weights in (0, 2). If tasks group rows, each group has a few rows.
     """
     ranges, classes = label_ranges(tasks, schema), whole_labels(tasks)
     bounds_L = [ranges[label] or (0.0, 1.0) for label in schema.labels]
@@ -99,7 +107,7 @@ def random_batches(
             ids[:1], ids[1:2] = most - 1, 0
             weights = torch.rand(len(ids), generator=g) * 2 if spec.weights else torch.ones(len(ids))
             bags[feature] = ids, torch.arange(rows).repeat_interleave(lengths), weights
-        side_features = {  # times of the first hour of 2026, in seconds
+        side_features = {  # times within the first hour of 2026, in seconds
             name: YEAR_2026 + 3600 * torch.rand(len(bags[name][0]), width, generator=g, dtype=torch.float64)
             for name, width in widths.items()
         }
@@ -111,7 +119,7 @@ def random_batches(
             labels[:, place] = torch.randint(low, high + 1, (rows,), generator=g).float()
         weights = torch.rand(rows, len(tasks), generator=g) * 3 - 1 if weighs else None
         if weights is not None:
-            weights[:1] = weights[:1].abs()  # in every task, the first row counts
+            weights[:1] = weights[:1].abs()  # the first row counts in every task
             weights = weights.clamp(min=0)
         keys = torch.randint(0, 1 + rows // 4, (rows, columns), generator=g) if columns else None
         out.append(GlobalBatch(dense, labels, bags, weights, keys, side_features))
@@ -119,10 +127,12 @@ def random_batches(
 
 
 def cuts(rows: int, world: int, balance: str) -> list[int]:
-    """Where a global batch is cut: rank r has rows [cuts[r], cuts[r + 1]).
+    """Return the boundaries of the ranks' rows: rank r has rows [cuts[r], cuts[r + 1]).
 
     Args:
-        balance: equal (as far as it divides), unequal (rank r has r + 1 shares), or empty (rank 0 has none).
+        rows: Number of rows of a global batch.
+        world: Number of ranks.
+        balance: equal (up to rounding), unequal (rank r has r + 1 shares), or empty (rank 0 has no rows).
     """
     shares = {
         "equal": [1] * world,
@@ -135,10 +145,14 @@ def cuts(rows: int, world: int, balance: str) -> list[int]:
 def local_batch(
     batch: GlobalBatch, schema: Schema, bounds: list[int], rank: int, features: Features | None = None
 ) -> Batch:
-    """One rank's part as training reads it: padded with empty rows of weight 0 to the largest part.
+    """Return one rank's part as training reads it, padded with empty rows of weight 0 to the largest part.
 
     Args:
-        features: of the run; default: those of a model that reads no sequence id by id.
+        batch: The global batch.
+        schema: Schema of the run.
+        bounds: Boundaries of the ranks' rows (`cuts`).
+        rank: Rank.
+        features: Features of the run; default: those of a model that reads no sequence id by id.
     """
     longest = max(b - a for a, b in pairwise(bounds))
     part = batch[bounds[rank] : bounds[rank + 1]]
@@ -170,14 +184,17 @@ def local_batch(
 
 
 def age(bag: torch.Tensor) -> torch.Tensor:
-    """Of each id, how many of its bag come after it: int64 [N]."""
+    """Return, for each id, the number of ids after it in its bag, int64 [N]."""
     ends = torch.bincount(bag).cumsum(0)
     return ends[bag] - 1 - torch.arange(len(bag), device=bag.device)
 
 
 def _recent_first(bag: torch.Tensor, most: int | None) -> torch.Tensor:
-    """The ids of bags as batches hold them: of a sequence that is read id by id the most recent ones, the
-    last first; of others (most: None) all. int64 [n], places in `bag`."""
+    """Return the places in `bag` of the ids in the order of training batches, int64 [n].
+
+    For a sequence that is read id by id, these are its `most` most recent ids, last first. For other features
+    (`most` is None), these are all ids.
+    """
     if most is None:
         return torch.arange(len(bag))
     back = age(bag)

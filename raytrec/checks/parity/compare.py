@@ -1,4 +1,4 @@
-"""A sharded run compared with one process (reference.py)."""
+"""Comparison of a sharded run with one process (reference.py)."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ from raytrec.embeddings.sharding import describe
 from raytrec.models.inputs import Sequence
 from raytrec.tasks.task import resolve_tasks
 
-# Largest error allowed, as a share of the largest value of the tensor. Tables in fp16 are held to one
-# rounding of 11 bits, to either neighbour, in each step: see _steps.
+# Largest error allowed, relative to the largest value of the tensor. For tables in fp16, the limit is one
+# rounding of 11 bits, to either neighbor, per step; see _steps.
 LIMITS = {
     "fp32": {"forward": 1e-6, "gradient": 1e-5, "weights": 1e-4, "state": 1e-4},
     "fp16": {"forward": 1e-6, "gradient": 1e-3, "weights": 1e-3, "state": 1e-4},
 }
-# The gradient is read off an SGD step. With a large power of two as learning rate, the step swamps the weight
-# that it is taken from, so that no digit of the gradient is lost, and dividing by it is exact. Gradients of
-# dense layers may be small next to their weights (1e-7 and 0.1 in an attention over untrained embeddings):
-# their rate is larger. Tables may be fp16, which ends at 65504.
+# The gradient is derived from an SGD step. The learning rate is a large power of two: the step exceeds the
+# weight by so much that no digit of the gradient is lost, and dividing by the rate is exact. Gradients of
+# dense layers can be small relative to their weights (1e-7 and 0.1 in an attention over untrained
+# embeddings), so their rate is larger. Tables may be fp16, whose maximum is 65504.
 GRADIENT_LR = 2.0**10
 DENSE_GRADIENT_LR = 2.0**20
-CANDIDATES = 8  # batches of which each step takes the one that stays farthest from any ReLU's kink
+CANDIDATES = 8  # batches per step, of which the one farthest from any ReLU's kink is used
 
-SHRUNK_ROWS = 199  # of a table: a prime, so that no number of ranks divides it
-# Adam and Adagrad divide by the root of the second moment. Where a first gradient is nothing but the rounding
-# of larger terms that cancel, about 1e-9 (that of an attention's bias of keys always is), they step by
-# rounding ÷ eps; a larger eps makes nothing of that.
+SHRUNK_ROWS = 199  # rows of a table; a prime, so that no number of ranks divides it
+# Adam and Adagrad divide by the root of the second moment. If a first gradient consists only of the rounding
+# of larger terms that cancel, about 1e-9 (as for the key bias of an attention), the step is rounding ÷ eps.
+# A larger eps makes this step negligible.
 SHRUNK_EPS = 1e-5
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison.
+    """Result of one comparison.
 
     Attributes:
         check: forward, gradient, weights or state.
-        name: the feature, table or dense parameter.
-        error: max |sharded − reference| ÷ max |reference| (where more, for weights that of the start; for
-            gradients that of one row).
+        name: Feature, table or dense parameter.
+        error: max |sharded − reference| ÷ max |reference|. The divisor is at least the magnitude at the start
+            for weights, and that of a single row for gradients.
         absolute: max |sharded − reference|.
-        limit: the largest error that passes.
+        limit: Largest error that passes.
     """
 
     check: str
@@ -66,14 +66,16 @@ class Finding:
     limit: float
 
     def record(self) -> dict:
-        """As plain values that JSON can hold: what is not a finite number is None, and has not passed."""
+        """Return the finding as plain JSON values; errors that are not finite become None and do not pass."""
         values = asdict(self) | {"passed": self.error <= self.limit}
         return null_nonfinite(values)
 
 
 def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunConfig, Schema]:
-    """The same features, dims, dtypes, ways of sharding, ranks and kernels; at most 199 rows a table, and an
-    eps of at least 1e-5. Managed ids get rows at once."""
+    """Return a configuration and schema with at most 199 rows per table and an eps of at least 1e-5.
+
+    Features, dims, dtypes, sharding types, ranks and kernels are unchanged. Managed ids get rows at once.
+    """
     config, schema = config.model_copy(deep=True), schema.model_copy(deep=True)
     constraints = resolve_constraints(config, schema)
     for table in schema.tables.values():
@@ -105,17 +107,21 @@ def compare(
     balance: str = "unequal",
     seed: int = 0,
 ) -> list[Finding]:
-    """Runs forward, a gradient and `steps` steps of a configuration, sharded and alone; a collective.
+    """Compare forward, a gradient and `steps` steps of a sharded run with one process; a collective.
 
     Args:
         build: train.build.build_step.
-        config: its plan, optimizers, clipping and tasks are what is checked, in fp32
-            whatever train.matmul and plan.qcomms are: a lower precision would hide what is looked for.
-        schema: tables small enough for one process.
-        rows: of a global batch. balance: see `batches.cuts`.
+        config: Configuration whose plan, optimizers, clipping and tasks are checked. The comparison uses fp32
+            regardless of train.matmul and plan.qcomms, because a lower precision would hide errors.
+        schema: Schema with tables small enough for one process.
+        device: Device of this rank.
+        rows: Number of rows of a global batch.
+        steps: Number of steps.
+        balance: Distribution of rows over ranks; see `batches.cuts`.
+        seed: Seed of the batches.
 
     Returns:
-        On rank 0, one Finding for each feature, table and dense parameter; empty on the others.
+        One Finding for each feature, table and dense parameter on rank 0; an empty list on other ranks.
     """
     config = config.model_copy(deep=True)
     config.train.matmul, config.plan.qcomms = "fp32", QCommsSection()
@@ -130,7 +136,7 @@ def compare(
 
 
 def _clear_of_kinks(one: Reference | None, choices: list[GlobalBatch]) -> GlobalBatch:
-    """The batch at which the reference's gradient is best defined; a collective."""
+    """Return the batch at which the reference's gradient is defined best; a collective."""
     best = [0]
     if one:
         margins = reference.kink_margins(one, choices)
@@ -142,7 +148,7 @@ def _clear_of_kinks(one: Reference | None, choices: list[GlobalBatch]) -> Global
 def _gradient(
     shard: Callable[[RunConfig], Sharded], config: RunConfig, choices: list[GlobalBatch]
 ) -> list[Finding]:
-    """Pooled embeddings and the gradient of one batch, without clipping."""
+    """Compare the pooled embeddings and the gradient of one batch, without clipping."""
     config = config.model_copy(deep=True)
     config.optim.embeddings.name = config.optim.dense.name = "sgd"
     config.optim.embeddings.lr, config.optim.dense.lr = GRADIENT_LR, DENSE_GRADIENT_LR
@@ -152,7 +158,7 @@ def _gradient(
     run = shard(config)
     before, one = run.weights(), run.reference()
     batch = _clear_of_kinks(one, choices)
-    pooled = run.pooled(batch)  # before the pipeline takes the model over
+    pooled = run.pooled(batch)  # must precede training, when the pipeline changes the model
     run.train([batch])
     after = run.weights()
     if dist.get_rank():
@@ -175,11 +181,11 @@ def _gradient(
 def _steps(
     shard: Callable[[RunConfig], Sharded], config: RunConfig, choices: list[list[GlobalBatch]]
 ) -> list[Finding]:
-    """Weights and optimizer state after all steps, with the configuration's own optimizers.
+    """Compare weights and optimizer state after all steps, with the optimizers of the configuration.
 
-    Where a table is fp16, the reference takes over the sharded run's weights after every step, and
-    the worst step counts: two right runs whose gradients differ in the last bit round a weight to different
-    neighbours, and later steps multiply that.
+    If a table is fp16, the reference copies the sharded run's weights after every step, and the worst step
+    counts. Two correct runs whose gradients differ in the last bit round a weight to different neighbors, and
+    later steps amplify this difference.
     """
     config = config.model_copy(deep=True)
     config.optim.schedule = config.optim.schedule.over(len(choices))
@@ -190,7 +196,7 @@ def _steps(
     every_step = set(run.dtypes.values()) != {"fp32"}
     worst: dict[tuple[str, str], Finding] = {}
     sizes: dict[str, float] = {}
-    ahead = []  # batches that the reference alone has trained
+    ahead = []  # batches that only the reference has trained on
     for number, of_step in enumerate(choices, start=1):
         ahead.append(_clear_of_kinks(one, of_step))
         if one and number == 1:
@@ -223,7 +229,7 @@ def _steps(
 
 
 def _optimizers(run: Sharded, one: Reference) -> dict[str, torch.optim.Optimizer]:
-    """The reference's optimizer of each table, and of the dense parameters under ''."""
+    """Return the reference's optimizer of each table, and under '' that of the dense parameters."""
     of_table, d = table_optimizers(run.config, run.schema), run.config.optim.dense
     eps = {} if d.name == "sgd" else {"eps": d.eps}
     make = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[d.name]
@@ -238,8 +244,11 @@ def _optimizers(run: Sharded, one: Reference) -> dict[str, torch.optim.Optimizer
 def _sizes(
     run: Sharded, one: Reference, start: dict[str, torch.Tensor], batch: GlobalBatch
 ) -> dict[str, float]:
-    """What weights are compared with, where they end near 0: what they started from, and what one row alone
-    would move them by. (Rows may cancel for good: pairs move no bias that all scores share.)"""
+    """Return the minimum magnitude that errors of weights are compared with, by name.
+
+    It is the largest initial value or, if larger, the change caused by any single row. (Contributions of rows
+    can cancel permanently: pairs do not change a bias that all scores share.)
+    """
     sizes = {name: float(values.abs().max()) for name, values in start.items()}
     dense = dict(one.model.named_parameters())
     of_rows = reference.largest_of_a_row(one, batch, list(dense.values()))
@@ -256,10 +265,13 @@ def _finding(
     owner: str,
     size: float = 0.0,
 ) -> Finding:
-    """Args: owner: the table (or else dense layer) it belongs to. size: what its values are seen against,
-    if they are smaller."""
+    """Return a finding about a tensor.
+
+    `owner` is its table or dense layer. `size` is a lower limit of the magnitude that the error is divided
+    by.
+    """
     coarsest = "fp16" if "fp16" in run.dtypes.values() else "fp32"
-    # One table's rounding reaches every gradient; its own embeddings are all that it touches in forward.
+    # Rounding of one table affects every gradient, but in forward only that table's embeddings.
     dtype = run.dtypes.get(owner, coarsest) if check == "forward" else coarsest
     absolute = float((got.double() - expected.double()).abs().max()) if got.numel() else 0.0
     largest = float(expected.abs().max()) if expected.numel() else 0.0

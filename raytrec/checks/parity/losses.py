@@ -1,8 +1,8 @@
-"""The loss of a global batch from its definition. Plain torch, and nothing of raytrec's objective.
+"""Loss of a global batch from its definition, in plain torch and independent of raytrec's objective.
 
-Losses of rows are torch.nn's; those that compare rows are written out row by row. Each loss of raytrec has
-its definition in OF_ROWS or OF_BATCH. A loss of the user's is its own definition: parity then compares only
-how its rows add up.
+Losses of single rows are those of torch.nn. Losses that compare rows are computed row by row. Each loss of
+raytrec has its definition in OF_ROWS or OF_BATCH. A user's loss is its own definition: parity then compares
+only the summation over rows.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from raytrec.tasks.task import Task, key_columns
 def loss_of(
     tasks: Sequence[Task], logits: torch.Tensor, batch: GlobalBatch, own_loss: bool = False
 ) -> torch.Tensor:
-    """The loss of a global batch.
+    """Return the loss of a global batch.
 
     Args:
-        logits: [B] or [B, columns].
-        own_loss: whether the column after those of the tasks is a loss of the model's own.
+        tasks: Tasks of the run.
+        logits: Output of the model, [B] or [B, columns].
+        batch: The global batch.
+        own_loss: True if the column after those of the tasks is a loss computed by the model.
     """
     total, first = logits.new_zeros(()), 0
     columns = logits if logits.dim() == 2 else logits.unsqueeze(1)
@@ -46,10 +48,12 @@ def loss_of(
 
 
 def _of_model(tasks: Sequence[Task], losses: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
-    """The loss that the model gives itself.
+    """Return the loss computed by the model.
 
     Args:
-        losses: that column of what the model gives, [B].
+        tasks: Tasks of the run.
+        losses: Column of the model's output with its loss, [B].
+        batch: The global batch.
     """
     mine = [(place, task) for place, task in enumerate(tasks) if task.loss.from_model]
     if not mine:
@@ -71,7 +75,7 @@ def _keys(rows: GlobalBatch, tasks: Sequence[Task], column: str | None) -> torch
 
 
 def _losses(made: Loss, own: torch.Tensor, labels: torch.Tensor, weights, keys, counts) -> torch.Tensor:
-    """Of each row, [n]; own: [n, columns of the task]."""
+    """Return the loss of each row, [n]; `own` is [n, columns of the task]."""
     name = next((name for name, kind in loss.parts.items() if kind is type(made)), None)
     if name in OF_ROWS:
         return OF_ROWS[name](made, own if name == "cross_entropy" else own.squeeze(1), labels)
@@ -131,6 +135,6 @@ OF_ROWS: dict[str, Callable] = {
     "poisson": lambda _, x, y: nn.PoissonNLLLoss(reduction="none")(x, y),
     "cross_entropy": lambda _, x, y: nn.CrossEntropyLoss(reduction="none")(x, y.long()),
     "focal": _focal,
-    "from_model": lambda _, x, y: torch.zeros_like(x),  # of the score; the model's own is added in _of_model
+    "from_model": lambda _, x, y: torch.zeros_like(x),  # _of_model adds the model's own loss
 }
 OF_BATCH: dict[str, Callable] = {"bpr": _bpr, "in_batch_softmax": _in_batch_softmax}

@@ -1,8 +1,8 @@
-"""What one process computes, in plain torch. It is the definition that every sharded run is held to.
+"""Single-process computation in plain torch: the definition that every sharded run must match.
 
-The dense model is the trained run's own; tables and losses are not. Pooling and losses (losses.py) are
-written from their formulas, tables are ordinary parameters that their optimizers' definitions update
-(embeddings/optimizers), dense layers have torch.optim's, and clipping is that of a plain training loop.
+The dense model is the same as in the trained run; tables and losses are not. Pooling and losses (losses.py)
+follow their formulas. Tables are ordinary parameters, updated by their optimizers' definitions
+(embeddings/optimizers). Dense layers use torch.optim, and clipping is that of a plain training loop.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ KINKED = (nn.ReLU, nn.PReLU, nn.LeakyReLU)
 
 
 class Reference(nn.Module):
-    """Tables and a dense model on one process.
+    """Tables and a dense model in one process.
+
+    Tables in fp16 are computed in fp32. `train` calls `round_tables` after every step, which rounds them to
+    the nearest value of their dtype.
 
     Args:
-        schema: features, their pooling and their tables.
-        tables: table → [rows, dim], copied.
-        model: forward(dense, pooled) → logits; used as it is.
-        sequences: features that the model reads id by id → the most ids, the last of a bag being the first.
-        objective: whose tasks are learned; default: that of a configuration without
+        schema: Features, their pooling and their tables.
+        tables: Weights of each table, [rows, dim]; copied.
+        model: Dense model with forward(dense, pooled) → logits; used without a copy.
+        sequences: Maximum number of ids of each feature that the model reads id by id, with the last id of a
+            bag first.
+        objective: Objective with the tasks to learn; default: the objective of a configuration without
             `tasks`.
-        with_ids: features whose ids the model is given, too (ModelSection.reads_ids).
-
-    A table given in fp16 is computed in fp32 and rounded to the nearest value of its dtype by
-    `round_tables`, which `train` calls after every step.
+        with_ids: Features whose ids are also passed to the model (ModelSection.reads_ids).
     """
 
     def __init__(
@@ -58,8 +59,11 @@ class Reference(nn.Module):
         self.model = model
 
     def pooled(self, batch: GlobalBatch) -> dict[str, torch.Tensor | Sequence]:
-        """feature → float32 [B, dim]: Σ wᵢ·eᵢ, for means ÷ Σ wᵢ; 0 for empty bags and where Σ wᵢ is 0. Of
-        sequences that are read id by id the wᵢ·eᵢ themselves."""
+        """Return the pooled embeddings by feature, float32 [B, dim]: Σ wᵢ·eᵢ, divided by Σ wᵢ for means.
+
+        Empty bags and bags with Σ wᵢ = 0 are 0. Sequences that are read id by id contain the wᵢ·eᵢ
+        themselves.
+        """
         out = {}
         for feature, spec in self.schema.sparse.items():
             ids, bag, weights = batch.bags[feature]
@@ -89,17 +93,22 @@ class Reference(nn.Module):
 
     @torch.no_grad()
     def round_tables(self) -> None:
+        """Round the tables to their dtypes."""
         for name, weight in self.tables.items():
             weight.copy_(weight.to(self.dtypes[name]))
 
     def forward(self, batch: GlobalBatch) -> torch.Tensor:
+        """Return the logits of a global batch."""
         inputs = self.pooled(batch)
         if self.with_ids:
             inputs[IDS] = {feature: self._ids(feature, batch) for feature in self.with_ids}
         return self.model(batch.dense, inputs)
 
     def _ids(self, feature: str, batch: GlobalBatch) -> torch.Tensor:
-        """The ids of a row, the last first, or the first one of a bag that is pooled: int64 [B, L]."""
+        """Return the ids of each row, int64 [B, L], padded with −1.
+
+        Sequences have their last id first; pooled bags have only their first id.
+        """
         ids, bag, _ = batch.bags[feature]
         places, length = age(bag), self.sequences.get(feature, 1)
         if feature not in self.sequences:
@@ -109,7 +118,7 @@ class Reference(nn.Module):
         return out.index_put((bag[kept], places[kept]), ids[kept])
 
     def loss(self, logits: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
-        """The loss of a global batch."""
+        """Return the loss of a global batch."""
         loss = loss_of(self.objective.tasks, logits, batch, own_loss=self.objective.own_loss)
         for feature, factor in self.objective.l2_factors.items():
             ids, bag, _ = batch.bags[feature]
@@ -120,12 +129,16 @@ class Reference(nn.Module):
 
 
 class TableReference(torch.optim.Optimizer):
-    """Updates a table by the definition of its optimizer (TableOptimizer.update).
+    """Optimizer that updates a table by its optimizer's definition (TableOptimizer.update).
 
     Args:
-        name: of the optimizer in the configuration.
-        touched_rows: whether rows without a gradient, and their state, stay as they are, as with FBGEMM's
-            fused kernels; bias correction counts all steps.
+        name: Name of the optimizer in the configuration.
+        table: Weights of the table.
+        lr: Learning rate.
+        eps: Constant added to the denominator.
+        weight_decay: Weight decay.
+        touched_rows: If True, rows without a gradient and their state are not changed, as with FBGEMM's fused
+            kernels. Bias correction counts all steps.
     """
 
     def __init__(
@@ -145,6 +158,7 @@ class TableReference(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
+        """Apply one update."""
         self._steps += 1
         for group in self.param_groups:
             (table,) = group["params"]
@@ -167,10 +181,13 @@ def train(
     *,
     max_grad_norm: float | None = None,
 ) -> list[torch.Tensor]:
-    """Trains on whole batches, as a plain loop would; the logits of each batch.
+    """Train on whole batches in a plain loop, and return the logits of each batch.
 
     Args:
-        max_grad_norm: torch.nn.utils.clip_grad_norm_ over all parameters.
+        reference: Model and tables.
+        batches: Global batches.
+        optimizers: Optimizers of the parameters.
+        max_grad_norm: Limit of torch.nn.utils.clip_grad_norm_ over all parameters; None: no clipping.
     """
     out = []
     for batch in batches:
@@ -190,13 +207,14 @@ def train(
 
 @torch.no_grad()
 def kink_margins(reference: Reference, batches: list[GlobalBatch]) -> list[float]:
-    """For each batch, how near the input of any activation with a kink at 0 comes to it, as a share of the
-    largest input; inf without such an activation.
+    """Return each batch's distance from the nearest kink of an activation; inf without such activations.
 
-    At 0 the gradient has two values, and rounding chooses.
+    The distance is the smallest |input| of any activation with a kink at 0, relative to the largest |input|.
+    At 0 the gradient has two values, and rounding selects one.
 
     Args:
-        batches: of one size. They go through the model together, whose rows do not see one another.
+        reference: Model and tables.
+        batches: Batches of equal size. They pass through the model together, whose rows are independent.
     """
     whole, least = GlobalBatch.join(batches), torch.full((len(batches),), float("inf"))
 
@@ -214,9 +232,10 @@ def kink_margins(reference: Reference, batches: list[GlobalBatch]) -> list[float
 
 
 def largest_of_a_row(reference: Reference, batch: GlobalBatch, parameters: list[nn.Parameter]) -> list[float]:
-    """For each parameter, the largest value in what any one row gives to its gradient.
+    """Return, for each parameter, the largest value in any single row's contribution to the gradient.
 
-    Rows may cancel in the sum, but not their rounding: this is the size that an error must be seen against.
+    Contributions may cancel in the sum, but their rounding does not. Errors must be compared with this
+    magnitude.
     """
     largest, logits = [0.0] * len(parameters), reference(batch)
     (slopes,) = torch.autograd.grad(reference.loss(logits, batch), logits)

@@ -1,7 +1,7 @@
-"""A sharded model seen from outside: whole tensors.
+"""Whole tensors of a sharded model.
 
-Tables with managed ids are seen by id: the row of an id comes at the place that the id is the number of. Ids
-that have no row yet have what it would begin with. So they are those of a table without managed ids.
+Tables with managed ids are shown in the order of ids: the values of an id are at the place with the id's
+number. Ids without a row have their initial values. The result equals that of a table without managed ids.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from raytrec.tasks.task import columns_of, needs_vectors
 
 
 class Sharded:
-    """One sharded model; every method is a collective, unless noted otherwise.
+    """Sharded model for comparisons. Every method is a collective unless noted otherwise.
 
     Args:
         build: train.build.build_step.
-        bounds: where each rank's rows of a global batch begin and end (batches.cuts).
+        config: Configuration of the run.
+        schema: Schema of the run.
+        device: Device of this rank.
+        bounds: Boundaries of the ranks' rows in a global batch (batches.cuts).
     """
 
     def __init__(
@@ -46,16 +49,17 @@ class Sharded:
         self.kernels = {name: table.kernel for name, table in tables(self.step.model).items()}
 
     def train(self, batches: list[GlobalBatch]) -> None:
+        """Train on these batches."""
         local = [self._local(b) for b in batches]
         for _ in self.step.train(iter(local), len(local)):
             pass
 
     @torch.no_grad()
     def pooled(self, batch: GlobalBatch) -> dict[str, torch.Tensor]:
-        """Pooled embeddings of the whole batch on rank 0."""
+        """Return the pooled embeddings of the whole batch on rank 0, and an empty dict on other ranks."""
         rank = dist.get_rank()
         local = self._local(batch).to(self.device)
-        if self.step.managed is not None:  # the first batch that is trained finds that its ids have rows
+        if self.step.managed is not None:  # the ids have rows before the batch is trained
             self.step.managed.begin_rows(self.step.managed.assign(local, 0))
         out = self.step.model.module.embeddings(local.sparse)
         mine = {f: v[: self.bounds[rank + 1] - self.bounds[rank]].cpu() for f, v in out.items()}
@@ -67,7 +71,10 @@ class Sharded:
         return local_batch(batch, self.schema, self.bounds, dist.get_rank(), self.features)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Every table and dense parameter, whole, on rank 0 (other ranks: only what they hold a copy of)."""
+        """Return every table and dense parameter as a whole tensor on rank 0.
+
+        Other ranks get only the tensors of which they hold a copy.
+        """
         model = self.step.model.module.head.model
         whole = {name: _farthest(p.detach()).cpu() for name, p in model.named_parameters()}
         for table in tables(self.step.model).values():
@@ -86,11 +93,12 @@ class Sharded:
     def _by_id(
         self, table: str, values: torch.Tensor | None, without_row: torch.Tensor
     ) -> torch.Tensor | None:
-        """Values of a managed table's rows in the order of their ids, then of the fallback.
+        """Return values of a managed table in the order of ids, followed by the fallback rows.
 
         Args:
-            values: [rows, ...], or None on ranks that do not have them.
-            without_row: the same of ids that have no row.
+            table: Name of the table.
+            values: Values by row, [rows, ...], or None on ranks without them.
+            without_row: Values of ids without a row, of the same shape.
         """
         own = self.schema.tables[table].own_rows
         rows = self.step.managed.rows_of(table, torch.arange(own)).cpu()
@@ -101,7 +109,7 @@ class Sharded:
         return out
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Optimizer state of every table, whole, on rank 0."""
+        """Return the optimizer state of every table as whole tensors on rank 0."""
         out: dict[str, dict[str, torch.Tensor]] = {}
         for table in tables(self.step.model, self.step.optimizer).values():
             for kind, parts in sorted(table.state.items()):
@@ -113,7 +121,7 @@ class Sharded:
         return out
 
     def reference(self) -> Reference | None:
-        """One process's model with the weights that `weights` has just read, on rank 0."""
+        """Return a single-process model with the weights of the last call of `weights`, on rank 0."""
         if dist.get_rank():
             return None
         objective = Objective.of(self.config, self.schema)
@@ -129,25 +137,27 @@ class Sharded:
 
     @torch.no_grad()
     def hand_over(self, one: Reference) -> None:
-        """Gives the reference the weights that `weights` has just read."""
+        """Copy the weights of the last call of `weights` to the reference."""
         for name, parameter in self.named(one).items():
             parameter.copy_(self._read[name])
 
     def named(self, one: Reference) -> dict[str, torch.nn.Parameter]:
-        """The reference's parameters under the names of `weights`."""
+        """Return the reference's parameters by their names in `weights`."""
         return one.tables | dict(one.model.named_parameters())
 
 
 def _without_dropout(model: torch.nn.Module) -> None:
-    """Masks are drawn by each rank for itself."""
+    """Disable dropout, whose masks each rank draws independently."""
     for module in model.modules():
         if isinstance(module, Dropout):
             module.p = 0.0
 
 
 def _farthest(replica: torch.Tensor) -> torch.Tensor:
-    """Of a tensor that every rank has a copy of, each value from the copy that is farthest from this rank's:
-    the same values where all agree."""
+    """Return, for each value of a replicated tensor, the copy that is farthest from this rank's copy.
+
+    The result equals the tensor if all copies are the same.
+    """
     high, low = replica.clone(), replica.clone()
     dist.all_reduce(high, dist.ReduceOp.MAX)
     dist.all_reduce(low, dist.ReduceOp.MIN)

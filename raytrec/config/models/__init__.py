@@ -1,8 +1,8 @@
-"""The `model` section: one kind for each model. A key that a model does not read is refused.
+"""The `model` section: one class for each model. Keys that the model does not read are refused.
 
-A new model is its section here, in the file of its family and registered with the path of its class, and a
-file in raytrec/models.
-One of yours is a class alone: model.name: module:Class. No torch here: the driver reads it.
+A new built-in model needs a section in the file of its family, registered with the path of its class, and a
+file in raytrec/models. A user-defined model needs only a class: model.name: module:Class. Torch is not
+imported, because the driver reads these sections.
 """
 
 from __future__ import annotations
@@ -23,45 +23,46 @@ OWN = "module:Class"
 
 
 class PythonSection(ModelSection):
-    """A class of yours, built from (Schema, this section); its contract: raytrec/models/__init__.py."""
+    """A user-defined class, built from (Schema, this section); its contract: raytrec/models/__init__.py."""
 
     gives_vectors: ClassVar[bool | None] = None
     name: str
-    """module:Class, on Python's path or in the folder of the command."""
+    """Class as module:Class, on Python's path or in the working directory of the command."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
-    """Whatever the class reads from it."""
+    """Options that the class reads."""
     max_length: Lengths | None = None
-    """The most recent so many ids of a sequence feature are given to the model, one by one; or feature: ids,
-    for each that is. Default: the mean of sequences."""
+    """Maximum number of most recent ids of each sequence feature that the model reads id by id; or feature:
+    number, for these features only. Default: sequences are averaged."""
     gives_loss: bool = False
-    """Whether its outputs are followed by one more column: a loss of the model's own."""
+    """True if the outputs are followed by an additional column, the model's own loss."""
 
     towers: Towers | None = None
-    """For retrieval, of a class with methods query and item: which features and dense columns (or patterns)
-    the vectors of each tower are made from."""
+    """For retrieval with a class that has methods query and item: features and dense columns (or patterns) of
+    each tower's vectors."""
 
     @property
     def retrieves(self) -> bool:  # type: ignore[override]
-        """Whether the configuration assigns features to towers."""
+        """Return True if the configuration assigns features to towers."""
         return self.towers is not None
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
-        """As `towers` has them; a feature may be in both towers."""
+        """Return the features and columns of each tower in `towers`; a feature may be in both towers."""
         assert self.towers is not None
         return self.towers.members([*schema.dense, *schema.sparse])
 
     def check(self, schema: Schema) -> None:
+        """Check that the patterns of the towers match features or dense columns."""
         if self.retrieves:
             self.tower_members(schema)
 
     @property
     def own_loss(self) -> bool:
-        """As configured: the class itself is imported by workers only."""
+        """Return `gives_loss`; only workers import the class itself."""
         return self.gives_loss
 
     @property
     def path(self) -> str:  # type: ignore[override]
-        """The class."""
+        """Return the path of the class as module:Class."""
         return self.name
 
     @field_validator("name")
@@ -78,14 +79,16 @@ SECTIONS: dict[str, type[ModelSection]] = {**MODELS.parts, OWN: PythonSection}
 def check_model(
     schema: Schema, config: ModelSection, vectors: bool = False, tasks: Mapping[str, int] | None = None
 ) -> None:
-    """Whether a model can be made for a schema and its tasks.
+    """Check that a model can be built for a schema and its tasks.
 
     Args:
-        vectors: whether a task's loss reads vectors of query and item.
-        tasks: task → its columns of logits; None: not known.
+        schema: Schema of the run.
+        config: Section of the model.
+        vectors: True if a task's loss reads vectors of query and item.
+        tasks: Task → number of its columns of logits; None if unknown.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: The model cannot be built.
     """
     if vectors and config.gives_vectors is False:
         with_vectors = [name for name, section in MODELS.parts.items() if section.gives_vectors]

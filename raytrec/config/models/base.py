@@ -1,4 +1,4 @@
-"""The base of all model sections, and their registry."""
+"""Base class and registry of model sections, and checks that several sections share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytrec.config.schema import Schema
 
 Size = Annotated[int, Field(strict=True, gt=0, le=2**20)]
 Sizes = Annotated[list[Size], Field(max_length=1000)]
-Lengths = Few | dict[str, Few]  # of all sequences, or of each that is read id by id
+Lengths = Few | dict[str, Few]  # one for all sequences, or one for each sequence read id by id
 Dropout = Annotated[Number, Field(ge=0, lt=1)]
 
 
@@ -23,13 +23,13 @@ class ModelSection(Section):
     """The `model` section of one model, which is built from (Schema, this section).
 
     Attributes:
-        path: the model's class as module:Class; the module is imported by workers only.
-        gives_vectors: whether it can give vectors of query and item, too; None: not known before it is
-            made.
-        retrieves: whether it has methods `query` and `item`, whose vectors' dot product orders the items for
-            a query as its scores do; each reads only the features of its tower (`tower_members`).
-        own_loss_of_last: whether its own loss, if it gives one, is of the score that is its last
-            output.
+        path: Class of the model as module:Class; only workers import the module.
+        gives_vectors: True if the model can also return vectors of query and item; None if unknown until
+            the model is built.
+        retrieves: True if the model has methods `query` and `item`. The dot product of their vectors orders
+            the items of a query like the model's scores, and each vector depends only on the features of its
+            tower (`tower_members`).
+        own_loss_of_last: True if the model's own loss, if any, refers to the score in its last output column.
     """
 
     path: ClassVar[str]
@@ -37,20 +37,25 @@ class ModelSection(Section):
     retrieves: ClassVar[bool] = False
     own_loss_of_last: ClassVar[bool] = False
     name: str
-    """The model."""
+    """Name of the model."""
     lookup_l2: NonNegativeFloat | dict[str, NonNegativeFloat] = 0.0
-    """λ of an L2 penalty: λ ÷ 2 · ‖v‖² of every vector v that a row looks up is added to the row's loss; one
-    for all tables, or table: λ. Unlike with weight_decay, an id is penalized as often as it is looked up."""
+    """Factor λ of an L2 penalty, one for all tables, or table: λ. Each row's loss includes λ ÷ 2 · ‖v‖² of
+    every vector v that the row looks up. Unlike with weight_decay, an id is penalized once per lookup."""
 
     @property
     def own_loss(self) -> bool:
-        """Whether the model gives its own loss: one more column, after its outputs and before vectors,
-        of what each row adds to it; 0 in evaluations."""
+        """Return True if the model returns its own loss.
+
+        The loss is an additional column after the outputs and before vectors, with each row's share of the
+        loss; the share is 0 in evaluations.
+        """
         return False
 
     def sequence_lengths(self, schema: Schema) -> dict[str, int]:
-        """Sequence features that the model reads id by id → the most ids of each; of others it is given the
-        mean."""
+        """Return sequence feature → maximum number of ids, for features that the model reads id by id.
+
+        Other sequence features are averaged.
+        """
         length = getattr(self, "max_length", None)
         found = [f for f, spec in schema.sparse.items() if spec.pooling == "sequence"]
         if isinstance(length, dict):
@@ -58,10 +63,10 @@ class ModelSection(Section):
         return dict.fromkeys(found, length) if length else {}
 
     def l2_factors(self, schema: Schema) -> dict[str, float]:
-        """Feature → its λ of lookup_l2, where that is above 0.
+        """Return feature → λ of `lookup_l2`, for features with λ > 0.
 
         Raises:
-            ConfigError: no such table; a feature with weights.
+            ConfigError: A table does not exist, or a feature has weights.
         """
         named = (
             self.lookup_l2
@@ -83,29 +88,34 @@ class ModelSection(Section):
         return found
 
     def reads_ids(self, schema: Schema) -> list[str]:
-        """Features whose ids the model is given, too, next to what they look up (models/inputs.py)."""
+        """Return the features whose ids the model reads, in addition to embeddings (models/inputs.py)."""
         return []
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
-        """query and item → the sparse features and dense columns that its vector is made from; only of one
-        that `retrieves`."""
+        """Return tower (query and item) → sparse features and dense columns of the tower's vector.
+
+        Only models with `retrieves` implement this method.
+        """
         raise NotImplementedError(self.name)
 
     def check(self, schema: Schema) -> None:
-        """Whether the model can be made for a schema; asked before anything starts, and when it is made.
+        """Check that the model can be built for a schema.
+
+        Called before a run starts and when the model is built.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: The model cannot be built for this schema.
         """
 
     def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
-        """Whether it can be made for these tasks, too; asked after `check`.
+        """Check that the model can be built for these tasks. Called after `check`.
 
         Args:
-            tasks: task → its columns of logits, in the order of the configuration.
+            schema: Schema of the run.
+            tasks: Task → number of its columns of logits, in the order of the configuration.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: The model cannot be built for these tasks.
         """
 
 
@@ -114,11 +124,11 @@ S = TypeVar("S", bound=type[ModelSection])
 
 
 def model(name: str, path: str) -> Callable[[S], S]:
-    """Decorator: registers the section of a model.
+    """Return a decorator that registers the section of a model.
 
     Args:
-        name: the value of model.name.
-        path: module:Class of the model.
+        name: Value of model.name.
+        path: Class of the model as module:Class.
     """
 
     def register(section: Any) -> Any:
@@ -129,10 +139,10 @@ def model(name: str, path: str) -> Callable[[S], S]:
 
 
 def one_dim(schema: Schema, model: str) -> int:
-    """The dim of all tables.
+    """Return the dim that all tables share.
 
     Raises:
-        ConfigError: they have different ones.
+        ConfigError: The tables have different dims.
     """
     dims = {table.dim for table in schema.tables.values()}
     if len(dims) > 1:
@@ -146,9 +156,10 @@ def one_dim(schema: Schema, model: str) -> int:
 
 
 class OneDimSection(ModelSection):
-    """A model that stacks the vectors of all tables, which therefore have one dim."""
+    """A model that stacks the vectors of all tables, which must therefore have the same dim."""
 
     def check(self, schema: Schema) -> None:
+        """Check that all tables have the same dim."""
         one_dim(schema, self.name)
 
 
@@ -170,13 +181,15 @@ def check_same_dim(schema: Schema, features: Sequence[str], expected: str, do: s
 
 
 def matching(patterns: Sequence[str], names: Sequence[str], where: str) -> set[str]:
-    """The features and dense columns that patterns such as 'user*' name.
+    """Return the features and dense columns that match names or patterns such as 'user*'.
 
     Args:
-        where: the configuration's key, for errors.
+        patterns: Names or patterns.
+        names: All features and dense columns.
+        where: Key of the configuration, for errors.
 
     Raises:
-        ConfigError: a pattern that matches nothing.
+        ConfigError: A pattern matches nothing.
     """
     found: set[str] = set()
     for pattern in patterns:
@@ -189,10 +202,10 @@ def matching(patterns: Sequence[str], names: Sequence[str], where: str) -> set[s
 
 
 def check_lengths(schema: Schema, config: ModelSection) -> None:
-    """Looks whether the features that model.max_length names are sequences.
+    """Check that the features in model.max_length are sequences.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: A feature is not a sequence.
     """
     lengths = getattr(config, "max_length", None)
     known = [feature for feature, spec in schema.sparse.items() if spec.pooling == "sequence"]
@@ -205,14 +218,16 @@ def check_lengths(schema: Schema, config: ModelSection) -> None:
 
 
 def feature_of(schema: Schema, feature: str, key: str, *, sequence: bool = False) -> None:
-    """Looks whether a feature can be read as a key wants it.
+    """Check that a feature exists and, if required, can be read id by id.
 
     Args:
-        key: that names it: model.item.
-        sequence: whether it has to be one that is read id by id.
+        schema: Schema of the run.
+        feature: Name of the feature.
+        key: Key of the configuration that names the feature, such as model.item.
+        sequence: True if the feature must be a sequence that is read id by id.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: The feature does not exist, or is not a sequence.
     """
     if feature not in schema.sparse:
         raise unknown(f"'{feature}' is not a feature", feature, schema.sparse, key)
@@ -227,13 +242,16 @@ def feature_of(schema: Schema, feature: str, key: str, *, sequence: bool = False
 
 
 def side_feature_place(schema: Schema, feature: str, column: str, where: str) -> int:
-    """Which of a feature's side features a column is.
+    """Return the index of a column among the side features of a feature.
 
     Args:
-        where: the configuration's key, for errors.
+        schema: Schema of the run.
+        feature: Name of the sequence feature.
+        column: Name of the side feature.
+        where: Key of the configuration, for errors.
 
     Raises:
-        ConfigError: none.
+        ConfigError: The column is not a side feature of the feature.
     """
     columns = schema.sparse[feature].side_features
     if column not in columns:
@@ -244,10 +262,10 @@ def side_feature_place(schema: Schema, feature: str, column: str, where: str) ->
 
 
 def same_table(schema: Schema, feature: str, item: str, key: str) -> None:
-    """Looks whether a feature's ids are those of the item.
+    """Check that a feature and the item look up the same table.
 
     Raises:
-        ConfigError: they look up different tables.
+        ConfigError: The features look up different tables.
     """
     tables = schema.sparse[feature].table, schema.sparse[item].table
     if tables[0] != tables[1]:

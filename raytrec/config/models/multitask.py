@@ -1,4 +1,4 @@
-"""Models of several tasks."""
+"""Sections of models for several tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytrec.config.schema import Schema
 
 @model("shared_bottom", "raytrec.models.multitask:SharedBottom")
 class SharedBottomSection(ModelSection):
-    """One MLP that all tasks share, and a tower for each."""
+    """One MLP that all tasks share, and one tower per task."""
 
     name: Literal["shared_bottom"]
     bottom_mlp: Annotated[Sizes, Field(min_length=1)] = Field([128])
@@ -23,48 +23,48 @@ class SharedBottomSection(ModelSection):
     tower_mlp: Sizes = Field([64])
     """Hidden sizes of each task's tower."""
     dropout: Dropout = 0.0
-    """Dropout in all layers while training."""
+    """Dropout in all layers during training."""
 
 
 @model("mmoe", "raytrec.models.multitask:MMoE")
 class MMoESection(ModelSection):
-    """Experts that all tasks share, a gate and a tower for each task."""
+    """Experts that all tasks share, with a gate and a tower per task."""
 
     name: Literal["mmoe"]
     experts: Few = 4
-    """Experts, each an MLP over all inputs."""
+    """Number of experts, each an MLP over all inputs."""
     expert_mlp: Annotated[Sizes, Field(min_length=1)] = Field([64])
     """Sizes of an expert's layers."""
     tower_mlp: Sizes = Field([32])
     """Hidden sizes of each task's tower."""
     dropout: Dropout = 0.0
-    """Dropout in experts and towers while training."""
+    """Dropout in experts and towers during training."""
 
 
 @model("ple", "raytrec.models.multitask:PLE")
 class PLESection(ModelSection):
-    """Levels of experts, shared ones and those of each task, with gates between them."""
+    """Levels of shared and task-specific experts, with gates between the levels."""
 
     name: Literal["ple"]
     levels: Annotated[Few, Field(le=100)] = 2
-    """Extraction levels, one after the other; 1 is CGC, the paper's single level."""
+    """Number of extraction levels, applied in sequence; 1 is CGC, the paper's single level."""
     shared_experts: Few = 2
-    """Experts of each level that all tasks read."""
+    """Number of experts per level that all tasks read."""
     task_experts: Few = 2
-    """Experts of each level for each task, which it alone reads."""
+    """Number of experts per level and task that only this task reads."""
     expert_mlp: Annotated[Sizes, Field(min_length=1)] = Field([64])
     """Sizes of an expert's layers."""
     tower_mlp: Sizes = Field([32])
     """Hidden sizes of each task's tower."""
     dropout: Dropout = 0.0
-    """Dropout in experts and towers while training."""
+    """Dropout in experts and towers during training."""
 
 
 def _check_task_name(name: str, tasks: Collection[str], where: str) -> None:
     """Check that a key of the section names a task.
 
     Raises:
-        ConfigError: There is no such task.
+        ConfigError: The task does not exist.
     """
     if name not in tasks:
         do = "name an entry of tasks: its name, which by default is its label"
@@ -77,15 +77,16 @@ class ESMMSection(ModelSection):
 
     name: Literal["esmm"]
     click: str
-    """The task whose label is the click."""
+    """Task whose label is the click."""
     conversion: str
-    """The task whose label is the conversion, 0 where there was no click; all rows count."""
+    """Task whose label is the conversion, 0 without a click. All rows are used."""
     tower_mlp: Sizes = Field([128, 64])
     """Hidden sizes of the two towers."""
     dropout: Dropout = 0.0
-    """Dropout in both towers while training."""
+    """Dropout in both towers during training."""
 
     def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
+        """Check that click and conversion are two different tasks of one column each, and the only tasks."""
         for key in ("click", "conversion"):
             _check_task_name(getattr(self, key), tasks, f"model.{key}")
         if self.click == self.conversion:
@@ -111,28 +112,31 @@ class ESMMSection(ModelSection):
 
 @model("dbmtl", "raytrec.models.multitask:DBMTL")
 class DBMTLSection(ModelSection):
-    """A tower for each task, which reads those of the tasks that it depends on, too."""
+    """A tower for each task, which also reads the towers of the tasks that it depends on."""
 
     name: Literal["dbmtl"]
     relations: dict[str, list[str]] | None = None
-    """Task → the tasks that it depends on, as {bought: [clicked]}; default: each on all before it."""
+    """Task → tasks that it depends on, such as {bought: [clicked]}; default: each task depends on all
+    previous tasks."""
     bottom_mlp: Sizes = Field([128])
     """Sizes of the layers that all tasks share."""
     tower_mlp: Annotated[Sizes, Field(min_length=1)] = Field([64])
     """Sizes of each task's own layers below the relations."""
     relation_mlp: Annotated[Sizes, Field(min_length=1)] = Field([32])
-    """Sizes of each task's layers over its own and those that it depends on."""
+    """Sizes of each task's layers above the relations, which read the task itself and the tasks that it
+    depends on."""
     dropout: Dropout = 0.0
-    """Dropout in all layers while training."""
+    """Dropout in all layers during training."""
 
     def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
+        """Check that the relations name tasks and contain no cycle."""
         self.order(list(tasks))
 
     def order(self, tasks: Collection[str]) -> dict[str, list[str]]:
-        """Task → the tasks that it depends on, those first that others depend on.
+        """Return task → tasks that it depends on, in topological order.
 
         Raises:
-            ConfigError: no such task; tasks that depend on each other in a circle.
+            ConfigError: A task does not exist, or tasks depend on each other in a cycle.
         """
         names = list(tasks)
         if self.relations is None:

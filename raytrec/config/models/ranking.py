@@ -1,4 +1,4 @@
-"""Models of pooled embeddings: DLRM, DCN-V2, DeepFM and their kin."""
+"""Sections of models of pooled embeddings, such as DLRM, DCN-V2 and DeepFM."""
 
 from __future__ import annotations
 
@@ -31,28 +31,30 @@ class DlrmSection(OneDimSection):
     top_mlp: Sizes = Field([128, 64])
     """Hidden sizes between interactions and logit."""
     dropout: Dropout = 0.0
-    """Dropout in the top MLP while training."""
+    """Dropout in the top MLP during training."""
 
 
 @model("dcn", "raytrec.models.dcn:DCN")
 class DcnSection(ModelSection):
-    """Cross layers over all embeddings side by side: DCN-V2 (models/dcn.py)."""
+    """Cross layers over all concatenated embeddings: DCN-V2 (models/dcn.py)."""
 
     name: Literal["dcn"]
     bottom_mlp: Sizes = Field([])
-    """Sizes of layers over the dense columns; []: the columns enter as they are."""
+    """Sizes of layers over the dense columns. []: the columns are used unchanged."""
     cross_layers: Annotated[Few, Field(le=1000)] = 3
-    """Cross layers, one after the other."""
+    """Number of cross layers, applied in sequence."""
     cross_rank: Size | None = None
-    """Rank of each cross layer's matrix, as a product U V; default: one full matrix."""
+    """Rank of each cross layer's matrix as a product U V; default: a full matrix."""
     deep: Literal["stacked", "parallel"] = "stacked"
-    """top_mlp reads what the cross layers give, or also their input."""
+    """stacked: top_mlp reads the output of the cross layers. parallel: top_mlp reads their input, and the
+    logit combines both outputs."""
     top_mlp: Sizes = Field([128, 64])
     """Hidden sizes of the deep layers."""
     dropout: Dropout = 0.0
-    """Dropout in the top MLP while training."""
+    """Dropout in the top MLP during training."""
 
     def check(self, schema: Schema) -> None:
+        """Check that a bottom MLP has dense columns to read."""
         if self.bottom_mlp and not schema.dense:
             raise ConfigError(
                 f"model.bottom_mlp is {self.bottom_mlp}, and the schema has no dense columns",
@@ -65,13 +67,13 @@ class DcnSection(ModelSection):
 def _check_first_order(
     schema: Schema, model: str, tasks: Mapping[str, int], features: Collection[str] | None = None
 ) -> None:
-    """Check that rows of tables have room for first-order weights, one for each output, and a vector.
+    """Check that the rows of tables have room for first-order weights, one per output, and a vector.
 
     Args:
         schema: Schema of the run.
         model: Name of the model, for errors.
         tasks: Task → number of its columns of logits.
-        features: Features with such weights; None: all.
+        features: Features with first-order weights; None: all features.
 
     Raises:
         ConfigError: The dim of a table is not larger than the number of outputs.
@@ -98,33 +100,35 @@ class WideDeepSection(ModelSection):
 
     name: Literal["wide_deep"]
     wide: Names = Field(["*"])
-    """Sparse features and dense columns (or patterns) of the linear part; crosses of columns belong here."""
+    """Sparse features and dense columns (or patterns) of the linear part, such as crosses of columns."""
     deep: Names = Field(["*"])
-    """Those of the MLP. Each feature and column is in one of the two."""
+    """Sparse features and dense columns (or patterns) of the MLP. Each name must be in wide, deep or both."""
     cross_layers: Annotated[Few, Field(le=1000)] | Literal[0] = 0
     """Cross layers of DCN-V2 before the MLP."""
     top_mlp: Sizes = Field([128, 64])
     """Hidden sizes of the MLP."""
     dropout: Dropout = 0.0
-    """Dropout in the MLP while training."""
+    """Dropout in the MLP during training."""
     deep_dropout: Dropout = 0.0
-    """Share of rows whose logit is that of the linear part alone while training. Above 0, held-out rows
-    (data.valid or data.holdout) decide after training how much of the deep part is kept."""
+    """Share of rows in training whose logit comes from the linear part only. Above 0, held-out rows
+    (data.valid or data.holdout) determine after training how much of the deep part is kept."""
     slope_rate: PositiveFloat = 1.0
     """Factor of the dense columns' learning rate in the linear part."""
 
     def check(self, schema: Schema) -> None:
+        """Check that each feature and column is in the wide or the deep part."""
         self.parts(schema)
 
     def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
+        """Check that the tables of wide features have room for first-order weights."""
         wide = self.parts(schema)["wide"]
         _check_first_order(schema, self.name, tasks, [f for f in schema.sparse if f in wide])
 
     def parts(self, schema: Schema) -> dict[str, set[str]]:
-        """wide and deep → their features and columns.
+        """Return part (wide and deep) → its features and columns.
 
         Raises:
-            ConfigError: a pattern that matches nothing; a feature in neither.
+            ConfigError: A pattern matches nothing, or a feature is in neither part.
         """
         names = [*schema.dense, *schema.sparse]
         found = {part: matching(getattr(self, part), names, f"model.{part}") for part in ("wide", "deep")}
@@ -144,9 +148,10 @@ class FirstOrderSection(OneDimSection):
     top_mlp: Sizes = Field([128, 64])
     """Hidden sizes of the MLP."""
     dropout: Dropout = 0.0
-    """Dropout in the MLP while training."""
+    """Dropout in the MLP during training."""
 
     def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
+        """Check that the tables have room for first-order weights."""
         _check_first_order(schema, self.name, tasks)
 
 
@@ -163,8 +168,8 @@ class XDeepFMSection(FirstOrderSection):
 
     name: Literal["xdeepfm"]
     cin: Annotated[Sizes, Field(min_length=1)] = Field([32, 32])
-    """Feature maps of each layer of the compressed interaction network; layer k has products of k + 1
-    features."""
+    """Number of feature maps in each layer of the compressed interaction network. Layer k contains products
+    of k + 1 features."""
 
 
 Stream = Annotated[Sizes, Field(min_length=1)]
@@ -172,7 +177,7 @@ Stream = Annotated[Sizes, Field(min_length=1)]
 
 @model("final_mlp", "raytrec.models.gates:FinalMLP")
 class FinalMLPSection(ModelSection):
-    """Two MLPs, each over inputs that it weighs, and a bilinear form of both (models/gates.py)."""
+    """Two MLPs over gated inputs, and a bilinear form of both outputs (models/gates.py)."""
 
     name: Literal["final_mlp"]
     mlp1: Stream = Field([128, 64])
@@ -180,20 +185,22 @@ class FinalMLPSection(ModelSection):
     mlp2: Stream = Field([128, 64])
     """Sizes of the second stream's layers."""
     gating: bool = True
-    """Whether each stream weighs its inputs (the paper's feature selection)."""
+    """Weight the inputs of each stream (feature selection in the paper)."""
     gate1: list[str] = Field([])
-    """Sparse features and dense columns (or patterns) that the weights of the first stream's inputs follow
-    from, such as the user's; []: weights are the same for all rows."""
+    """Sparse features and dense columns (or patterns), such as the user's, from which the input weights of
+    the first stream are computed. []: weights are the same for all rows."""
     gate2: list[str] = Field([])
-    """The same for the second stream, such as the item's."""
+    """Sparse features and dense columns (or patterns) for the second stream, such as the item's; see
+    gate1."""
     gate_mlp: Sizes = Field([64])
-    """Hidden sizes of the network that gives the weights."""
+    """Hidden sizes of the network that computes the weights."""
     heads: Few = 1
-    """Parts that the streams are cut into, each with its own bilinear form."""
+    """Number of equal parts of the streams, each with its own bilinear form."""
     dropout: Dropout = 0.0
-    """Dropout in both streams while training."""
+    """Dropout in both streams during training."""
 
     def check(self, schema: Schema) -> None:
+        """Check that gates and heads fit the features and the sizes of the streams."""
         if not self.gating and (self.gate1 or self.gate2):
             raise ConfigError(
                 "gate1 and gate2 name what inputs are weighted by, and gating is false",
@@ -213,26 +220,26 @@ class FinalMLPSection(ModelSection):
                 )
 
     def context(self, schema: Schema, stream: str) -> set[str]:
-        """The features and columns that a stream's weights follow from.
+        """Return the features and columns from which the input weights of a stream are computed.
 
         Raises:
-            ConfigError: a pattern that matches nothing.
+            ConfigError: A pattern matches nothing.
         """
         return matching(getattr(self, stream), [*schema.dense, *schema.sparse], f"model.{stream}")
 
 
 @model("masknet", "raytrec.models.gates:MaskNet")
 class MaskNetSection(OneDimSection):
-    """Layers whose inputs are multiplied by masks that each row's embeddings give (models/gates.py)."""
+    """Layers whose inputs are multiplied by masks computed from each row's embeddings (models/gates.py)."""
 
     name: Literal["masknet"]
     arrangement: Literal["parallel", "serial"] = "parallel"
-    """Blocks side by side over the embeddings, or each over what the one before it gives."""
+    """parallel: all blocks read the embeddings. serial: each block reads the output of the previous block."""
     blocks: Annotated[Sizes, Field(min_length=1)] = Field([64, 64])
-    """Width of what each mask block gives."""
+    """Output width of each mask block."""
     reduction: PositiveFloat = 2.0
     """Hidden width of a block's mask network, as a multiple of the mask's width."""
     top_mlp: Sizes = Field([64])
-    """Hidden sizes between the blocks and the logit; [] is the serial model of the paper."""
+    """Hidden sizes between the blocks and the logit; [] gives the serial model of the paper."""
     dropout: Dropout = 0.0
-    """Dropout in the top MLP while training."""
+    """Dropout in the top MLP during training."""

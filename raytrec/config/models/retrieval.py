@@ -1,4 +1,4 @@
-"""Models of a query and an item."""
+"""Sections of models of a query and an item."""
 
 from __future__ import annotations
 
@@ -23,40 +23,43 @@ from raytrec.config.schema import Schema
 
 
 class SampledSection(ModelSection):
-    """A model that can hold each row's item against others, drawn for it (models/parts/sampled.py)."""
+    """A model that can compare each row's item with negatives drawn for the row (models/parts/sampled.py)."""
 
     own_loss_of_last: ClassVar[bool] = True
     negatives: str | None = None
-    """A feature of ids that a row's item is held against, such as data.transforms makes by do: sample: the
-    model's own loss (tasks: [{loss: from_model}]); default: it has none."""
+    """Feature of ids that a row's item is compared with, such as one written by do: sample in
+    data.transforms. Enables the model's own loss (tasks: [{loss: from_model}]); default: the model has no own
+    loss."""
     max_negatives: Few = 100
-    """The most ids of `negatives` that are read of a row; what is not there is padded."""
+    """Maximum number of ids of `negatives` per row; missing ids are padded."""
     loss: Literal["softmax", "bce", "bpr"] = "softmax"
-    """What is learned from an item and its negatives: cross-entropy of the softmax over all of them; binary
-    cross-entropy of each; or that it has a higher score than they, pair by pair."""
+    """Loss of an item and its negatives. softmax: cross-entropy of the softmax over all of them. bce: binary
+    cross-entropy of each. bpr: pairwise loss, by which the item should have a higher score than each
+    negative."""
     share_negatives: bool = False
-    """A row's item is held against the negatives of all rows of the global batch, those that are the item
-    itself aside."""
+    """Compare a row's item with the negatives of all rows of the global batch, except negatives that equal
+    the item."""
     log_share: str | None = None
-    """With share_negatives and loss: softmax, the side feature of `negatives` that a score is reduced by: do:
-    sample writes it of draws by frequency, so that the loss is about that of uniform ones."""
+    """Side feature of `negatives` that is subtracted from scores, with share_negatives and loss: softmax. do:
+    sample writes this column for draws by frequency; the loss then corresponds to uniform draws."""
     gbce: Annotated[Number, Field(ge=0, le=1)] = 0.0
-    """With loss: bce, how far scores are log-odds of an item among all, from 0 to 1 (gBCE); with few
-    negatives of many items they are too high otherwise."""
+    """Calibration of scores as log-odds of an item among all items, from 0 to 1, with loss: bce (gBCE).
+    Without calibration, few negatives of many items make scores too high."""
 
     @property
     def own_loss(self) -> bool:
+        """Return True if negatives are configured."""
         return self.negatives is not None
 
     def sequence_lengths(self, schema: Schema) -> dict[str, int]:
-        """Negatives are read id by id."""
+        """Return the maximum number of negatives, which are read id by id."""
         return {} if self.negatives is None else {self.negatives: self.max_negatives}
 
     def check_negatives(self, schema: Schema, item: str) -> None:
-        """Holds `negatives` to the item's feature.
+        """Check that `negatives` is a sequence over the item's table, and the keys of the own loss.
 
         Raises:
-            ConfigError: there is no such sequence, or it looks up another table.
+            ConfigError: The sequence does not exist, looks up another table, or a key has no effect.
         """
         if self.negatives is not None:
             feature_of(schema, self.negatives, "model.negatives", sequence=True)
@@ -65,20 +68,20 @@ class SampledSection(ModelSection):
         self.log_share_place(schema)
 
     def log_share_place(self, schema: Schema) -> int | None:
-        """Which of the negatives' side features log_share is; None: scores are as they are.
+        """Return the index of log_share among the negatives' side features; None: scores are unchanged.
 
         Raises:
-            ConfigError: none.
+            ConfigError: The column is not a side feature of the negatives.
         """
         if self.log_share is None or self.negatives is None:
             return None
         return side_feature_place(schema, self.negatives, self.log_share, "model.log_share")
 
     def check_own_loss(self) -> None:
-        """Looks whether there is a loss that share_negatives, log_share and gbce can change.
+        """Check that share_negatives, log_share and gbce are only set with a loss that uses them.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: A key is set without such a loss.
         """
         shared = self.negatives is not None and self.share_negatives
         for key, needed, there in (
@@ -95,7 +98,7 @@ class SampledSection(ModelSection):
                 )
 
     def _with_ids(self, *features: str) -> list[str]:
-        """These and the negatives, where a row's item has to be distinguished from those of other rows."""
+        """Return the features and the negatives if rows share their negatives, else []."""
         if not self.share_negatives or self.negatives is None:
             return []
         return [*features, self.negatives]
@@ -105,11 +108,12 @@ class PairSection(SampledSection):
     """A model of a user and an item."""
 
     user: str = "user"
-    """The feature of who asks."""
+    """Feature of the user."""
     item: str = "item"
-    """The feature of what is recommended."""
+    """Feature of the recommended item."""
 
     def check(self, schema: Schema) -> None:
+        """Check that the features of user and item exist and that the negatives fit the item."""
         feature_of(schema, self.user, "model.user")
         feature_of(schema, self.item, "model.item")
         self.check_negatives(schema, self.item)
@@ -117,42 +121,46 @@ class PairSection(SampledSection):
 
 @model("mf", "raytrec.models.pairs:MatrixFactorization")
 class MfSection(PairSection):
-    """The dot product of a user's and an item's embedding."""
+    """Dot product of the embeddings of a user and an item."""
 
     gives_vectors: ClassVar[bool | None] = True
     retrieves: ClassVar[bool] = True
     name: Literal["mf"]
     bias: bool = True
-    """The last number of each embedding is the user's or the item's bias, no factor."""
+    """Use the last number of each embedding as the bias of the user or the item, not as a factor."""
 
     def check(self, schema: Schema) -> None:
+        """Check the features, and that the tables of user and item have the same dim."""
         super().check(schema)
         expected = "one dim: mf takes dot products between them"
         check_same_dim(schema, (self.user, self.item), expected, "give both tables the same dim")
 
     def reads_ids(self, schema: Schema) -> list[str]:
+        """Return the item and the negatives if negatives are shared, else []."""
         return self._with_ids(self.item)
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
+        """Return the user as the query tower and the item as the item tower."""
         return {"query": {self.user}, "item": {self.item}}
 
 
 @model("ncf", "raytrec.models.pairs:NeuMF")
 class NcfSection(PairSection):
-    """Products of a user's and an item's embeddings, and an MLP over them: NeuMF."""
+    """Products of the embeddings of a user and an item, and an MLP over the embeddings: NeuMF."""
 
     name: Literal["ncf"]
     gmf_dim: NonNegativeInt | None = None
-    """The first so many numbers of each embedding are for the products, the others for the MLP; 0: an MLP
-    alone; all: products alone. Default: half of them."""
+    """Number of leading elements of each embedding that are used for the products; the others are used for
+    the MLP. 0: MLP only. All elements: products only. Default: half of the elements."""
     shared: bool = False
-    """Products and MLP read the whole of the same embeddings; without gmf_dim."""
+    """Use the whole embeddings for both products and MLP; cannot be combined with gmf_dim."""
     mlp: Annotated[Sizes, Field(min_length=1)] = Field([64, 32, 16])
     """Sizes of the MLP's layers."""
     dropout: Dropout = 0.0
-    """Dropout in the MLP while training."""
+    """Dropout in the MLP during training."""
 
     def check(self, schema: Schema) -> None:
+        """Check features and widths, and that negatives are not shared."""
         super().check(schema)
         self.widths(schema)
         if self.share_negatives:
@@ -164,10 +172,10 @@ class NcfSection(PairSection):
             )
 
     def widths(self, schema: Schema) -> tuple[int, int, int]:
-        """How many numbers the products have, and how many of user and item the MLP reads.
+        """Return the width of the products, and the widths of user and item that the MLP reads.
 
         Raises:
-            ConfigError: the products would have different ones of user and item.
+            ConfigError: The products would have different widths of user and item.
         """
         dims = [schema.dim_of(feature) for feature in (self.user, self.item)]
         if self.shared and self.gmf_dim is not None:
@@ -196,16 +204,18 @@ class NcfSection(PairSection):
 
 
 class Towers(Section):
+    """Features and dense columns of the towers of query and item."""
+
     query: list[str] = Field(min_length=1)
-    """Sparse features and dense columns (or patterns) of who or what asks."""
+    """Sparse features and dense columns (or patterns) of the query, such as the user's."""
     item: list[str] = Field(min_length=1)
-    """Those of what is recommended."""
+    """Sparse features and dense columns (or patterns) of the recommended item."""
 
     def members(self, names: list[str]) -> dict[str, set[str]]:
-        """query and item → those of some features and dense columns that their patterns name.
+        """Return tower (query and item) → the given features and dense columns that match its patterns.
 
         Raises:
-            ConfigError: a pattern that matches nothing.
+            ConfigError: A pattern matches nothing.
         """
         return {
             tower: matching(getattr(self, tower), names, f"model.towers.{tower}")
@@ -221,20 +231,22 @@ class TwoTowerSection(SampledSection):
     retrieves: ClassVar[bool] = True
     name: Literal["two_tower"]
     towers: Towers
-    """Which features belong to which tower: each to one. Patterns as 'user*'."""
+    """Features of each tower, as names or patterns such as 'user*'. Each feature belongs to exactly one
+    tower."""
     tower_mlp: Annotated[Sizes, Field(min_length=1)] = Field([128, 64])
-    """Sizes of each tower's layers; the last is the width of its vectors."""
+    """Sizes of each tower's layers; the last size is the width of the tower's vectors."""
     normalize: bool = False
-    """Vectors of length 1: retrieval by cosine instead of by dot product."""
+    """Normalize vectors to length 1: retrieval by cosine instead of dot product."""
     temperature: PositiveFloat | None = None
-    """What scores are divided by, at first if it is learned; default: 0.2 of cosines, of dot products the
-    root of the vectors' width."""
+    """Divisor of the scores, or its initial value if learned; default: 0.2 for cosines, the square root of
+    the vectors' width for dot products."""
     learn_temperature: bool = True
-    """The temperature is learned, or stays what it is."""
+    """Learn the temperature instead of keeping it constant."""
     dropout: Dropout = 0.0
-    """Dropout after each tower's hidden layers while training."""
+    """Dropout after each tower's hidden layers during training."""
 
     def check(self, schema: Schema) -> None:
+        """Check that each feature is in one tower and that negatives, if any, fit the item tower."""
         of_item = self.members(schema)["item"]
         if self.negatives is None:
             return self.check_own_loss()
@@ -248,16 +260,18 @@ class TwoTowerSection(SampledSection):
         self.check_negatives(schema, *of_item)
 
     def reads_ids(self, schema: Schema) -> list[str]:
+        """Return the features of the item tower and the negatives if negatives are shared, else []."""
         return self._with_ids(*self.members(schema)["item"])
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
+        """Return the result of `members`."""
         return self.members(schema)
 
     def members(self, schema: Schema) -> dict[str, set[str]]:
-        """Tower → its features and columns; each name of the schema but the negatives is in one.
+        """Return tower → its features and columns. Each name of the schema except negatives is in one tower.
 
         Raises:
-            ConfigError: a feature of no or of two towers; a pattern that matches nothing.
+            ConfigError: A feature is in neither or both towers, or a pattern matches nothing.
         """
         names = [name for name in [*schema.dense, *schema.sparse] if name != self.negatives]
         found = self.towers.members(names)

@@ -1,4 +1,4 @@
-"""Models of sequences: DIN, DIEN, BST, SASRec, HSTU."""
+"""Sections of models of sequences: DIN, DIEN, BST, SASRec, HSTU."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from raytrec.config.schema import Schema
 
 
 class TargetedSection(ModelSection):
-    """A model that reads each sequence for a target: such as an item that may come next."""
+    """A model that reads each sequence with respect to a target, such as an item that may come next."""
 
     max_length: Few = 50
-    """The most recent so many ids of a sequence feature are read; the last id is the newest."""
+    """Maximum number of most recent ids of a sequence feature that are read; the last id is the newest."""
     target: str | None = None
-    """The feature that sequences are attended for; default: the one that shares their table."""
+    """Feature with respect to which sequences are read; default: the feature that shares their table."""
     dropout: Dropout = 0.0
-    """Dropout in the top MLP while training."""
+    """Dropout in the top MLP during training."""
 
     def sequences(self, schema: Schema) -> list[str]:
-        """The sequences that are read for a target, in the schema's order."""
+        """Return the sequences that are read with respect to a target, in the schema's order."""
         return [f for f, spec in schema.sparse.items() if spec.pooling == "sequence"]
 
     def targets(self, schema: Schema) -> dict[str, str]:
-        """Sequence → the feature that it is attended for.
+        """Return sequence → its target feature.
 
         Raises:
-            ConfigError: no sequence; a target that there is not, or that has to be named.
+            ConfigError: The schema has no sequence, the target does not exist, or the target is ambiguous.
         """
         sequences = self.sequences(schema)
         if not sequences:
@@ -55,10 +55,10 @@ class TargetedSection(ModelSection):
         return {sequence: self._target(schema, sequence) for sequence in sequences}
 
     def check_dims(self, schema: Schema) -> None:
-        """Looks whether each sequence's ids have vectors as wide as its target's.
+        """Check that each sequence's vectors are as wide as its target's.
 
         Raises:
-            ConfigError: one has not, and what `targets` raises.
+            ConfigError: The widths differ, or see `targets`.
         """
         for pair in self.targets(schema).items():
             expected = "one dim: ids of a sequence and its target are held against each other"
@@ -84,7 +84,7 @@ class TargetedSection(ModelSection):
 
 @model("sequence", "raytrec.models.targeted:SequenceModel")
 class SequenceSection(TargetedSection):
-    """Attention over sequences, for the item in question, before DLRM's dot products (models/dlrm.py)."""
+    """Attention over sequences with respect to the target, before DLRM's dot products (models/dlrm.py)."""
 
     name: Literal["sequence"]
     attention_mlp: Sizes = Field([32])
@@ -95,53 +95,57 @@ class SequenceSection(TargetedSection):
     """Hidden sizes between interactions and logit."""
 
     def check(self, schema: Schema) -> None:
+        """Check that all tables have the same dim and that each sequence has a target."""
         one_dim(schema, self.name)
         self.targets(schema)
 
 
 @model("din", "raytrec.models.targeted:DIN")
 class DinSection(TargetedSection):
-    """Deep Interest Network: sequences summed by weights that depend on the target (models/targeted.py)."""
+    """Deep Interest Network: sequences summed with weights that depend on the target (models/targeted.py)."""
 
     name: Literal["din"]
     attention_mlp: Sizes = Field([36])
     """Hidden sizes between an id with its target and its weight."""
     top_mlp: Sizes = Field([200, 80])
-    """Hidden sizes between all vectors side by side and logit."""
+    """Hidden sizes between all concatenated vectors and the logit."""
 
     def check(self, schema: Schema) -> None:
+        """Check that each sequence's vectors are as wide as its target's."""
         self.check_dims(schema)
 
 
 @model("dien", "raytrec.models.dien:DIEN")
 class DienSection(TargetedSection):
-    """Deep Interest Evolution Network: interests as they change towards the target (models/dien.py)."""
+    """Deep Interest Evolution Network: evolution of interests towards the target (models/dien.py)."""
 
     name: Literal["dien"]
     negatives: str | None = None
-    """A feature of ids that a sequence's are held against, one for each, such as data.transforms makes by do:
-    sample: the auxiliary loss; default: there is none."""
+    """Feature of ids that are compared with those of a sequence, one per id, such as one written by do:
+    sample in data.transforms. Enables the auxiliary loss; default: no auxiliary loss."""
     auxiliary_weight: PositiveFloat = 1.0
     """Factor of the auxiliary loss."""
     top_mlp: Sizes = Field([200, 80])
-    """Hidden sizes between all vectors side by side and logit."""
+    """Hidden sizes between all concatenated vectors and the logit."""
 
     @property
     def own_loss(self) -> bool:
+        """Return True if negatives are configured, for the auxiliary loss."""
         return self.negatives is not None
 
     def sequences(self, schema: Schema) -> list[str]:
-        """All but the negatives."""
+        """Return all sequences except the negatives."""
         return [feature for feature in super().sequences(schema) if feature != self.negatives]
 
     def held_against(self, schema: Schema) -> list[str]:
-        """The sequences whose ids the negatives are held against: those of their table."""
+        """Return the sequences that negatives are compared with: all that look up the negatives' table."""
         if self.negatives is None:
             return []
         table = schema.sparse[self.negatives].table
         return [feature for feature in self.sequences(schema) if schema.sparse[feature].table == table]
 
     def check(self, schema: Schema) -> None:
+        """Check that each sequence has a target and that negatives, if any, share a sequence's table."""
         if self.negatives is not None:
             feature_of(schema, self.negatives, "model.negatives", sequence=True)
         self.targets(schema)
@@ -156,12 +160,7 @@ class DienSection(TargetedSection):
 
 
 def _check_heads(heads: int, width: int, what: str) -> None:
-    """Check that a width is a multiple of the heads of attention.
-
-    Args:
-        heads: Number of heads.
-        width: Width that the heads share.
-        what: Clause about the width, for errors: "the dim of table item is 8".
+    """Check that a width, which the clause `what` names in errors, is a multiple of the heads of attention.
 
     Raises:
         ConfigError: The width is not a multiple.
@@ -181,17 +180,18 @@ class BstSection(TargetedSection):
 
     name: Literal["bst"]
     blocks: Annotated[Few, Field(le=1000)] = 1
-    """Transformer layers, one after the other."""
+    """Number of transformer layers, applied in sequence."""
     heads: Annotated[Few, Field(le=1000)] = 2
-    """Heads of attention in each of them."""
+    """Attention heads per layer."""
     feedforward: Size = 64
-    """Hidden size between attention and a layer's result."""
+    """Hidden size of each layer's feedforward network."""
     attention_dropout: Dropout = 0.0
-    """Dropout of what a layer adds, while training."""
+    """Dropout of each layer's residual branches during training."""
     top_mlp: Sizes = Field([256, 128])
-    """Hidden sizes between all vectors side by side and logit."""
+    """Hidden sizes between all concatenated vectors and the logit."""
 
     def check(self, schema: Schema) -> None:
+        """Check that sequences are as wide as their targets and that the heads divide the width."""
         self.check_dims(schema)
         for sequence in self.targets(schema):
             dim = schema.dim_of(sequence)
@@ -204,42 +204,45 @@ class NextItemSection(SampledSection):
     gives_vectors: ClassVar[bool | None] = True
     retrieves: ClassVar[bool] = True
     history: str = "history"
-    """The sequence of items so far, the most recent last."""
+    """Sequence of previous items, the most recent last."""
     item: str = "item"
-    """The feature of the item that comes next, or might."""
+    """Feature of the next item, or of a candidate."""
     max_length: Few = 50
-    """The most recent so many items of the history are read."""
+    """Maximum number of most recent items of the history that are read."""
     blocks: Annotated[Few, Field(le=1000)] = 2
-    """Layers, one after the other."""
+    """Number of layers, applied in sequence."""
     heads: Annotated[Few, Field(le=1000)] = 1
-    """Heads of attention in each of them."""
+    """Attention heads per layer."""
     dropout: Dropout = 0.2
-    """Dropout of what a layer adds, and of its input, in training."""
+    """Dropout of each layer's residual branches and of the model's input during training."""
     positions: Literal["recency", "order"] = "recency"
-    """Positions are counted from the most recent item of a history, or from its oldest."""
+    """Count positions from the most recent item of a history (recency), or from the oldest item (order)."""
     normalize: bool = False
-    """Vectors of length 1: scores are cosines instead of dot products."""
+    """Normalize vectors to length 1: scores are cosines instead of dot products."""
     temperature: PositiveFloat = 1.0
-    """What scores are divided by."""
+    """Divisor of the scores."""
 
     def sequence_lengths(self, schema: Schema) -> dict[str, int]:
-        """The history, too, is read id by id."""
+        """Return the maximum lengths of history and negatives, which are read id by id."""
         return {self.history: self.max_length} | super().sequence_lengths(schema)
 
     def reads_ids(self, schema: Schema) -> list[str]:
+        """Return the history, the item and the negatives if negatives are shared, else []."""
         return self._with_ids(self.history, self.item)
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
+        """Return the history as the query tower and the item as the item tower."""
         return {"query": {self.history}, "item": {self.item}}
 
     def check(self, schema: Schema) -> None:
+        """Check that history, item and negatives exist and share a table."""
         feature_of(schema, self.history, "model.history", sequence=True)
         feature_of(schema, self.item, "model.item")
         same_table(schema, self.history, self.item, "model.history")
         self.check_negatives(schema, self.item)
 
     def check_heads(self, schema: Schema, width: int | None = None) -> None:
-        """Check that the heads share out model.width, or the dim of the items' table by default.
+        """Check that the number of heads divides model.width, or the dim of the items' table by default.
 
         Raises:
             ConfigError: The width is not a multiple of the heads.
@@ -255,11 +258,12 @@ class SasrecSection(NextItemSection):
 
     name: Literal["sasrec"]
     feedforward: Size | None = None
-    """Width between the two layers of a block's network; default: the table's dim."""
+    """Hidden size of each layer's feedforward network; default: the table's dim."""
     attention_dropout: Dropout = 0.0
-    """Dropout of attention weights in training; more than 0 is slow on CPU."""
+    """Dropout of attention weights during training; values above 0 are slow on CPU."""
 
     def check(self, schema: Schema) -> None:
+        """Check features, negatives and heads."""
         super().check(schema)
         self.check_heads(schema)
 
@@ -272,21 +276,22 @@ class HstuSection(NextItemSection):
     width: Size | None = None
     """Width of u, v, queries and keys over all heads; default: the table's dim."""
     time: str | None = None
-    """A column of times of the history's ids (schema: sparse.HISTORY.side_features): attention knows how long
-    lies between two items; default: only how many items do."""
+    """Column with the times of the history's ids (schema: sparse.HISTORY.side_features). Attention then
+    depends on the time between two items as well; default: only on the number of items between."""
     normalize: bool = True
-    """Vectors of length 1: scores are cosines instead of dot products."""
+    """Normalize vectors to length 1: scores are cosines instead of dot products."""
     temperature: PositiveFloat = 0.05
-    """What scores are divided by."""
+    """Divisor of the scores."""
 
     def check(self, schema: Schema) -> None:
+        """Check features, negatives, heads and the column of times."""
         super().check(schema)
         self.check_heads(schema, self.width)
         if self.time is not None:
             self.time_place(schema)
 
     def time_place(self, schema: Schema) -> int | None:
-        """Which of the history's side features the times are; None: no times are read."""
+        """Return the index of the times among the history's side features, or None without times."""
         if self.time is None:
             return None
         return side_feature_place(schema, self.history, self.time, "model.time")

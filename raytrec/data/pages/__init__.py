@@ -1,8 +1,8 @@
-"""Rows in the middle of a large row group. No torch here.
+"""Reading of rows from the middle of a large row group. This module does not import torch.
 
-pyarrow reads row groups from their beginning. But columns are written as pages of some ten thousand rows, and
-each can be decoded by itself, with its column's dictionary if it has one. So the pages that hold the rows are
-looked up, by going from one page's header to the next, and pyarrow is given a file in which they come first.
+pyarrow reads row groups from the first row. However, columns are written as pages of about ten thousand rows.
+Each page can be decoded separately, with the column's dictionary if there is one. This module walks the page
+headers to find the pages that hold the rows, and passes pyarrow a file in which these pages come first.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import pyarrow.parquet as pq
 
 from raytrec.data.pages.chunks import Pages, ReadAt
 
-Version = tuple[str, int, int | None]  # of a file: path, size, time of its last change
-# What comes of bytes that are not as expected. Errors of the storage are others: those are tried again.
+Version = tuple[str, int, int | None]  # version of a file: path, size, modification time in ns
+# Errors raised for unexpected bytes. Storage errors (OSError) are not among them, because reads are retried.
 ODD = (ValueError, LookupError, TypeError, OverflowError, pa.ArrowException)
 
-STREAMED_BYTES = 64 << 10  # that pyarrow reads at a time
-AHEAD_BYTES = 4 << 20  # that a search for pages reads of an object store at a time
-BATCH_ROWS = 65_536  # that are decoded at a time where rows before the wanted ones have to be
-KNOWN_BYTES = 16 << 20  # that a process keeps of where pages are
+STREAMED_BYTES = 64 << 10  # buffer size of pyarrow's reads
+AHEAD_BYTES = 4 << 20  # bytes that a search for pages reads from an object store at a time
+BATCH_ROWS = 65_536  # rows decoded at a time if rows before the requested ones must be decoded
+KNOWN_BYTES = 16 << 20  # memory limit of a process for the positions of pages
 
 _known: dict[tuple[Version, int, int], Pages] = {}  # (file, row group, leaf column) → its pages
 _lock = Lock()
@@ -41,22 +41,26 @@ def read_rows(
     last: int,
     names: list[str],
 ) -> pa.Table:
-    """Columns of rows [first, last) of a row group, fewer where it has fewer.
+    """Return columns of rows [first, last) of a row group, or fewer rows if the row group has fewer.
 
-    Where its pages are not understood, the row group is decoded from its first row on, some rows at a time:
-    slower, but pyarrow may be able to read them, and reports what is wrong with the file if not.
+    If pages are not understood, the row group is decoded in batches from its first row. This is slower, but
+    pyarrow may be able to read the pages, or reports the error of the file.
 
     Args:
-        version: of the file; where its pages are is kept for the next time.
-        reader: of the file.
-        names: of columns, or of fields of structs.
+        file: Open file.
+        version: Version of the file; the positions of pages are kept for the next call.
+        reader: Reader of the file.
+        group: Index of the row group.
+        first: First row.
+        last: Row after the last one.
+        names: Names of columns or of fields of structs.
 
     Raises:
-        Damaged, ValueError, KeyError, OSError, pa.ArrowException: the file is damaged, or the storage fails.
+        Damaged, ValueError, KeyError, OSError, pa.ArrowException: The file is damaged, or the storage fails.
     """
     footer, whole = reader.metadata, set(reader.schema_arrow.names)
     leaves = _leaves(footer)
-    # Leaves of structs have separate pages, with other rows in each.
+    # The leaf columns of a struct have different page boundaries.
     single = {name: leaves[name][0] for name in names if name in whole and len(leaves[name]) == 1}
     looked_up = [leaf for name in names for leaf in leaves[name]]
     cut = _Cut(version, footer, group, first, last)
@@ -74,13 +78,13 @@ def read_rows(
 
 
 def _reader(file: pa.NativeFile, footer: pq.FileMetaData) -> pq.ParquetFile:
-    """Reads no more of a file than the rows that it is asked for take."""
+    """Return a reader that reads only the bytes of the requested rows from a file."""
     how = {"metadata": footer, "pre_buffer": False, "buffer_size": STREAMED_BYTES}
     return pq.ParquetFile(file, page_checksum_verification=True, **how)
 
 
 class _Cut(NamedTuple):
-    """Rows [first, last) of a row group of a file."""
+    """Rows [first, last) of a file's row group."""
 
     version: Version
     footer: pq.FileMetaData
@@ -90,13 +94,15 @@ class _Cut(NamedTuple):
 
 
 def _read_pages(pieces: dict[int, Piece], cut: _Cut, columns: dict[str, int]) -> list[pa.Table]:
-    """Columns of rows [first, last), out of their pages.
+    """Return one table of columns for each number of skipped rows, decoded from pages.
 
     Args:
-        columns: name → leaf column.
+        pieces: Leaf column → bytes of its pages.
+        cut: Rows to return.
+        columns: Name → leaf column.
 
     Raises:
-        One of ODD: the pages are not as expected.
+        One of ODD: The pages are not as expected.
     """
     by_skip = defaultdict(list)
     for name, leaf in columns.items():
@@ -107,7 +113,7 @@ def _read_pages(pieces: dict[int, Piece], cut: _Cut, columns: dict[str, int]) ->
         with pa.PythonFile(Excerpts(data, cut.version[1]), mode="r") as excerpts:
             reader = _reader(excerpts, cut.footer)
             tables = [_stream(reader, cut.group, skip, rows, alike) for skip, alike in by_skip.items()]
-    except OSError as error:  # of bytes in memory
+    except OSError as error:  # the bytes are in memory, so this is not a storage error
         raise ValueError(str(error)) from None
     if any(table.num_rows < rows for table in tables):
         raise ValueError("the pages hold fewer rows")
@@ -115,7 +121,7 @@ def _read_pages(pieces: dict[int, Piece], cut: _Cut, columns: dict[str, int]) ->
 
 
 def _leaves(footer: pq.FileMetaData) -> dict[str, list[int]]:
-    """The leaf columns of each column, by its whole name."""
+    """Return full name of a column or field → its leaf columns."""
     found = defaultdict(list)
     for i in range(footer.num_columns):
         path = footer.schema.column(i).path
@@ -126,21 +132,31 @@ def _leaves(footer: pq.FileMetaData) -> dict[str, list[int]]:
 
 
 class Piece(NamedTuple):
-    """What is read of a column chunk."""
+    """Bytes that are read from a column chunk.
 
-    begin: int  # of the chunk in the file
+    Attributes:
+        begin: Offset of the chunk in the file.
+        data: Dictionary, if needed, and pages.
+        row: First row of the pages.
+    """
+
+    begin: int
     data: bytes
-    row: int  # that the pages begin with
+    row: int
 
 
 def _fetch(file: pa.NativeFile, cut: _Cut, leaves: list[int], wanted: set[int]) -> dict[int, Piece]:
-    """Leaf column → the pages with rows [first, last), of those wanted whose pages are understood.
+    """Return leaf column → pages with rows [first, last), for wanted columns whose pages are understood.
 
     Args:
-        leaves: whose pages are looked up.
+        file: Open file.
+        cut: Rows to read.
+        leaves: Leaf columns whose pages are looked up and checked.
+        wanted: Leaf columns whose pages are read.
 
     Raises:
-        Damaged: the pages of one contradict the footer. OSError: the storage fails.
+        Damaged: The pages of a column contradict the footer.
+        OSError: The storage fails.
     """
     remote = "://" in cut.version[0]
 
@@ -155,7 +171,7 @@ def _fetch(file: pa.NativeFile, cut: _Cut, leaves: list[int], wanted: set[int]) 
         except ODD:
             return None
 
-    if remote:  # as pyarrow does by itself where it reads whole row groups
+    if remote:  # concurrent reads, as pyarrow does for whole row groups
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(fetch, leaves))
     else:
@@ -174,7 +190,7 @@ def _pages(cut: _Cut, leaf: int) -> Pages:
 
 
 def _forget() -> None:
-    """Lets the oldest go where they take too much memory."""
+    """Drop the positions of the oldest pages beyond KNOWN_BYTES."""
     with _lock:
         taken = sum(pages.nbytes for pages in _known.values())
         for key in list(_known):
@@ -184,7 +200,7 @@ def _forget() -> None:
 
 
 def _stream(reader: pq.ParquetFile, group: int, skip: int, rows: int, columns: list[str]) -> pa.Table:
-    """Columns of `rows` rows after `skip` of those that a reader finds in a row group."""
+    """Return columns of `rows` rows of a row group, after the first `skip` rows that the reader finds."""
     size = skip + rows if skip + rows <= 2 * BATCH_ROWS else BATCH_ROWS
     kept, left = [], rows
     for batch in reader.iter_batches(size, row_groups=[group], columns=columns, use_threads=False):
@@ -197,20 +213,21 @@ def _stream(reader: pq.ParquetFile, group: int, skip: int, rows: int, columns: l
 
 
 class Ahead:
-    """Reads at least `size` bytes at a time: what is asked for next is there already."""
+    """Callable that reads at least `size` bytes at a time, so that the next requests need no read."""
 
     def __init__(self, read_at: ReadAt, size: int):
         self._read_at, self._size = read_at, size
         self._begin, self._data = 0, b""
 
     def __call__(self, at: int, size: int) -> bytes:
+        """Return `size` bytes from offset `at`."""
         if not self._begin <= at <= at + size <= self._begin + len(self._data):
             self._begin, self._data = at, self._read_at(at, max(size, self._size))
         return self._data[at - self._begin : at - self._begin + size]
 
 
 class Excerpts(io.RawIOBase):
-    """A file of which only some pieces are there: where they begin → their bytes."""
+    """File that consists of some pieces only, given as offset → bytes."""
 
     def __init__(self, pieces: dict[int, bytes], size: int):
         super().__init__()
@@ -218,20 +235,24 @@ class Excerpts(io.RawIOBase):
         self._size, self._at = size, 0
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def tell(self) -> int:
+        """Return the position in the file."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position and return it; see io.IOBase.seek."""
         self._at = offset + (0, self._at, self._size)[whence]
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        """Bytes of the piece that the position is in; none where it has ended."""
+        """Return bytes of the piece that contains the position; b"" after the end of a piece."""
         place = bisect_right(self._starts, self._at) - 1
         if place < 0:
             return b""

@@ -1,4 +1,4 @@
-"""The pages of a column chunk, their headers (Thrift's compact protocol) and their rows. No torch here."""
+"""Pages of a column chunk, page headers (Thrift's compact protocol) and rows. PyTorch is not imported."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ReadAt = Callable[[int, int], bytes]  # (offset, size) → bytes, fewer only at the end of the file
-HEADER_BYTES = 1 << 20  # more than any page's header takes
+HEADER_BYTES = 1 << 20  # upper limit of a page header's size
 DATA, DATA_V2 = 0, 3  # PageType of parquet.thrift
 TYPE, UNCOMPRESSED, COMPRESSED, CRC, DATA_HEADER, DATA_HEADER_V2 = 1, 2, 3, 4, 5, 8  # fields of PageHeader
 DATA_HEADERS = {DATA: DATA_HEADER, DATA_V2: DATA_HEADER_V2}
-VALUES, ENCODING, LEVELS_ENCODING = 1, 2, 4  # fields of DataPageHeader, of which V2 has the first
+VALUES, ENCODING, LEVELS_ENCODING = 1, 2, 4  # fields of DataPageHeader; VALUES also of DataPageHeaderV2
 V2_ENCODING, V2_LEVELS_BYTES = 4, 6  # fields of DataPageHeaderV2
-RLE, DICTIONARY_CODED = 3, (2, 8)  # of Encoding; PLAIN_DICTIONARY and RLE_DICTIONARY
-UNCOUNTED_BYTES = 100  # of a dictionary's header, which Java's first writers left out of the size of chunks
+RLE, DICTIONARY_CODED = 3, (2, 8)  # values of Encoding; (PLAIN_DICTIONARY, RLE_DICTIONARY)
+UNCOUNTED_BYTES = 100  # dictionary headers, which early Java writers did not count in the size of chunks
 
 
 class Damaged(Exception):
-    """Pages that contradict the footer: they would give other rows than were written."""
+    """Error for pages that contradict the footer and would be decoded to wrong rows."""
 
 
 class Pages:
-    """The data pages of one column chunk at which a row begins, all looked up when rows are first read.
+    """Positions of the data pages of a column chunk that start with a new row.
 
-    Damage to one page would shift the rows of all later pages. So pages must add up to the footer's rows and
-    values, and those whose levels are counted must have their checksums. Several threads may read.
+    Damage to one page would shift the rows of all later pages. Therefore, rows and values of the pages must
+    sum up to the footer's. If a page whose levels are counted has a checksum, it must be correct. The class
+    is thread-safe.
     """
 
     def __init__(self, chunk: pq.ColumnChunkMetaData, column: pq.ColumnSchema, rows: int):
@@ -44,21 +45,22 @@ class Pages:
         self._most_bytes, self._left = chunk.total_uncompressed_size, chunk.num_values
         self._all_rows, self._name = rows, chunk.path_in_schema
         self._offsets: list[int] = []
-        self._rows: list[int] = []  # that each page begins with
-        self._coded: list[bool] = []  # whether the dictionary is needed from there to the next
+        self._rows: list[int] = []  # first row of each page
+        self._coded: list[bool] = []  # True if the dictionary is needed between a page and the next one
         self._at, self._row, self._first = self.begin, 0, self.begin
         self._lock = Lock()
 
     @property
     def nbytes(self) -> int:
-        """About what this takes in memory."""
+        """Return the approximate memory use in bytes."""
         return 500 + 80 * len(self._rows)
 
     def look_up(self, read_at: ReadAt) -> None:
-        """Finds the pages, and what rows they hold.
+        """Find all pages and their first rows, unless an earlier call has found them.
 
         Raises:
-            Damaged: they contradict the footer. One of pages.ODD: they are not understood.
+            Damaged: The pages contradict the footer.
+            One of pages.ODD: The pages are not understood.
         """
         with self._lock:
             while self._left > 0 and self._at < self._end:
@@ -69,11 +71,13 @@ class Pages:
             )
 
     def read(self, read_at: ReadAt, first: int, last: int) -> tuple[bytes, int]:
-        """(the dictionary, then the pages that hold rows [first, last); the row that they begin with). Pages
-        must have been looked up.
+        """Read the pages that hold rows [first, last), after a call of `look_up`.
+
+        Returns:
+            Bytes of the dictionary, if needed, and the pages; and the first row of the pages.
 
         Raises:
-            ValueError: none hold these rows.
+            ValueError: No page holds the first row.
         """
         start, stop = bisect_right(self._rows, first) - 1, bisect_left(self._rows, last)
         if start < 0:
@@ -86,11 +90,11 @@ class Pages:
         return data, row
 
     def _walk(self, read_at: ReadAt) -> None:
-        """Takes one more page."""
+        """Record the next page and advance behind its end."""
         header, size = self._header(read_at)
         kind, body = header[TYPE], header[COMPRESSED]
         room = self._end - self._at - size
-        if not 0 <= body <= room + UNCOUNTED_BYTES:  # pyarrow would take memory for it
+        if not 0 <= body <= room + UNCOUNTED_BYTES:  # pyarrow would allocate memory for the claimed size
             raise Damaged(f"a page of column {self._name} has {body:,} bytes, of {room:,}")
         if body > room:
             raise ValueError("the column chunk ends within a page")
@@ -110,7 +114,7 @@ class Pages:
         self._at += size + body
 
     def _header(self, read_at: ReadAt) -> tuple[dict[int, Any], int]:
-        """(fields of the next page's header, its bytes)."""
+        """Return (fields of the next page's header, size of the header in bytes)."""
         size, room = 128, min(HEADER_BYTES, self._end - self._at)
         while True:
             try:
@@ -119,29 +123,29 @@ class Pages:
                 if size >= room:
                     raise
                 size *= 16
-            except ValueError as error:  # pyarrow may take it for another page
+            except ValueError as error:  # pyarrow could misread the header as another page
                 raise Damaged(f"a page of column {self._name} has no valid header: {error}") from None
 
     def _count(self, read_at: ReadAt, at: int, header: dict[int, Any], values: int) -> tuple[int, bool]:
-        """(rows that begin in a page of lists, whether one begins with the page)."""
+        """Return (number of rows that begin in a page of lists, True if a row begins with the page)."""
         body = read_at(at, header[COMPRESSED])
         if CRC in header and crc32(body) != header[CRC] % (1 << 32):
             raise ValueError("a page's checksum is wrong")
-        if header[TYPE] == DATA_V2:  # not its number of rows, which Arrow has long written as that of values
+        if header[TYPE] == DATA_V2:  # its field of rows is unreliable: Arrow used to write the value count
             packed = body[: max(0, header[DATA_HEADER_V2][V2_LEVELS_BYTES])]
         else:
             packed = self._unpacked(body, header)
         return count_rows(packed, self._depth.bit_length(), values)
 
     def _unpacked(self, body: bytes, header: dict[int, Any]) -> bytes:
-        """The levels of a page of version 1, which are compressed with its values."""
+        """Return the levels of a page of version 1, which are compressed together with the values."""
         if header[DATA_HEADER][LEVELS_ENCODING] != RLE:
             raise ValueError("levels in an encoding of long ago")
         if self._codec != "UNCOMPRESSED":
             if not 0 <= header[UNCOMPRESSED] <= self._most_bytes:
                 raise ValueError(f"a page of {header[UNCOMPRESSED]} bytes")
             try:
-                codec = self._codec.lower().replace("lz4", "lz4_raw")  # or Hadoop's: an error here
+                codec = self._codec.lower().replace("lz4", "lz4_raw")  # Hadoop's LZ4 framing raises an error
                 body = pa.decompress(body, header[UNCOMPRESSED], codec, asbytes=True)
             except OSError as error:
                 raise ValueError(str(error)) from None
@@ -149,20 +153,27 @@ class Pages:
 
 
 def count_rows(data: bytes, width: int, count: int) -> tuple[int, bool]:
-    """(rows that begin among repetition levels, which are those of 0; whether the first is one), of levels of
-    `width` bits (1 to 8) in Parquet's mix of runs and packed groups.
+    """Count the rows that begin in `count` repetition levels, which are the levels equal to 0.
+
+    Args:
+        data: Levels in Parquet's hybrid of runs and bit-packed groups.
+        width: Number of bits of a level, 1 to 8.
+        count: Number of levels.
+
+    Returns:
+        Number of rows, and True if the first level is 0.
 
     Raises:
-        ValueError: there are fewer than `count`.
+        ValueError: There are fewer than `count` levels.
     """
-    packed, levels = bytearray(), 0  # the groups' bytes, and how many levels; only the last may be cut
+    packed, levels = bytearray(), 0  # bytes and number of levels of all groups; only the last may be cut
     rows, begins_row = 0, False
     at, left = 0, count
     while left > 0:
         head = shift = 0
         byte = 128
         while byte > 127:
-            byte, at = data[at] if at < len(data) else 0, at + 1  # 0: a run of nothing
+            byte, at = data[at] if at < len(data) else 0, at + 1  # after the end 0, an empty run
             head, shift = head | (byte & 127) << shift, shift + 7
         level = data[at] if at < len(data) else 0
         if head & 1:  # groups of eight levels
@@ -185,7 +196,7 @@ def count_rows(data: bytes, width: int, count: int) -> tuple[int, bool]:
 
 
 def _unpack(packed: bytearray, width: int, count: int) -> np.ndarray:
-    """The first levels of `width` bits: uint8 [count]."""
+    """Return the first `count` levels of `width` bits, uint8 [count]."""
     bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
     if width == 1:
         return bits[:count]
@@ -193,19 +204,20 @@ def _unpack(packed: bytearray, width: int, count: int) -> np.ndarray:
     return np.packbits(each, axis=1, bitorder="little").reshape(-1)
 
 
-DEEPEST = 16  # structs within one another; Parquet's own are at most 8 deep
+DEEPEST = 16  # maximum nesting of structs; Parquet's structs are at most 8 deep
 TRUE, FALSE, BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET, MAP, STRUCT = range(1, 13)
 
 
 class Truncated(ValueError):
-    """The bytes end within a value."""
+    """Error for bytes that end within a value."""
 
 
 def read_struct(data: bytes, at: int = 0, depth: int = 0) -> tuple[dict[int, Any], int]:
-    """(field id → value of the struct that begins at byte `at`, the byte after it).
+    """Return (field id → value of the struct that begins at byte `at`, position after the struct).
 
     Raises:
-        Truncated: the bytes end before the struct. ValueError: they are not a struct.
+        Truncated: The bytes end before the struct.
+        ValueError: The bytes are not a struct.
     """
     if depth > DEEPEST:
         raise ValueError("structs too deep for a header of Parquet")
@@ -238,7 +250,7 @@ def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
         return data[at : at + size], at + size
     if kind in (LIST, SET):
         return _list(data, at, depth)
-    if kind in (BYTE, TRUE, FALSE):  # in a list, a truth value is a byte
+    if kind in (BYTE, TRUE, FALSE):  # a boolean in a list is a byte
         return data[at], at + 1
     if kind == DOUBLE:
         if at + 8 > len(data):
@@ -253,7 +265,7 @@ def _list(data: bytes, at: int, depth: int) -> tuple[list, int]:
     if size == 15:
         size, at = _varint(data, at)
     values = []
-    for _ in range(size):  # each takes at least a byte, so a wrong size ends with the bytes
+    for _ in range(size):  # each value takes at least one byte, so a wrong size ends with IndexError
         value, at = _value(data, at, head & 15, depth)
         values.append(value)
     return values, at
@@ -272,6 +284,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _integer(data: bytes, at: int) -> tuple[int, int]:
-    """A number, zigzag."""
+    """Return a zigzag-encoded number and the position after it."""
     value, at = _varint(data, at)
     return (value >> 1) ^ -(value & 1), at

@@ -1,4 +1,4 @@
-"""Rows of a row group, decoded; rows that are skipped. No torch."""
+"""Decoding of a row group's rows, and records of skipped rows. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -20,37 +20,41 @@ from raytrec.data.pages import Version, read_rows
 from raytrec.data.pages.chunks import Damaged
 from raytrec.data.partitions import folder_column
 
-SKIPPED = "skipped.jsonl"  # in the run folder: what has been skipped
-_footers: dict[Version, pq.FileMetaData] = {}  # of this process, whose threads share it
+SKIPPED = "skipped.jsonl"  # file in the run folder that lists skipped rows
+_footers: dict[Version, pq.FileMetaData] = {}  # shared by the threads of this process
 _lock = threading.Lock()
 FOOTER_BYTES = 16 << 20
-OPEN_FILES = 8  # of a thread
-WHOLE_ROWS = 65_536  # row groups of up to so many rows are decoded whole, and cut then
+OPEN_FILES = 8  # per thread
+WHOLE_ROWS = 65_536  # row groups with at most this number of rows are decoded completely, then sliced
 
 
 @dataclass(frozen=True)
 class Faults:
-    """data.on_error as the read tasks know it.
+    """Treatment of rows that cannot be read (data.on_error), for read tasks.
 
     Attributes:
-        skip: skip what cannot be read, instead of stopping.
-        log: a file on storage that all nodes share, which gets one line of JSON for everything skipped:
-            {what, where, rows}; None: no record.
+        skip: True to skip rows that cannot be read; False to raise an error.
+        log: File on storage shared by all nodes, to which each skip appends one line of JSON,
+            {what, where, rows}; None: skips are not recorded.
     """
 
     skip: bool = False
     log: str | None = None
 
     def leave_out(self, error: DataError, rows: int | None) -> None:
-        """Record rows that are skipped.
+        """Record rows that are skipped because of an error.
+
+        Args:
+            error: Error of the rows.
+            rows: Number of rows; None: unknown.
 
         Raises:
-            DataError: The error itself, unless rows are skipped.
+            DataError: `error` itself, if `skip` is False.
         """
         if not self.skip:
             raise error
         if self.log:
-            with open(self.log, "a", encoding="utf-8") as file:  # short lines, appended whole by each process
+            with open(self.log, "a", encoding="utf-8") as file:  # processes append short lines atomically
                 file.write(json.dumps({"what": error.what, "where": error.where, "rows": rows}) + "\n")
 
 
@@ -62,18 +66,18 @@ def decode_columns(
     names: list[str],
     folders: Mapping[str, pa.DataType | None] | None = None,
 ) -> pa.Table:
-    """Return columns of rows of a row group: those of the file, and those of its folders' names.
+    """Return columns of rows of a row group, from the file and from the names of its folders.
 
     Args:
         path: Path or URI of the file.
-        group: Number of the row group.
+        group: Index of the row group.
         first: First row.
         rows: Number of rows.
-        names: Columns.
-        folders: Columns that are read from the folders' names, and their types (Form.folders); None: none.
+        names: Names of the columns.
+        folders: Columns that are read from folder names → their types (Form.folders); None: no columns.
 
     Raises:
-        DataError: The file is damaged, has changed, or the storage fails; names the file and the row group.
+        DataError: The file is damaged, the file has changed or the storage fails; names file and row group.
     """
     folders = folders or {}
     held = [name for name in names if name not in folders]
@@ -120,12 +124,12 @@ def _read(path: str, group: int, first: int, rows: int, columns: list[str]) -> p
             table = read_rows(file, version, reader, group, first, first + rows, asked)
         return pick_columns(table, columns)
     except BaseException:
-        _open.files.pop(path, None)  # after an error of the storage, the next try opens it again
+        _open.files.pop(path, None)  # after a storage error, the retry must open the file again
         raise
 
 
 class _OpenFiles(threading.local):
-    """The files that a thread has open."""
+    """Open files of each thread, the most recently used last."""
 
     def __init__(self) -> None:
         self.files: dict[str, tuple[Version, pa.NativeFile, pq.ParquetFile]] = {}
@@ -135,7 +139,7 @@ _open = _OpenFiles()
 
 
 def _opened(version: Version, open_file: Callable[[], pa.NativeFile]) -> tuple[pa.NativeFile, pq.ParquetFile]:
-    """Return a file and its reader, which stay open for the next row groups.
+    """Return a file and its reader, and keep them open for the next row groups.
 
     Opening a file takes as long as decoding a thousand rows.
     """
@@ -143,21 +147,21 @@ def _opened(version: Version, open_file: Callable[[], pa.NativeFile]) -> tuple[p
     known = _open.files.pop(path, None)
     if known is None or known[0] != version:
         file, footer = open_file(), _footers.get(version)
-        # In a local file the next bytes are there at once, and other threads to fetch them cost time.
+        # Local files are read without latency, and the threads of pre_buffer would cost time.
         reader = pq.ParquetFile(file, metadata=footer, pre_buffer=remote, page_checksum_verification=True)
         if footer is None:
             _remember(version, reader.metadata)
         known = version, file, reader
-    _open.files[path] = known  # the last to be closed
+    _open.files[path] = known  # at the end of the dict, where files are closed last
     if len(_open.files) > OPEN_FILES:
         del _open.files[next(iter(_open.files))]
     return known[1:]
 
 
 def _remember(version: Version, footer: pq.FileMetaData) -> None:
-    """Keep a footer for the file's other row groups; drop the oldest footers beyond FOOTER_BYTES.
+    """Keep a footer for the file's other row groups, and drop the oldest footers beyond FOOTER_BYTES.
 
-    Parsing a footer for each row group costs a good part of the time of decoding.
+    Parsing the footer for each row group would take a considerable share of the decoding time.
     """
     with _lock:
         _footers[version] = footer

@@ -1,1 +1,1 @@
-"""Managed ids: rows that ids get and give back."""
+"""Managed ids: ids that are assigned to table rows during training and can lose them again."""

@@ -1,5 +1,7 @@
-"""Batches with rows in the place of managed ids. For all tables together, ids go to their owners in one
-exchange, and rows come back in one."""
+"""Replacement of managed ids in batches by table rows.
+
+The ids of all tables go to their owners in one exchange, and the rows come back in one.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,20 @@ from raytrec.embeddings.managed.row_map import RowMap
 from raytrec.embeddings.managed.row_maps import RowMaps
 from raytrec.embeddings.tables import Table
 
-COUNTED = "admitted", "evicted", "lookups", "fallback"  # of RowMap.counted
+COUNTED = "admitted", "evicted", "lookups", "fallback"  # keys of RowMap.counted
 
 
 class IdExchange:
-    """The maps of all managed tables. All ranks call its methods together.
+    """Maps of all managed tables. All ranks must call its methods together.
 
     Args:
-        tables: name → (rows, those of the fallback included; which ids get them).
-        seed: of draws.
+        tables: Number of rows (including fallback rows) and policy of each table, by name.
+        seed: Seed of random draws.
+        peers: Ranks that share the maps.
+        device: Device of the maps.
 
     Attributes:
-        maps: table → this rank's part of its map.
+        maps: This rank's part of the map of each table.
     """
 
     def __init__(
@@ -53,35 +57,37 @@ class IdExchange:
     def train(
         self, ids: Mapping[str, torch.Tensor], step: int
     ) -> tuple[dict[str, torch.Tensor], dict[str, NewRows]]:
-        """The rows of the ids of a global batch, some of which get one by it.
+        """Return the rows of the ids of a global batch, after assigning rows to some of these ids.
 
         Args:
-            ids: table → int64 [n], this rank's ids of the batch.
-            step: of the run, from 0.
+            ids: This rank's ids of the batch by table, int64 [n].
+            step: Step of the run, from 0.
 
         Returns:
-            (table → int64 [n], the row of each id; table → rows that ids have got, on all ranks).
+            The row of each id by table, int64 [n]; and the newly assigned rows on all ranks by table.
         """
         asked, trip, owned = self._ask(ids)
         rows, places, sizes_WT = self._all.train(step, owned)
-        # On every rank: the shards of a table are not where its ids are.
+        # Every rank gets all new rows, because a table's shards and its ids can be on different ranks.
         pairs = torch.stack([rows[places], unhash_bits(owned.keys[places])], 1)
         new = zip(self.maps, self._peers.join(pairs, sizes_WT), strict=True)
         told = {table: NewRows(*its.unbind(1)) for table, its in new}
         return self._answer(ids, asked, trip, owned, rows), told
 
     def look_up(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """table → int64 [n], the row of each id; none gets one by it.
+        """Return the row of each id by table, int64 [n], without assigning rows.
 
         Args:
-            ids: table → int64 [n], on each rank its own.
+            ids: This rank's ids by table, int64 [n].
         """
         asked, trip, owned = self._ask(ids)
         return self._answer(ids, asked, trip, owned, self._all.look_up(owned))
 
     def _ask(self, ids: Mapping[str, torch.Tensor]) -> tuple[Distinct, RoundTrip | None, Distinct]:
-        """What this rank asks for, its way there, and what it is asked for by all of them; a single rank asks
-        itself."""
+        """Return the keys this rank requests, their exchange, and the keys all ranks request from this rank.
+
+        With a single rank, there is no exchange and both sets of keys are the same.
+        """
         keys, count = keys_of(torch.cat([ids[table] for table in self.maps])), len(self.maps)
         sizes = on_device([len(ids[table]) for table in self.maps], self._device)
         numbers = torch.arange(count, device=self._device)
@@ -101,10 +107,14 @@ class IdExchange:
         owned: Distinct,
         rows: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
-        """The rows of what has been asked for.
+        """Return the row of each of this rank's ids by table.
 
         Args:
-            rows: those of `owned`; -1 where an id has none.
+            ids: This rank's ids by table.
+            asked: Distinct keys of the ids.
+            trip: Exchange of the keys, or None with a single rank.
+            owned: Keys requested from this rank.
+            rows: Rows of `owned`, -1 for ids without a row.
         """
         if trip:
             rows = trip.back(rows[owned.places])
@@ -116,33 +126,37 @@ class IdExchange:
 
 
 def _peers(device: torch.device) -> Peers:
-    """All ranks; on GPUs in a separate group. NCCL does what one group is asked for in its order, so ids of
-    the next batch would wait for the gradients of this one."""
+    """Return all ranks; on GPUs as a separate process group.
+
+    NCCL executes the requests of one group in order, so the ids of the next batch would wait for the
+    gradients of this batch.
+    """
     if device.type != "cuda" or not dist.is_initialized() or dist.get_world_size() == 1:
         return Peers()
-    # Of hangs the coordinator learns; an early end of NCCL's time would name the rank that waits.
+    # The coordinator detects hangs. A shorter NCCL timeout would blame the rank that waits.
     return Peers(group=dist.new_group(backend="nccl", timeout=timedelta(days=1)))
 
 
 class ManagedBatches:
-    """Maps the ids of batches to rows before a model gets them, and resets rows that get another id.
+    """Mapping of the ids of batches to rows, and reset of rows that are assigned to another id.
 
-    All methods but `begin_rows` are collectives, and so is making it. A pipeline takes batches a few steps
-    ahead, and their ids get rows then. A row holds the values of the id before it until all earlier steps
-    have been trained: they are replaced when the model is called with the batch that has given the row away.
+    All methods except `begin_rows` are collectives, as is the constructor. A pipeline fetches batches a few
+    steps ahead, and their ids get rows at that time. A row must keep the previous id's values until all
+    earlier steps have been trained. The values are replaced when the model is called with the batch that
+    reassigned the row.
 
     Args:
-        model: The sharded model.
-        live: Its tables with their optimizer state, by name.
+        model: Sharded model.
+        live: Tables of the model with their optimizer state, by name.
         schema: Schema of the run; some of its tables have managed ids.
         seed: Seed of draws and of initial values.
         device: Device of this rank.
 
     Attributes:
-        maps: Managed table → this rank's part of its map.
-        steps: Steps of the run whose ids have been mapped; a pipeline may be ahead of the trained steps.
-        before_writing: Called before anything is written to rows of a shard: (table, rows int64 [n], counted
-            from the shard's first).
+        maps: This rank's part of the map of each managed table.
+        steps: Number of steps whose ids have been mapped; a pipeline may be ahead of the trained steps.
+        before_writing: Function (table, rows) called before rows of a shard are written; the rows, int64 [n],
+            are relative to the shard's first row.
     """
 
     def __init__(
@@ -167,10 +181,11 @@ class ManagedBatches:
         }
 
     def assign(self, batch: Batch, step: int) -> Batch:
-        """The batch itself, changed: with rows in the place of ids.
+        """Replace the ids of a batch by rows in place, assigning rows to new ids, and return the batch.
 
         Args:
-            step: of the run, from 0.
+            batch: Batch of this rank.
+            step: Step of the run, from 0.
         """
         if batch.new_rows is not None:
             raise RunError("a batch whose ids have their rows already", where=f"step {step}")
@@ -183,8 +198,8 @@ class ManagedBatches:
     def _placed(self, new: dict[str, NewRows]) -> dict[str, NewRows]:
         """Return the new rows of each table that has any, with their places in this rank's shards.
 
-        The host learns how many there are: here a GPU still has the steps before to train, when the model is
-        called it would run dry.
+        The host waits for the number of rows. At this point a GPU still has earlier steps to train; when the
+        model is called, the GPU would be idle.
         """
         new = {name: its for name, its in new.items() if len(its.rows)}
         within = {
@@ -200,8 +215,10 @@ class ManagedBatches:
 
     @torch.no_grad()
     def begin_rows(self, batch: Batch) -> None:
-        """Resets the rows of this rank's shards that a batch has given to other ids: to these ids' initial
-        values, without optimizer state. Values are made block by block."""
+        """Reset the rows of this rank's shards that a batch has assigned to other ids.
+
+        Rows get the initial values of their new ids, block by block, and zero optimizer state.
+        """
         for name, (rows, ids, places) in (batch.new_rows or {}).items():
             table, spec = self._tables[name], self._schema.tables[name]
             for shard in table.weight.local:
@@ -216,13 +233,13 @@ class ManagedBatches:
                     shard.write(its_rows, shard.values.new_zeros(len(its_rows), *shard.values.shape[1:]))
 
     def find(self, batch: Batch) -> Batch:
-        """The batch with the rows that ids have; none gets one."""
+        """Return a copy of the batch with rows in place of ids, without assigning rows."""
         rows = self._exchange.look_up(self._ids(batch.sparse))
         self._settle()
         return replace(batch, sparse=self._with_rows(batch.sparse, rows), new_rows={})
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """Managed table → figures of its ids since the last call, over all ranks (docs/monitoring.md)."""
+        """Return figures of each managed table since the last call, over all ranks (docs/monitoring.md)."""
         sums = []
         for table, part in self.maps.items():
             ages, before = part.ages(self.steps), self._told.get(table, {})
@@ -243,17 +260,13 @@ class ManagedBatches:
         return out
 
     def rows_of(self, table: str, ids: torch.Tensor) -> torch.Tensor:
-        """The rows of these ids of one table, int64 [n]; of the fallback where they have none.
-
-        Args:
-            ids: int64 [n], on each rank its own.
-        """
+        """Return the rows of this rank's ids of one table, int64 [n]; fallback rows for ids without a row."""
         asked = {name: ids[: len(ids) if name == table else 0].to(self._device) for name in self.maps}
         return self._exchange.look_up(asked)[table]
 
     def _ids(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        """Managed table → the ids of its features, one feature after the other, on the maps' device."""
-        values = sparse.values().to(self._device, non_blocking=True)  # all, from pinned memory
+        """Return the ids of each managed table, concatenated feature by feature, on the maps' device."""
+        values = sparse.values().to(self._device, non_blocking=True)  # one copy from pinned memory
         of_keys = values.split(sparse.length_per_key())
         return {
             table: torch.cat([of_keys[place] for place in places]) for table, places in self._keys.items()
@@ -263,7 +276,7 @@ class ManagedBatches:
         sizes, values = sparse.length_per_key(), sparse.values()
         of_keys = list(values.split(sizes))
         places = [place for table in rows for place in self._keys[table]]
-        found = torch.cat(list(rows.values())).to(values.device)  # at once: the host waits for a GPU here
+        found = torch.cat(list(rows.values())).to(values.device)  # one copy: the host waits for a GPU here
         for place, part in zip(places, found.split([sizes[place] for place in places]), strict=True):
             of_keys[place] = part
         joined = torch.empty_like(values, pin_memory=values.is_pinned())
@@ -277,6 +290,6 @@ class ManagedBatches:
         )
 
     def _settle(self) -> None:
-        """Waits for a GPU: a pipeline calls on one stream, what saves the maps looks at them on another."""
+        """Wait for the GPU: the pipeline changes the maps on one stream, and saving reads them on another."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()

@@ -1,13 +1,15 @@
-"""A hash map of the keys of several tables in torch, on any device. Keys are found, put in and removed many
-at a time, those of all tables at once, so that on a GPU neither launches nor waits grow with the tables.
+"""Hash map of the keys of several tables, in torch, on any device.
 
-Keys stand in buckets of 8, a cache line each, of which each table has a range. A key's bucket is its place
-within the span of keys that this rank owns; where that bucket is full, the key is in the next one with room,
-and each bucket that it had to pass counts it, so that a search ends at the first bucket that no key has
-passed. Removing a key takes it out of those counts again, so that the map stays as quick as it was however
+Keys of all tables are found, inserted and removed together. The number of kernel launches and waits on a GPU
+is therefore independent of the number of tables.
+
+Keys are stored in buckets of 8 (one cache line), and each table has a range of buckets. A key's bucket is
+proportional to the key's position in the span of keys that this rank owns. If that bucket is full, the key
+goes into the next bucket with room. Every full bucket on the way counts the key, so a search ends at the
+first bucket that no key has passed. Removing a key decrements these counts, so the map stays fast however
 many keys come and go.
 
-What is in a map does not depend on which slots keys have: two maps with the same entries are equal.
+The content of a map does not depend on the slots of its keys: two maps with the same entries are equal.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ import torch
 from raytrec.common.collectives import on_device
 from raytrec.embeddings.hashing import NO_KEY, of_table, shares
 
-BUCKET = 8  # slots
-LOAD = 0.6  # of slots that are filled when a map is as full as it was made for
-MOST_FILLED = 0.9  # of slots that may be filled before it grows
+BUCKET = 8  # slots per bucket
+LOAD = 0.6  # share of slots filled when a map has the number of entries it was created for
+MOST_FILLED = 0.9  # share of filled slots above which a map grows
 
 
 @dataclass(frozen=True)
 class Entries:
-    """Keys, each once, and what belongs to them.
+    """Distinct keys and their fields.
 
     Attributes:
-        keys: int64 [n].
-        fields: name → integers [n].
+        keys: Keys, int64 [n].
+        fields: Integers [n] by field name.
     """
 
     keys: torch.Tensor
@@ -54,8 +56,8 @@ class Free:
     """Rows of a table without an id; the same on all ranks.
 
     Attributes:
-        handed: the number of rows that have been handed out once.
-        left: int64 [n], those whose ids have left, in the order in which they are handed out again.
+        handed: Number of rows that have been assigned at least once.
+        left: Rows whose ids have left, int64 [n], in the order in which they will be reassigned.
     """
 
     handed: int
@@ -64,12 +66,12 @@ class Free:
 
 @dataclass(frozen=True)
 class MapState:
-    """What a map has of a table, of all ranks or of some.
+    """Content of a table's map on all or some ranks.
 
     Attributes:
-        rows: keys with a row: row, sightings, last (the step of the last one).
-        waiting: keys that have been seen, but not often enough: sightings, last.
-        free: rows without an id.
+        rows: Keys with a row; fields row, sightings and last (step of the last sighting).
+        waiting: Keys not yet seen often enough; fields sightings and last.
+        free: Rows without an id.
     """
 
     rows: Entries
@@ -78,19 +80,20 @@ class MapState:
 
 
 class KeyMap:
-    """Keys of one rank's span, and integers that belong to each.
+    """Keys of one rank's span, with integer fields.
 
-    In its arguments, `tables` int64 [n] is the table of each key, ascending, and `sizes` how many of the n
-    each table has.
+    In the methods, `tables`, int64 [n], is the ascending table number of each key. `sizes` is the number of
+    these n keys in each table.
 
     Args:
-        entries: of each table, how many it is made for; it grows where there are more.
-        dtypes: name → dtype of what belongs to a key.
-        world: number of ranks that share all keys.
+        entries: Expected number of entries of each table; a table's range grows beyond that.
+        dtypes: Dtype of each field by name.
+        world: Number of ranks that share all keys.
+        device: Device of the map.
 
     Attributes:
-        fields: name → values of all slots, [slots]; what is in a slot without a key has no meaning.
-        counts: keys that it has of each table.
+        fields: Values of all slots by field name, [slots]; undefined in slots without a key.
+        counts: Number of keys of each table.
     """
 
     def __init__(
@@ -113,10 +116,10 @@ class KeyMap:
         self._start_T = self._end_T - self._buckets_T
 
     def find(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """The slot of each key [n], -1 where it is not there: int64 [n]."""
+        """Return the slot of each key [n], int64 [n]; -1 if the key is missing."""
         bucket_M = self._home(tables, keys)
         slots, rest = self._find_in(bucket_M, keys)
-        place_M = rest  # which of the keys are still looked for
+        place_M = rest  # keys that have not been found yet
         for _ in range(1, max(self._buckets)):
             if not len(rest):
                 break
@@ -127,7 +130,7 @@ class KeyMap:
         return slots
 
     def _find_in(self, bucket_M: torch.Tensor, keys_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the slot of each key, -1 where it is not in its bucket; which of these may be in the next one)."""
+        """Return the slot of each key (-1 if not in its bucket) and the keys that may be in the next one."""
         column_M = _column(self._keys.index_select(0, bucket_M) == keys_M.unsqueeze(1))
         missing_M = column_M < 0
         goes_on_M = missing_M & (self._passed.index_select(0, bucket_M) > 0)
@@ -135,7 +138,7 @@ class KeyMap:
         return slots_M, goes_on_M.nonzero().squeeze(1)
 
     def insert(self, tables: torch.Tensor, sizes: Sequence[int], entries: Entries) -> None:
-        """Puts keys in, none of which is there. Slots that were found before may be others afterwards."""
+        """Insert keys that are not in the map. Slots found earlier may change."""
         for table, size in enumerate(sizes):
             needed = self.counts[table] + size
             if needed > MOST_FILLED * BUCKET * self._buckets[table]:
@@ -149,7 +152,10 @@ class KeyMap:
             self.fields[name].index_copy_(0, slots, values.to(self.fields[name].dtype))
 
     def _grow(self, table: int, entries: int) -> None:
-        """Makes a table's range one for so many, one tensor after the other to have little memory twice."""
+        """Enlarge a table's range for a number of entries.
+
+        Tensors are copied one after the other to limit the memory that is needed twice.
+        """
         everything, start, end = self.entries(table), self._start(table), self._ends[table]
         buckets = self._buckets[table] = _buckets(entries)
 
@@ -164,13 +170,13 @@ class KeyMap:
         self._put(torch.full_like(everything.keys, table), everything)
 
     def _take_slots(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Writes keys into free slots: int64 [n]."""
+        """Write keys into free slots and return the slots, int64 [n]."""
         slots = torch.empty_like(keys)
         bucket_M, place_M = self._home(tables, keys), torch.arange(len(keys), device=keys.device)
         while len(place_M):
             bucket_M, order = bucket_M.sort(stable=True)
             place_M = place_M[order]
-            # The n-th of the keys that want the same bucket takes the n-th free slot of it.
+            # Of the keys that need the same bucket, the n-th one takes the n-th free slot.
             nth_M = torch.arange(len(bucket_M), device=keys.device) - torch.searchsorted(bucket_M, bucket_M)
             free_M8 = self._keys.index_select(0, bucket_M) == NO_KEY
             taken_M8 = free_M8 & (free_M8.cumsum(1) == nth_M.unsqueeze(1) + 1)
@@ -185,7 +191,7 @@ class KeyMap:
         return slots
 
     def remove(self, tables: torch.Tensor, sizes: Sequence[int], slots: torch.Tensor) -> None:
-        """Takes keys out by their slots [n], each once."""
+        """Remove keys by their distinct slots [n]."""
         bucket = slots // BUCKET
         home = self._home(tables, self._keys.view(-1)[slots])
         while len(passed := (home != bucket).nonzero().squeeze(1)):
@@ -196,11 +202,11 @@ class KeyMap:
         self.counts = [count - size for count, size in zip(self.counts, sizes, strict=True)]
 
     def occupied(self, table: int) -> torch.Tensor:
-        """The slots that have a key of a table: int64 [n], ascending."""
+        """Return the slots with a key of a table, int64 [n], ascending."""
         return self.sample(table, self._buckets[table] * BUCKET)
 
     def sample(self, table: int, most: int) -> torch.Tensor:
-        """The slots that have a key of a table, of no more than so many that lie evenly: int64 [n]."""
+        """Return the slots with a key among about `most` evenly spaced slots of a table, int64 [n]."""
         stride = max(1, self._buckets[table] * BUCKET // most)
         taken = self._of(table, self._keys.view(-1))[::stride] != NO_KEY
         return taken.nonzero().squeeze(1) * stride + self._start(table) * BUCKET
@@ -208,11 +214,14 @@ class KeyMap:
     def below(
         self, tables: Sequence[int], field: str, limits: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(which of these tables a key is of, its slot) where a field is less than its table's limit: int64
-        [n] each, ascending.
+        """Return the keys whose field is below their table's limit, as (index into `tables`, slot).
+
+        Both are int64 [n], ascending.
 
         Args:
-            limits: of each of the tables.
+            tables: Table numbers.
+            field: Name of the field.
+            limits: Limit of each of the tables.
         """
         values, keys = self.fields[field], self._keys.view(-1)
         parts = [
@@ -230,28 +239,28 @@ class KeyMap:
         return which, found + of_table(shifts_P, which)
 
     def _of(self, table: int, values: torch.Tensor) -> torch.Tensor:
-        """A table's part of the values of all slots."""
+        """Return a table's part of the values of all slots."""
         return values[self._start(table) * BUCKET : self._ends[table] * BUCKET]
 
     def _start(self, table: int) -> int:
         return self._ends[table] - self._buckets[table]
 
     def at(self, slots: torch.Tensor) -> Entries:
-        """What is in these slots, each of which has a key."""
+        """Return the entries in these slots, each of which has a key."""
         fields = {name: values.index_select(0, slots) for name, values in self.fields.items()}
         return Entries(self._keys.view(-1).index_select(0, slots), fields)
 
     def entries(self, table: int) -> Entries:
-        """All of a table, in no particular order."""
+        """Return all entries of a table in no particular order."""
         return self.at(self.occupied(table))
 
     def _home(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """The bucket in which each key is, unless that is full."""
+        """Return the bucket of each key, in which the key is stored unless the bucket is full."""
         within = (shares(keys, self._world)[1] * of_table(self._buckets_T, tables)) >> 32
         return within.add_(of_table(self._start_T, tables))
 
     def _next(self, tables: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
-        """The bucket in which a key is where it is not in this one; after a table's last comes its first."""
+        """Return the bucket after each bucket; the first bucket of the table follows its last one."""
         after = buckets + 1
         return after.where(after < of_table(self._end_T, tables), of_table(self._start_T, tables))
 
@@ -265,11 +274,11 @@ def _buckets(entries: int) -> int:
 
 
 def _column(chosen_M8: torch.Tensor) -> torch.Tensor:
-    """Which of a bucket's slots is chosen, -1 where none is: int64 [M].
+    """Return the chosen column of each row, int64 [M]; -1 if no column is chosen.
 
     Args:
-        chosen_M8: bool, at most one of each row. Its eight bytes are one integer of 64 bits, 256 to the power
-            of the column; this power moves the column's number into the highest byte of a constant.
+        chosen_M8: bool [M, 8] with at most one True per row. As a 64-bit integer, a row is 256 to the power
+            of the column. Multiplied by this power, a constant has the column's number in its highest byte.
     """
     power_M = chosen_M8.view(torch.int64).squeeze(1)
     return (power_M * 0x0001020304050607 >> 56) - (power_M == 0).long()

@@ -1,4 +1,7 @@
-"""Which ids get a row, and which lose theirs. All are functions of what all ranks have seen together."""
+"""Policies of managed ids: admission of ids to rows, and eviction.
+
+All decisions are functions of the ids seen by all ranks together.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +13,43 @@ from raytrec.common.collectives import Peers, on_device
 from raytrec.config.schema_parts import Eviction
 from raytrec.embeddings.hashing import count_tables, hash_bits, in_order, of_table
 
-SWEEPS = 8  # searches for expired ids in the steps after which an id expires
+SWEEPS = 8  # searches for expired ids within ttl_steps steps
 MOST_SIGHTINGS = 2**31 - 1
-FREED = 64  # the part of the rows that is freed at least, so that ids are rarely searched
-STEPS, MOST_FREED = 4, 4  # with lru: for so many steps like this one, up to this part of the rows
-MOST_ROWS = 2**20  # that are freed ahead, a list of which every rank keeps
-HISTOGRAM_BITS = 12  # of a score that a histogram, which ranks add up, distinguishes: 32 KiB
+FREED = 64  # at least 1/64 of the rows is freed at once, so that searches are rare
+STEPS, MOST_FREED = 4, 4  # lru frees rows for 4 steps like the current one, up to 1/4 of the rows
+MOST_ROWS = 2**20  # maximum number of rows freed ahead; every rank keeps a list of them
+HISTOGRAM_BITS = 12  # bits of a score per histogram, which all ranks sum: 32 KiB
 
 
 def counted_sightings(eviction: Eviction) -> int:
-    """Of an id's sightings, how many its score distinguishes: with lru none."""
+    """Return the maximum number of sightings that an id's score distinguishes; 0 with lru."""
     return 0 if eviction == "lru" else MOST_SIGHTINGS
 
 
 def scores(counted: torch.Tensor, sightings: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """The scores of ids with rows: int64 [n], 0 or more; the lowest leave first.
+    """Return the scores of ids with rows, int64 [n], 0 or more; ids with the lowest scores are evicted first.
 
-    lru: the step of the last sighting. lfu: sightings, and among equals the last step.
+    With lru, the score is the step of the last sighting. With lfu, it is the number of sightings, and the
+    last step breaks ties.
 
     Args:
-        counted: int64 [n], `counted_sightings` of each id's table.
-        sightings: int64 [n]. last: integers [n], the step of the last one; -1 or more.
+        counted: Result of `counted_sightings` for each id's table, int64 [n].
+        sightings: Number of sightings of each id, int64 [n].
+        last: Step of the last sighting of each id, integers [n], -1 or more.
     """
     return (torch.minimum(sightings, counted) << 31) | (last + 1)
 
 
 def admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: int, seed: int) -> torch.Tensor:
-    """Return the scores of ids without a row if rows are too few for all: int64 [n], 0 or more.
+    """Return the scores of ids without a row, int64 [n], 0 or more, used if there are too few rows.
 
-    Ids seen more often go first; among equals an even draw decides, a function of (seed, step, key).
+    Ids with more sightings are admitted first. A uniform draw, a function of (seed, step, key), breaks ties.
 
     Args:
-        sightings: int64 [n], sightings including this step.
+        keys: Keys of the ids, int64 [n].
+        sightings: Number of sightings including this step, int64 [n].
+        step: Step of the run.
+        seed: Seed of the draw.
     """
     of_seed, of_step = (torch.full((1,), number, device=keys.device) for number in (seed, step))
     salt = hash_bits(of_seed ^ hash_bits(of_step))
@@ -50,13 +58,15 @@ def admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: int, see
 
 
 def rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
-    """How many ids lose their rows at a step that lacks some.
+    """Return the number of ids that lose their rows at a step with too few free rows.
 
-    With lru they are as many as are missing, and some ahead. With lfu, at most a 64th of the rows changes
-    hands at a step: else a batch with many new ids would take rows from ids that are seen often.
+    With lru, the missing rows are freed, and some more ahead. With lfu, at most 1/64 of the rows is
+    reassigned per step: otherwise a batch with many new ids would take rows from frequent ids.
 
     Args:
-        rows: that ids can have.
+        eviction: Eviction policy.
+        missing: Number of missing rows.
+        rows: Number of rows that ids can have.
     """
     least = min(max(1, rows // FREED), MOST_ROWS)
     if eviction != "lru":
@@ -65,18 +75,22 @@ def rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
 
 
 def horizon(ttl_steps: int | None, step: int) -> int | None:
-    """The step before which ids must have been seen last to leave at this step; None: none leaves.
+    """Return the step before which ids must have been last seen to expire now, or None if no ids expire.
 
     Args:
-        ttl_steps: for how many steps an id may be unseen; None: for ever.
+        ttl_steps: Number of steps for which an id may be unseen; None: unlimited.
+        step: Current step.
     """
     due = ttl_steps and step % max(1, ttl_steps // SWEEPS) == 0
     return step - ttl_steps if due else None
 
 
 def stride(rows: int) -> int:
-    """How far apart rows are that are handed out one after the other: near the golden section of the table,
-    of which any number of them in a row divides it evenly, and without a common divisor, so that all come."""
+    """Return the distance between rows that are assigned one after the other.
+
+    It is close to the golden section of the table, so that any number of consecutive assignments is spread
+    evenly. It has no common divisor with `rows`, so that every row is reached.
+    """
     step = max(1, round(min(rows, 2**62 // max(rows, 1)) * (sqrt(5) - 1) / 2))
     while gcd(step, rows) > 1:
         step += 1
@@ -86,16 +100,20 @@ def stride(rows: int) -> int:
 def lowest(
     tables: torch.Tensor, scores: torch.Tensor, keys: torch.Tensor, counts: list[int], peers: Peers
 ) -> torch.Tensor:
-    """Which of this rank's keys are among the lowest of their table on all ranks, by score and then by key:
-    int64 [n], places in `keys`, ascending; a collective.
+    """Return the places in `keys` of this rank's keys among the lowest of their table on all ranks.
 
-    Histograms of all ranks' scores, each of the bin that the last one has narrowed it down to, lead to the
-    score of the last key that is taken. Of keys with this very score ranks take those that come first, as
-    they own spans of keys in their order.
+    The result is int64 [n], ascending. Keys are ordered by score and then by key. This is a collective.
+
+    Histograms of all ranks' scores, each over the bin selected by the previous one, find the score of the
+    last key to take. Among keys with this score, ranks take the first ones, because they own spans of keys in
+    key order.
 
     Args:
-        tables: int64 [n], ascending, from 0. scores: int64 [n], 0 or more. keys: int64 [n].
-        counts: of each table, how many on all ranks; where there are fewer, all are taken.
+        tables: Table number of each key, int64 [n], ascending, from 0.
+        scores: Scores, int64 [n], 0 or more.
+        keys: Keys, int64 [n].
+        counts: Number of keys to take from each table on all ranks; if a table has fewer, all are taken.
+        peers: Ranks that share the keys.
     """
     device = scores.device
     mine = torch.full((3, len(counts)), 2**63 - 1, device=device)
@@ -103,7 +121,7 @@ def lowest(
     if len(counts) > 1:
         mine[1].scatter_reduce_(0, tables, scores, "amin")
         mine[2].scatter_reduce_(0, tables, scores, "amax")
-    elif len(scores):  # quicker on a CPU
+    elif len(scores):  # faster on a CPU
         mine[1], mine[2] = scores.aminmax()
     sizes, lowest_of, highest_of = zip(*peers.stack(mine).tolist(), strict=True)
     lows = [min(of_ranks) for of_ranks in zip(*lowest_of, strict=True)]
@@ -136,20 +154,25 @@ def _thresholds(
     highs: list[int],
     peers: Peers,
 ) -> tuple[list[int], list[int]]:
-    """(of each table the score of the last of its lowest, how many with this score are among them).
+    """Return, for each table, the score of the last key to take and how many keys of that score to take.
 
     Args:
-        lows, highs: the least and the greatest score of all; equal where the score is known.
+        tables: Table number of each key, int64 [n], ascending.
+        scores: Scores, int64 [n].
+        counts: Number of keys to take from each table on all ranks.
+        lows: Lowest score of each table on all ranks; equal to `highs` if the threshold is known.
+        highs: Highest score of each table on all ranks.
+        peers: Ranks that share the keys.
     """
     counts, lows, highs, device = list(counts), list(lows), list(highs), scores.device
     while any(low < high for low, high in zip(lows, highs, strict=True)):
         widths = ((high - low).bit_length() for low, high in zip(lows, highs, strict=True))
-        # Where the score is known already, what falls into bins does not matter, but not outside them.
+        # If the threshold is known, the bins of the scores are irrelevant but must be within range.
         shifts = [max(0, width - HISTOGRAM_BITS) if width else 62 for width in widths]
         low_T, shift_T, count_T = on_device([lows, shifts, counts], device)
         starts_T = torch.arange(len(counts), device=device) << HISTOGRAM_BITS
         bins = ((scores - of_table(low_T, tables)) >> of_table(shift_T, tables)) + of_table(starts_T, tables)
-        # Not by bincount, for which the host would wait.
+        # torch.bincount would make the host wait.
         nothing = torch.zeros(len(counts) << HISTOGRAM_BITS, dtype=torch.int64, device=device)
         histogram = peers.sum(nothing.index_add_(0, bins, torch.ones_like(bins))).view(len(counts), -1)
         upto = histogram.cumsum(1)

@@ -1,4 +1,4 @@
-"""One rank's part of a table's map from ids to rows, and whether ids and rows are one to one over ranks."""
+"""One rank's part of a table's map from ids to rows, and an audit of the maps over all ranks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from raytrec.embeddings.hashing import hash_bits, shares
 from raytrec.embeddings.managed.key_map import MapState
 from raytrec.embeddings.managed.row_maps import RowMaps
 
-SAMPLE = 2**16  # slots that are looked at for the age of ids
-CHUNK = 2**20  # rows that are hashed at a time
+SAMPLE = 2**16  # slots sampled for the age of ids
+CHUNK = 2**20  # rows hashed at a time
 MASK = 2**64 - 1
 
 
 class RowMap:
-    """What `maps` have of one table.
+    """View of one table in `maps`.
 
     Args:
-        table: its number.
+        maps: This rank's part of the maps of all tables.
+        table: Number of the table.
 
     Attributes:
-        capacity: rows that ids can have.
+        capacity: Number of rows that ids can have.
+        device: Device of the maps.
     """
 
     def __init__(self, maps: RowMaps, table: int):
@@ -36,13 +38,16 @@ class RowMap:
 
     @property
     def waiting(self) -> int:
-        """Ids of this rank that have been seen, but not often enough."""
+        """Number of this rank's ids that have not yet been seen often enough to get a row."""
         return self._maps.waiting.counts[self._table]
 
     @property
     def counted(self) -> Mapping[str, int | torch.Tensor]:
-        """Since it began, ids of this rank that were admitted and evicted; ids of batches that were looked
-        up, those of the fallback among them (scalars on the device)."""
+        """Counts of this rank since the start.
+
+        "admitted" and "evicted" count ids; "lookups" counts ids of batches and "fallback" those that got a
+        fallback row. The latter two are scalars on the device.
+        """
         maps, table = self._maps, self._table
         return {
             "admitted": maps.admitted[table],
@@ -52,15 +57,16 @@ class RowMap:
         }
 
     def state(self) -> MapState:
-        """This rank's part."""
+        """Return this rank's part of the table's map."""
         maps, table = self._maps, self._table
         return MapState(maps.rows.entries(table), maps.waiting.entries(table), maps.free[table])
 
     def load(self, state: MapState) -> None:
-        """Takes its part of a state; the map has nothing yet.
+        """Load this rank's part of a state into an empty map.
 
         Args:
-            state: of any ranks, whose keys this rank need not own. Keys that it owns come once.
+            state: State of any ranks, including keys that other ranks own. Keys that this rank owns are
+                distinct.
         """
         maps, table = self._maps, self._table
         for map, entries in (maps.rows, state.rows), (maps.waiting, state.waiting):
@@ -71,13 +77,13 @@ class RowMap:
         maps.free[table] = state.free
 
     def ages(self, step: int) -> torch.Tensor:
-        """Steps since the last sighting of some of this rank's ids, one of many: int64 [n]."""
+        """Return the number of steps since the last sighting for a sample of this rank's ids, int64 [n]."""
         rows = self._maps.rows
         last = rows.at(rows.sample(self._table, SAMPLE)).fields["last"]
         return (step - last.long()).clamp(min=0)
 
     def audit(self) -> Audit:
-        """What is needed to know whether ids and rows are one to one over all ranks."""
+        """Return the figures needed to check that ids and rows are one to one over all ranks."""
         maps, table, peers = self._maps, self._table, self._maps.peers
         free, entries = maps.free[table], maps.rows.entries(table)
         rows, (owners, _) = entries.fields["row"].long(), shares(entries.keys, peers.world)
@@ -104,16 +110,16 @@ class Audit:
     """Counts and hashes of one rank's part of a map.
 
     Attributes:
-        rank: whose part it is.
-        ids: of this rank, that have a row.
-        outside: those of them whose row ids cannot have.
-        strangers: those of them that another rank owns.
-        repeated: how many of them are there more than once.
-        sum: Σ of the hashes of their rows, and of this rank's share of the rows that were never handed out,
-            less those of its share of all rows; mod 2⁶⁴.
-        left: rows of ids that have left, which are the same on all ranks.
-        left_sum: Σ of their hashes, mod 2⁶⁴.
-        unused: rows that were never handed out, of all ranks.
+        rank: Rank.
+        ids: Number of this rank's ids that have a row.
+        outside: Number of these ids with a row outside the range for ids.
+        strangers: Number of these ids that another rank owns.
+        repeated: Number of repetitions among these ids.
+        sum: Σ of the hashes of the ids' rows and of this rank's share of the rows never assigned, minus the
+            hashes of this rank's share of all rows; mod 2⁶⁴.
+        left: Number of rows whose ids have left; the same on all ranks.
+        left_sum: Σ of the hashes of these rows, mod 2⁶⁴.
+        unused: Number of rows never assigned on any rank.
     """
 
     rank: int
@@ -128,36 +134,36 @@ class Audit:
 
     @property
     def numbers(self) -> list[int]:
-        """Integers of 64 bits that add up over ranks: what is wrong by itself, ids, sum."""
+        """64-bit integers to be summed over ranks: number of local errors, number of ids, sum of hashes."""
         signed = self.sum - 2**64 if self.sum >= 2**63 else self.sum
         return [self.outside + self.strangers + self.repeated, self.ids, signed]
 
     @property
     def free(self) -> tuple[int, int, int]:
-        """The rows without an id, which all ranks know."""
+        """Rows without an id (left, left_sum, unused), which are the same on all ranks."""
         return self.left, self.left_sum, self.unused
 
 
 def is_sound(mine: Audit, total: list[int], rows: int) -> bool:
-    """Whether each row of a map has one id or is free, once.
+    """Return True if each row of a map has exactly one id or is free.
 
-    Rows that are there twice change the sum of hashes, but for a probability of 2⁻⁶⁴.
+    Rows that occur twice change the sum of hashes except with a probability of 2⁻⁶⁴.
 
     Args:
-        mine: of any rank, if `free` is the same on all.
-        total: the sums of all ranks' `numbers`.
-        rows: that ids can have.
+        mine: Audit of any rank; `free` must be the same on all ranks.
+        total: Sum of `numbers` over all ranks.
+        rows: Number of rows that ids can have.
     """
     wrong, ids, hashes = total
     return not wrong and ids + mine.left + mine.unused == rows and not (hashes + mine.left_sum) & MASK
 
 
 def problems(audits: list[Audit], rows: int) -> list[str]:
-    """What is wrong with a map, in words; nothing where it is sound.
+    """Return descriptions of the errors in a map, or an empty list if there are none.
 
     Args:
-        audits: of all ranks.
-        rows: that ids can have.
+        audits: Audits of all ranks.
+        rows: Number of rows that ids can have.
     """
     found, first = [], audits[0]
     for audit in audits:
@@ -181,12 +187,12 @@ def problems(audits: list[Audit], rows: int) -> list[str]:
 
 
 def hash_sum(rows: torch.Tensor) -> int:
-    """Σ of the hashes of rows [n], mod 2⁶⁴."""
+    """Return Σ of the hashes of rows [n], mod 2⁶⁴."""
     return int(hash_bits(rows.long()).sum()) & MASK if len(rows) else 0
 
 
 def share_sum(first: int, end: int, rank: int, world: int, rows_of: Callable, device: torch.device) -> int:
-    """Σ of the hashes of what `rows_of` makes of a rank's share of the numbers [first, end)."""
+    """Return Σ of the hashes of `rows_of` applied to a rank's share of the numbers [first, end), mod 2⁶⁴."""
     count, total = end - first, 0
     begin, stop = first + count * rank // world, first + count * (rank + 1) // world
     for start in range(begin, stop, CHUNK):

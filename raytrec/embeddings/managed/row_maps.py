@@ -1,4 +1,4 @@
-"""One rank's part of the maps from ids to rows, of all tables together."""
+"""One rank's part of the maps from ids to rows, for all tables together."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from raytrec.embeddings.managed.policy import (
     stride,
 )
 
-KEPT_SHARE = 8  # of the ids that wait for a row, this part leaves when there are too many
+KEPT_SHARE = 8  # if too many ids wait for a row, the excess and 1/8 of the capacity are removed
 
 
 class RowMaps:
-    """This rank's part of the maps from the ids of tables to their rows. A table is a number, from 0.
+    """This rank's part of the maps from the ids of tables to their rows. Tables are numbered from 0.
 
-    The map of a table after a step is a function of the map before it and of the ids of the global batch,
-    each with its number of occurrences: ids are dealt with in the order of their keys, whichever rank has
-    brought them. Neither collectives nor waits for a GPU grow with the tables.
+    A step's result depends only on the previous maps and on the ids of the global batch with their counts.
+    Ids are processed in the order of their keys, whichever rank has read them. The number of collectives and
+    of waits for a GPU is independent of the number of tables.
 
-    1. Ids with a row keep it. Of the others, those are to be admitted that the policy takes.
-    2. Expired ids leave. If rows are missing, the ids with the lowest scores leave, those of this batch
-       excepted. Then ids get rows; where there are too few, those that were seen most often. At first each
-       row is handed out once, in an order that spreads over the table, later those of ids that have left.
+    1. Ids with a row keep it. Of the other ids, the policy selects those to be admitted.
+    2. Expired ids leave. If rows are missing, the ids with the lowest scores leave, except ids of this batch.
+       Then ids get rows; if there are too few, the ids with the most sightings get them. Each row is first
+       assigned once, in an order that spreads over the table. Later, rows are reassigned as ids leave.
 
     Args:
-        rows: of each table, those of the fallback included.
-        policies: of each table, which ids get a row, and which lose theirs.
-        seed: of draws.
+        rows: Number of rows of each table, including fallback rows.
+        policies: Policy of admission and eviction of each table.
+        seed: Seed of random draws.
 
     Attributes:
-        capacities: of each table, rows that ids can have.
-        rows: ids that have one. waiting: ids that have been seen, but not often enough.
-        free: of each table.
-        admitted, evicted: of each table, ids of this rank since it began.
-        lookups_T, fallback_T: of each table, ids of batches that were looked up, and those of them that got a
-            row of the fallback; on the device.
+        capacities: Number of rows of each table that ids can have.
+        rows: Ids that have a row.
+        waiting: Ids that have not yet been seen often enough.
+        free: Rows without an id, for each table.
+        admitted, evicted: Number of this rank's ids admitted and evicted since the start, for each table.
+        lookups_T, fallback_T: Number of looked-up ids, and of those with a fallback row, for each table.
     """
 
     def __init__(
@@ -80,28 +80,29 @@ class RowMaps:
         self._capacity_T, self._fallback_T, self._admit_after_T, self._counted_T = columns
 
     def nth_row(self, table: int, numbers: torch.Tensor) -> torch.Tensor:
-        """The rows that are handed out as the n-th, when each is for the first time."""
+        """Return the row assigned to the n-th new id, for each number n."""
         return numbers * self._strides[table] % self.capacities[table]
 
     def look_up(self, ids: Distinct) -> torch.Tensor:
-        """The row of each id [n], -1 where it has none; changes nothing."""
+        """Return the row of each id [n], -1 for ids without a row. The maps do not change."""
         slots = self.rows.find(ids.tables, ids.keys)
         rows = self.rows.fields["row"].index_select(0, slots.clamp(min=0)).long()
         return torch.where(slots >= 0, rows, -1)
 
     def fallback(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """The row that each key [n] has as long as it has no own row."""
+        """Return the fallback row of each key [n], used while the key has no row."""
         return fallback_of(keys, of_table(self._capacity_T, tables), of_table(self._fallback_T, tables))
 
     def train(self, step: int, ids: Distinct) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
-        """Counts the ids of a global batch that this rank owns, and gives rows to some; a collective.
+        """Count the ids of a global batch that this rank owns, and assign rows to some; a collective.
 
         Args:
-            step: of the run, from 0.
+            step: Step of the run, from 0.
+            ids: Ids of the global batch that this rank owns.
 
         Returns:
-            (the row of each id, -1 where it has none; places of those that got a new one; of each rank, how
-            many these are of each table).
+            The row of each id (-1 without one); the places of ids with a new row; the number of these per
+            rank and table.
         """
         rows, wanted, sightings = self._sight(step, ids)
         wanted_T = count_tables(ids.tables[wanted], len(self.policies))
@@ -114,14 +115,13 @@ class RowMaps:
         places = wanted[chosen]
         if any(_total(given_WT)):
             rows = rows.index_copy(0, places, self._enter(step, ids, places, sightings[chosen], given_WT))
-        # As numbers of the device, which the host would wait for.
+        # The counts stay on the device, because the host would wait for them.
         self.lookups_T.index_add_(0, ids.tables, ids.counts)
         self.fallback_T.index_add_(0, ids.tables, ids.counts * (rows < 0))
         return rows, places, given_WT
 
     def _sight(self, step: int, ids: Distinct) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Counts ids: (the row of each, -1 where it has none; places of those that are to be admitted, and
-        their sightings so far)."""
+        """Count ids. Return their rows (-1 without one), and the places and sightings of ids to admit."""
         slots = self.rows.find(ids.tables, ids.keys)
         known, wanted = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
         counts = ids.counts.index_select(0, known)
@@ -137,7 +137,7 @@ class RowMaps:
         return rows, wanted, sightings
 
     def _see_waiting(self, ids: Distinct, which: torch.Tensor, step: int) -> torch.Tensor:
-        """Counts those of the ids that have no row: the sightings of each so far."""
+        """Count the ids that have no row, and return the number of sightings of each so far."""
         tables, keys, counts = ids.tables[which], ids.keys[which], ids.counts[which]
         slots = self.waiting.find(tables, keys)
         known, unknown = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
@@ -154,7 +154,7 @@ class RowMaps:
             self._give_back(list(due), *self.rows.below(list(due), "last", list(due.values())))
 
     def _trim_waiting(self, waiting: Sequence[int], step: int) -> None:
-        """Forgets those that were not seen for longest."""
+        """Remove the waiting ids that have not been seen for longest."""
         counts = {
             table: count - capacity + capacity // KEPT_SHARE
             for table, (count, capacity) in enumerate(zip(waiting, self.capacities, strict=True))
@@ -167,7 +167,7 @@ class RowMaps:
             self.waiting.remove(self._numbers(counts)[which], self._spread(counts, sizes), slots)
 
     def _evict(self, wanted: Sequence[int], step: int) -> None:
-        """Frees rows, some of them for the steps to come."""
+        """Free rows, including some for later steps."""
         counts = {
             table: rows_to_free(self.policies[table].eviction, missing, self.capacities[table])
             for table, missing in self._missing(wanted).items()
@@ -177,7 +177,7 @@ class RowMaps:
             self._give_back(list(counts), *self._lowest(self.rows, counts, self._counted_T, step))
 
     def _missing(self, wanted: Sequence[int]) -> dict[int, int]:
-        """Table → rows that it has too few of, where it has."""
+        """Return the number of missing rows for each table that has too few."""
         have = (
             capacity - free.handed + len(free.left)
             for capacity, free in zip(self.capacities, self.free, strict=True)
@@ -188,12 +188,15 @@ class RowMaps:
     def _lowest(
         self, map: KeyMap, counts: Mapping[int, int], counted_T: torch.Tensor, step: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(which of some tables each is of, slot) of ids with the lowest scores that were not seen at this
-        step; a collective.
+        """Return (index into the tables of `counts`, slot) of the ids with the lowest scores; a collective.
+
+        Ids seen at this step are excluded.
 
         Args:
-            counts: table → how many on all ranks.
-            counted_T: of all tables, see `policy.scores`.
+            map: Map of the ids.
+            counts: Number of ids on all ranks, by table.
+            counted_T: Argument `counted` of `policy.scores`, for each table.
+            step: Current step.
         """
         which, slots = map.below(list(counts), "last", [step] * len(counts))
         its = map.at(slots)
@@ -203,11 +206,9 @@ class RowMaps:
         return which[chosen], slots[chosen]
 
     def _give_back(self, tables: Sequence[int], which: torch.Tensor, slots: torch.Tensor) -> None:
-        """Ids lose their rows, which come to the end of those to be handed out in the order of keys; a
-        collective.
+        """Take the rows of ids, and append them in key order to the rows to be reassigned; a collective.
 
-        Args:
-            which: of the tables each slot is of.
+        The slots belong to ids of `tables`; `which` is each slot's index into `tables`.
         """
         its = self.rows.at(slots)
         rows = its.fields["row"][in_order(which, its.keys)[1]].long()
@@ -227,7 +228,7 @@ class RowMaps:
         sightings: torch.Tensor,
         wanted_WT: list[list[int]],
     ) -> tuple[torch.Tensor, list[list[int]]]:
-        """(which of `wanted` get a row; of each rank, how many these are of each table); a collective."""
+        """Return the places in `wanted` that get a row, and their number per rank and table; a collective."""
         refused = self._missing(_total(wanted_WT))
         if not refused:
             return torch.arange(len(wanted), device=self.device), wanted_WT
@@ -251,7 +252,7 @@ class RowMaps:
         sightings: torch.Tensor,
         given_WT: list[list[int]],
     ) -> torch.Tensor:
-        """The ids at these places get the next rows: int64 [n]."""
+        """Assign the next rows to the ids at these places, and return the rows, int64 [n]."""
         tables, keys, sizes = ids.tables[places], ids.keys[places], given_WT[self.peers.rank]
         rows, last = self._take(given_WT), torch.full_like(keys, step)
         self.rows.insert(tables, sizes, Entries(keys, {"row": rows, "sightings": sightings, "last": last}))
@@ -264,7 +265,7 @@ class RowMaps:
         return rows
 
     def _take(self, given_WT: list[list[int]]) -> torch.Tensor:
-        """This rank's part of the next rows without an id, table after table: int64 [n]."""
+        """Take this rank's part of the next free rows, table after table, int64 [n]."""
         rank, parts = self.peers.rank, []
         for table, given in enumerate(zip(*given_WT, strict=True)):
             free, count = self.free[table], sum(given)
@@ -282,13 +283,13 @@ class RowMaps:
         return on_device(list(tables), self.device)
 
     def _spread(self, tables: Sequence[int] | Mapping[int, int], values: Sequence[int]) -> list[int]:
-        """Values of some tables as of all; 0 of the others."""
+        """Return a value for each table: the given values, and 0 for other tables."""
         of_table = dict(zip(tables, values, strict=True))
         return [of_table.get(table, 0) for table in range(len(self.policies))]
 
 
 def _see(map: KeyMap, slots: torch.Tensor, counts: torch.Tensor, step: int) -> Entries:
-    """Counts keys, each once: what the map had of them before."""
+    """Count a sighting of distinct keys, and return their previous entries."""
     before = map.at(slots)
     map.fields["sightings"].index_copy_(0, slots, before.fields["sightings"] + counts)
     map.fields["last"].index_fill_(0, slots, step)

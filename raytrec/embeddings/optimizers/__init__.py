@@ -1,4 +1,4 @@
-"""The registry of optimizers of tables. A new one is a file in this folder, and its name is the file's.
+"""Registry of table optimizers. To add one, add a file to this folder; the file name is the optimizer's name.
 
     @table_optimizer
     class Adagrad(TableOptimizer):
@@ -8,9 +8,9 @@
         def torch_class(): ...
         def update(weight_ND, gradient_ND, state, step, lr, eps): ...
 
-`optim.embeddings.name` then takes it. The memory and time that plans count, names in checkpoints, statistics
-and the check of parity follow from it. The driver reads these classes, too: a file here imports torch in its
-methods.
+`optim.embeddings.name` then accepts the name. Predicted memory and time of plans, names in checkpoints,
+statistics and the parity check are derived from the class. The driver reads these classes as well, so files
+in this folder import torch only inside methods.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from raytrec.common.registry import Registry
 if TYPE_CHECKING:
     import torch
 
-STATE_BYTES = 4  # of a value of state: FBGEMM keeps it in fp32, whatever the weights are
+STATE_BYTES = 4  # size of a state value: FBGEMM keeps state in fp32 for any dtype of weights
 
 
 class StateKind(NamedTuple):
-    """One kind of optimizer state; it is 0 before the first update.
+    """Kind of optimizer state; its values are 0 before the first update.
 
     Attributes:
-        kind: its name, as torch.optim has it; checkpoints have it, too.
-        per: value: a number for each weight, [rows, dim]; row: one for each row, [rows].
-        buffer: FBGEMM's name for it.
+        kind: Name in torch.optim and in checkpoints.
+        per: "value" for one number per weight, [rows, dim]; "row" for one number per row, [rows].
+        buffer: Name in FBGEMM.
     """
 
     kind: str
@@ -42,17 +42,17 @@ class StateKind(NamedTuple):
 
 
 class TableOptimizer(ABC):
-    """How a table is updated.
+    """Update rule of a table.
 
     Attributes:
-        devices: where FBGEMM has a kernel that updates tables in backward (fused); on others the update is
-            dense.
-        state: its kinds.
-        counts: whether an update depends on how many there were before: their number is state, too.
-        second_moment: the kind of state that is 0 until a row's first gradient; None: there is none.
-        settings: the keys of optim.embeddings that it has besides lr and weight_decay.
-        cpu_lookup: Seconds of a byte read or written, of an id, and of a table's shard, that a lookup with
-            its update takes on CPU, as `raytrec doctor --measure` measures them; None: no kernel on CPU.
+        devices: Devices with an FBGEMM kernel that updates tables in backward (fused). Updates are dense on
+            others.
+        state: Kinds of optimizer state.
+        counts: True if an update depends on the number of previous updates, which is then also state.
+        second_moment: Kind of state that is 0 until a row's first gradient, or None.
+        settings: Keys of optim.embeddings that the optimizer uses in addition to lr and weight_decay.
+        cpu_lookup: Cost of a lookup with its update on CPU: seconds per byte read or written, per id, and per
+            shard of a table. `raytrec doctor --measure` measures these rates. None without a CPU kernel.
     """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
@@ -65,7 +65,10 @@ class TableOptimizer(ABC):
     @staticmethod
     @abstractmethod
     def torch_class() -> type[torch.optim.Optimizer]:
-        """The torch optimizer of dense updates, with this state; by it TorchRec finds FBGEMM's kernel."""
+        """Return the torch optimizer class for dense updates; TorchRec selects FBGEMM's kernel by this class.
+
+        The class must have the same state as this optimizer.
+        """
 
     @staticmethod
     @abstractmethod
@@ -77,22 +80,27 @@ class TableOptimizer(ABC):
         lr: float,
         eps: float,
     ) -> None:
-        """One update by the optimizer's definition, in place: what parity holds kernels and `torch_class` to.
+        """Apply one update in place by the optimizer's definition.
+
+        The parity check compares kernels and `torch_class` with this method.
 
         Args:
-            weight_ND, gradient_ND: float32 [rows, dim].
-            state: kind → float32 [rows, dim], or [rows] with one value a row.
-            step: number of this update, from 1 on.
+            weight_ND: Weights, float32 [rows, dim].
+            gradient_ND: Gradient, float32 [rows, dim].
+            state: State by kind, float32 [rows, dim], or [rows] for one value per row.
+            step: Number of this update, starting at 1.
+            lr: Learning rate.
+            eps: Constant added to the denominator.
         """
 
     @classmethod
     def bytes_per(cls, unit: Literal["value", "row"]) -> int:
-        """Bytes of state for each weight, or for each row."""
+        """Return the bytes of state for each weight ("value") or each row ("row")."""
         return STATE_BYTES * sum(state.per == unit for state in cls.state)
 
     @classmethod
     def by_row(cls) -> bool:
-        """Whether it has state of one value a row: column shards would each keep their own."""
+        """Return True if any state has one value per row, so that each column shard keeps a separate copy."""
         return any(state.per == "row" for state in cls.state)
 
 
@@ -104,7 +112,8 @@ def table_optimizer(cls: T) -> T:
     """Register an optimizer under the name of its file (a decorator).
 
     Raises:
-        TypeError: FBGEMM has a CPU kernel, and the class no rates of it, by which plans are compared.
+        TypeError: FBGEMM has a CPU kernel, but the class lacks `cpu_lookup`, the rates by which plans are
+            compared.
     """
     if "cpu" in cls.devices and cls.cpu_lookup is None:
         raise TypeError(f"{cls.__name__} has a kernel on CPU, but no cpu_lookup")
@@ -113,5 +122,5 @@ def table_optimizer(cls: T) -> T:
 
 
 def optimizer_of(name: str) -> type[TableOptimizer]:
-    """The optimizer of a name in the configuration."""
+    """Return the optimizer with this name in the configuration."""
     return OPTIMIZERS.parts[name]

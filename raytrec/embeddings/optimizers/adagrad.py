@@ -1,4 +1,4 @@
-"""adagrad: a weight's rate falls with its squared gradients."""
+"""adagrad: the learning rate of each weight decreases with the sum of its squared gradients."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Adagrad(TableOptimizer):
 
     @staticmethod
     def torch_class():
-        """torch.optim.Adagrad."""
+        """Return torch.optim.Adagrad."""
         import torch
 
         return torch.optim.Adagrad
 
     @staticmethod
     def update(weight_ND, gradient_ND, state, step, lr, eps):
-        """See TableOptimizer.update."""
+        """Apply one update in place (see TableOptimizer.update)."""
         state["sum"] += gradient_ND.square()
         weight_ND -= lr * gradient_ND / (state["sum"].sqrt() + eps)

@@ -1,4 +1,4 @@
-"""adam: averages of gradients and of their squares."""
+"""adam: running averages of gradients and of their squares."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from raytrec.embeddings.optimizers import StateKind, TableOptimizer, table_optim
 class Adam(TableOptimizer):
     """m ← m + (1 − β₁)(g − m), v ← v + (1 − β₂)(g² − v), w ← w − lr·m̂ ÷ (√v̂ + eps).
 
-    m̂ and v̂ are m ÷ (1 − β₁ⁿ) and v ÷ (1 − β₂ⁿ) at update n; β₁ = 0.9, β₂ = 0.999. FBGEMM has a kernel
-    for GPUs alone, which updates the rows of the batch; a dense update moves every row.
+    m̂ and v̂ are m ÷ (1 − β₁ⁿ) and v ÷ (1 − β₂ⁿ) at update n; β₁ = 0.9, β₂ = 0.999. FBGEMM has a kernel only
+    for GPUs, which updates the rows of the batch. A dense update changes every row.
     """
 
     devices = ("cuda",)
@@ -20,14 +20,14 @@ class Adam(TableOptimizer):
 
     @staticmethod
     def torch_class():
-        """torch.optim.Adam."""
+        """Return torch.optim.Adam."""
         import torch
 
         return torch.optim.Adam
 
     @staticmethod
     def update(weight_ND, gradient_ND, state, step, lr, eps):
-        """See TableOptimizer.update."""
+        """Apply one update in place (see TableOptimizer.update)."""
         average, square = state["exp_avg"], state["exp_avg_sq"]
         average += (1 - 0.9) * (gradient_ND - average)
         square += (1 - 0.999) * (gradient_ND.square() - square)

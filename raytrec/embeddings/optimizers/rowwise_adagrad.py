@@ -1,4 +1,4 @@
-"""rowwise_adagrad: Adagrad with one sum a row."""
+"""rowwise_adagrad: Adagrad with one sum of squared gradients per row."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class RowWiseAdagrad(TableOptimizer):
 
     @staticmethod
     def torch_class():
-        """TorchRec's RowWiseAdagrad."""
+        """Return TorchRec's RowWiseAdagrad."""
         from torchrec.optim import RowWiseAdagrad
 
         return RowWiseAdagrad
 
     @staticmethod
     def update(weight_ND, gradient_ND, state, step, lr, eps):
-        """See TableOptimizer.update."""
+        """Apply one update in place (see TableOptimizer.update)."""
         state["sum"] += gradient_ND.square().mean(1)
         weight_ND -= lr * gradient_ND / (state["sum"].sqrt() + eps).unsqueeze(1)

@@ -7,19 +7,19 @@ from raytrec.embeddings.optimizers import TableOptimizer, table_optimizer
 
 @table_optimizer
 class SGD(TableOptimizer):
-    """Plain gradient descent, without state."""
+    """Plain stochastic gradient descent without state."""
 
     settings = ()
     cpu_lookup = (9e-11, 5e-8, 1.2e-5)
 
     @staticmethod
     def torch_class():
-        """torch.optim.SGD."""
+        """Return torch.optim.SGD."""
         import torch
 
         return torch.optim.SGD
 
     @staticmethod
     def update(weight_ND, gradient_ND, state, step, lr, eps):
-        """See TableOptimizer.update."""
+        """Apply one update in place (see TableOptimizer.update)."""
         weight_ND -= lr * gradient_ND

@@ -1,1 +1,1 @@
-"""raytrec's own metrics. A new one is a class with @metric in a file of this folder, and nothing else."""
+"""Built-in metrics. To add a metric, define a class with @metric in a file of this folder."""

@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from raytrec.metrics.ranked import Ranked
 
 
-POINTS = 200  # of the ROC curve
+POINTS = 200  # maximum number of points of the ROC curve
 
 
 def roc(ranked: Ranked) -> dict[str, list] | None:
-    """The ROC curve: fpr, tpr, from (0, 0) to (1, 1); None when labels are not both 0 and 1. A collective."""
+    """Return fpr and tpr of the ROC curve from (0, 0) to (1, 1); a collective.
+
+    The result is None unless the labels contain 0 and 1 and no other value.
+    """
     import torch
 
     if not ranked.both_classes:
@@ -25,8 +28,8 @@ def roc(ranked: Ranked) -> dict[str, list] | None:
     positive, negative = ranked.before(0), ranked.before(1)
     of_ranks = ranked.peers.stack(torch.tensor([len(positive)], device=positive.device)).squeeze(1)
     before, distinct = int(of_ranks[: ranked.peers.rank].sum()), int(of_ranks.sum())
-    # The rates of what is predicted at least as high as each distinct prediction; of more than POINTS, of as
-    # many, evenly spread. Where two ranks have a point of one place, the lower one's counts.
+    # Rates of the rows predicted at least as high as each distinct prediction. More than POINTS predictions
+    # are thinned evenly. If two ranks have a point at one place, the lower rank's point is used.
     order = torch.arange(before, before + len(positive), device=positive.device)
     places = (order * (POINTS / max(POINTS, distinct))).ceil().long()
     first = torch.ones_like(places, dtype=torch.bool)
@@ -43,16 +46,19 @@ def roc(ranked: Ranked) -> dict[str, list] | None:
 
 @metric("auc", title="AUC", label="AUC", better="higher")
 class AUC(RankedMetric):
-    """The share of pairs of a positive and a negative row in which the positive one is predicted higher, ties
-    counted half, and pairs by the product of their weights. None when labels are not both 0 and 1.
+    """Share of pairs of a positive and a negative row in which the positive row has the higher prediction.
 
-    Source: the Mann-Whitney statistic; scikit-learn's roc_auc_score is the same. TorchRec's AUC ignores ties.
+    Ties count half, and pairs are weighted by the product of their row weights. The value is None unless the
+    labels contain 0 and 1 and no other value.
+
+    Source: the Mann-Whitney statistic, as in scikit-learn's roc_auc_score. TorchRec's AUC ignores ties.
     """
 
     ranked_curve = staticmethod(roc)
 
     @classmethod
     def sums(cls, ranked: Ranked) -> dict[str, torch.Tensor]:
+        """Return the weights of correctly ordered pairs, of tied pairs, and of both classes."""
         positive, negative = ranked.ties.positive, ranked.ties.negative
         tied = positive * negative / 2
         return {
@@ -64,32 +70,35 @@ class AUC(RankedMetric):
 
     @classmethod
     def figure(cls, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the share of correctly ordered pairs."""
         return sums["pairs"] / (sums["positive"] * sums["negative"])
 
     @classmethod
     def bound(cls, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Half of the share of pairs in one bin: in the exact order, a pair of these counts 0 or 1."""
+        """Return half of the share of pairs in one bin: in the exact order, such a pair counts 0 or 1."""
         return sums["tied"] / (sums["positive"] * sums["negative"])
 
 
 @metric("pr_auc", title="PR AUC (average precision)", label="PR AUC", better="higher")
 class PRAUC(RankedMetric):
-    """Σ (R_i - R_(i-1)) P_i over the distinct predictions from the highest down: P_i is the precision and R_i
-    the recall of all rows predicted at least as high, rows counted by their weights.
+    """Σ (R_i - R_(i-1)) P_i over distinct predictions in descending order.
 
-    Source: scikit-learn's average_precision_score. (Not the trapezoids below the curve, which flatter.)
+    P_i and R_i are precision and recall of all rows predicted at least as high, with rows weighted.
+
+    Source: scikit-learn's average_precision_score. Trapezoids below the curve would overestimate the area.
     """
 
     @classmethod
     def sums(cls, ranked: Ranked) -> dict[str, torch.Tensor]:
+        """Return the sums of precision, of its maximum error by binning, and of positive weights."""
         positive, negative = ranked.ties.positive, ranked.ties.negative
-        # Of all rows that are predicted higher; rounding must not make them less than none.
+        # Weights of all rows with higher predictions; rounding must not make them negative.
         above_1 = (ranked.total[0] - ranked.before(0) - positive).clamp(min=0)
         above_0 = (ranked.total[1] - ranked.before(1) - negative).clamp(min=0)
         above_and_here = above_1 + above_0 + positive + negative
         precision = positive * (above_1 + positive) / above_and_here
-        # Were a bin's positive rows all above its negative ones, or (an integral, as weights are not known)
-        # below them. A single row is where it is.
+        # Bounds if all positive rows of a bin were above its negative rows, or below them. The latter is an
+        # integral, because single weights are unknown. A bin of one row is exact.
         below = above_0 + negative
         growth = above_and_here / (above_1 + below).clamp(min=1e-300)
         most = positive * (above_1 + positive) / (above_1 + above_0 + positive).clamp(min=1e-300)
@@ -99,9 +108,10 @@ class PRAUC(RankedMetric):
 
     @classmethod
     def figure(cls, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the average precision."""
         return sums["precision"] / sums["positive"]
 
     @classmethod
     def bound(cls, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """As far as the best and the worst order within each bin can move it."""
+        """Return the largest change that the best or the worst order within each bin can cause."""
         return sums["off"] / sums["positive"]

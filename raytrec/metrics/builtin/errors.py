@@ -19,8 +19,9 @@ ETA = 1e-12  # TorchRec's bound on probabilities inside logarithms
 
 
 def entropy_sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
-    """Cross-entropy in bits, rows, and the sums of labels and of 1 - labels, all weighted; where predictions
-    are of classes, the last two are all rows, and none.
+    """Return weighted sums: cross-entropy in bits, rows, labels, and 1 - labels.
+
+    For class predictions, the last two sums are the weight of all rows and 0.
 
     Source: torchrec.metrics.ne.get_ne_states.
     """
@@ -47,16 +48,18 @@ def _entropy_of_classes(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
     "logloss", title="log loss (nats)", label="log loss", better="lower", takes=("probability", "classes")
 )
 class LogLoss(SumMetric):
-    """The mean cross-entropy of a row, in nats: -Σ w (y ln p + (1 - y) ln (1 - p)) ÷ Σ w, or of classes,
-    -Σ w ln p_label ÷ Σ w.
+    """Mean cross-entropy per row in nats: -Σ w (y ln p + (1 - y) ln (1 - p)) ÷ Σ w.
 
-    Source: torchrec.metrics.ne.compute_logloss, which is in bits.
+    For class predictions: -Σ w ln p_label ÷ Σ w.
+
+    Source: torchrec.metrics.ne.compute_logloss, converted from bits to nats.
     """
 
     sums = staticmethod(entropy_sums)
 
     @staticmethod
     def figure(sums: Mapping[str, torch.Tensor]) -> float:
+        """Return the mean cross-entropy in nats."""
         from torchrec.metrics.ne import compute_logloss
 
         positive, negative = sums["pos_labels"], sums["neg_labels"]
@@ -65,7 +68,7 @@ class LogLoss(SumMetric):
 
 @metric("ne", title="NE (normalised entropy)", label="NE", better="lower", takes=("probability",))
 class NE(SumMetric):
-    """The cross-entropy ÷ that of always predicting the mean label; NaN where all labels are equal.
+    """Cross-entropy ÷ cross-entropy of always predicting the mean label; NaN if all labels are equal.
 
     Source: X. He et al., Practical Lessons from Predicting Clicks on Ads at Facebook, ADKDD 2014, section 3.
     """
@@ -74,6 +77,7 @@ class NE(SumMetric):
 
     @staticmethod
     def figure(sums: Mapping[str, torch.Tensor]) -> float:
+        """Return the normalized entropy."""
         from torchrec.metrics.ne import compute_ne
 
         positive, negative = sums["pos_labels"], sums["neg_labels"]
@@ -96,11 +100,13 @@ class MAE(SumMetric):
 
     @staticmethod
     def sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
+        """Return the weighted sum of absolute errors and the sum of weights."""
         errors_B = outputs.predictions.double() - outputs.labels
         return {"errors": (outputs.weights * errors_B.abs()).sum(), "weight": outputs.weights.sum()}
 
     @staticmethod
     def figure(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the mean absolute error."""
         return sums["errors"] / sums["weight"]
 
 
@@ -113,11 +119,13 @@ class MSE(SumMetric):
 
     @staticmethod
     def sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
+        """Return the weighted sum of squared errors and the sum of weights."""
         errors_B = outputs.predictions.double() - outputs.labels
         return {"squares": (outputs.weights * errors_B.square()).sum(), "weight": outputs.weights.sum()}
 
     @staticmethod
     def figure(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the mean squared error."""
         return sums["squares"] / sums["weight"]
 
 
@@ -136,19 +144,21 @@ class RMSE(SumMetric):
 
     @staticmethod
     def figure(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the root of the mean squared error."""
         return MSE.figure(sums).sqrt()
 
 
 @metric("accuracy", better="higher", takes=("probability", "classes"))
 class Accuracy(SumMetric):
-    """Σ w [right] ÷ Σ w; NaN without rows.
+    """Share of correct predictions, Σ w [right] ÷ Σ w; NaN without rows.
 
-    Of probabilities: right where prediction and label are on one side of 0.5 (above it, or not). Of classes:
-    right where the class with the highest prediction, the first of equal ones, is the label.
+    A probability is right if prediction and label are both above 0.5, or both are not. For class predictions,
+    the class with the highest prediction must be the label; of equal predictions, the first class is used.
     """
 
     @staticmethod
     def sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
+        """Return the weight of correct rows and the sum of weights."""
         if outputs.predictions.dim() == 2:
             right_B = outputs.predictions.argmax(1) == outputs.labels
         else:
@@ -157,16 +167,20 @@ class Accuracy(SumMetric):
 
     @staticmethod
     def figure(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the share of correct rows."""
         return sums["right"] / sums["weight"]
 
 
-BINS = 15  # of equal width, of the ECE
-DRAWN = 20  # bins of the reliability diagram, of about equally many rows
+BINS = 15  # bins of equal width in the ECE
+DRAWN = 20  # bins of the reliability diagram, with about equal numbers of rows
 
 
 def reliability(ranked: Ranked) -> dict[str, list] | None:
-    """Of each bin of predictions the mean prediction (predicted), the mean label (actual), both weighted, and
-    the rows; None when labels are not both 0 and 1. A collective."""
+    """Return the weighted mean prediction, weighted mean label and rows of each bin; a collective.
+
+    The keys are predicted, actual and rows. The result is None unless the labels contain 0 and 1 and no other
+    value.
+    """
     import torch
 
     if not ranked.both_classes:
@@ -191,9 +205,9 @@ def reliability(ranked: Ranked) -> dict[str, list] | None:
     takes=("probability", "number"),
 )
 class Calibration(SumMetric):
-    """The sum of predictions ÷ the sum of labels, both weighted; NaN where the labels' sum is 0.
+    """Weighted sum of predictions ÷ weighted sum of labels; NaN if the sum of labels is 0.
 
-    Source: torchrec.metrics.calibration, which is 0 where the labels' sum is not above 0; He et al. 2014
+    Source: torchrec.metrics.calibration, which returns 0 unless the sum of labels is above 0; He et al. 2014
     (NE), section 3.
     """
 
@@ -201,26 +215,29 @@ class Calibration(SumMetric):
 
     @staticmethod
     def sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
+        """Return the weighted sums of predictions and of labels."""
         from torchrec.metrics.calibration import get_calibration_states
 
         return get_calibration_states(outputs.labels, outputs.predictions, outputs.weights)
 
     @staticmethod
     def figure(sums: Mapping[str, torch.Tensor]) -> float:
+        """Return the ratio of predictions to labels."""
         labels = sums["calibration_denom"]
         return float(sums["calibration_num"] / labels) if labels else float("nan")
 
     @staticmethod
     def counts(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The positives: the ratio varies by about 1 ÷ √positives by chance."""
+        """Return the weighted number of positives; by chance, the ratio varies by about 1 ÷ √positives."""
         return {POSITIVES: sums["calibration_denom"]}
 
 
 @metric("ece", title="ECE (expected calibration error)", label="ECE", better="lower", takes=("probability",))
 class ECE(SumMetric):
-    """Σ_b |Σ w p - Σ w y| ÷ Σ w: over 15 bins of equal width, the distance of the mean prediction from the
-    mean label, weighted by the bins' rows. Bin b holds predictions in [b/15, (b+1)/15), the last one 1, too.
-    NaN without rows.
+    """Σ_b |Σ w p - Σ w y| ÷ Σ w over 15 bins of equal width; NaN without rows.
+
+    The value is the distance of the mean prediction from the mean label, weighted by the bins' rows. Bin b
+    holds predictions in [b/15, (b+1)/15); the last bin includes 1.
 
     Source: M. P. Naeini et al., Obtaining Well Calibrated Probabilities Using Bayesian Binning, AAAI 2015; 15
     bins as in C. Guo et al., On Calibration of Modern Neural Networks, ICML 2017.
@@ -228,6 +245,7 @@ class ECE(SumMetric):
 
     @staticmethod
     def sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
+        """Return the sum of weights and each bin's weighted sum of prediction - label."""
         places_B = (outputs.predictions * BINS).long().clamp(0, BINS - 1)
         weights_B = outputs.weights.double()
         off_B = weights_B * (outputs.predictions.double() - outputs.labels)
@@ -236,4 +254,5 @@ class ECE(SumMetric):
 
     @staticmethod
     def figure(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the expected calibration error."""
         return sum(sums[f"bin{i}"].abs() for i in range(BINS)) / sums["weight"]

@@ -1,4 +1,4 @@
-"""Recall, hit rate, MRR, MAP, NDCG, coverage, GAUC."""
+"""Ranking metrics: recall, hit rate, MRR, MAP, NDCG, coverage, GAUC."""
 
 from __future__ import annotations
 
@@ -15,47 +15,52 @@ if TYPE_CHECKING:
 
 @metric("recall", title="recall at {k}", label="recall@{k}", better="higher", at_k=True)
 class Recall(GroupMetric):
-    """The mean over groups of the share of a group's positive rows that are among its k highest predictions.
+    """Mean over groups of the share of positive rows that are among the group's k highest predictions.
 
     Among equal predictions, negative rows come first. Groups without a positive row are left out and counted.
     """
 
     @classmethod
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the recall of each group."""
         found = groups.add(groups.relevant & (groups.ranks <= cls.k))
         return found / groups.positives, groups.positives > 0
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
+        """Return the recall from the ranks of positive rows."""
         return (ranks_GR <= cls.k).sum(1).double() / positives_G
 
 
 @metric("hit_rate", title="hit rate at {k}", label="hit rate@{k}", better="higher", at_k=True)
 class HitRate(GroupMetric):
-    """The share of groups that have a positive row among their k highest predictions.
+    """Share of groups with a positive row among their k highest predictions.
 
     Among equal predictions, negative rows come first. Groups without a positive row are left out and counted.
     """
 
     @classmethod
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return 1 for groups with a hit, else 0."""
         found = groups.add(groups.relevant & (groups.ranks <= cls.k))
         return (found > 0).double(), groups.positives > 0
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
+        """Return 1 for groups with a hit, else 0."""
         return (ranks_GR <= cls.k).any(1).double()
 
 
 @metric("mrr", title="MRR (mean reciprocal rank)", label="MRR", better="higher")
 class MRR(GroupMetric):
-    """The mean over groups of 1 ÷ the rank of the first positive row.
+    """Mean over groups of 1 ÷ the rank of the first positive row.
 
     Among equal predictions, negative rows come first. Groups without a positive row are left out and counted.
     """
 
     @classmethod
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the reciprocal rank of each group."""
         first = groups.ranks.new_full((groups.count,), len(groups.of) + 1)
         first = first.scatter_reduce(
             0, groups.of, groups.ranks.masked_fill(~groups.relevant, len(groups.of) + 1), "amin"
@@ -64,20 +69,23 @@ class MRR(GroupMetric):
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
+        """Return the reciprocal of the first rank."""
         return 1 / ranks_GR[:, 0].double()
 
 
 @metric("map", title="MAP (mean average precision) at {k}", label="MAP@{k}", better="higher", at_k=True)
 class MeanPrecision(GroupMetric):
-    """The mean over groups of Σ precision at the rank of each positive row among the first k ÷ the most rows
-    that could be there, min(k, positive rows). Precision at a rank is the share of positive rows up to it.
+    """Mean over groups of Σ precision at the rank of each positive row among the first k ÷ min(k, positives).
 
-    Among equal predictions, negative rows come first. Groups without a positive row are left out and counted.
-    Source: Manning et al., Introduction to Information Retrieval, 8.4, of the first k as RecBole has it.
+    Precision at a rank is the share of positive rows up to that rank. Among equal predictions, negative rows
+    come first. Groups without a positive row are left out and counted.
+
+    Source: Manning et al., Introduction to Information Retrieval, 8.4, limited to the first k as in RecBole.
     """
 
     @classmethod
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the average precision of each group."""
         reached = groups.relevant.double().cumsum(0)
         before = (groups.positives.cumsum(0) - groups.positives)[groups.of]
         precision = (reached - before) / groups.ranks * (groups.relevant & (groups.ranks <= cls.k))
@@ -85,6 +93,7 @@ class MeanPrecision(GroupMetric):
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
+        """Return the average precision from the ranks of positive rows."""
         reached = ranks_GR.new_ones(ranks_GR.shape).cumsum(1)
         precision_GR = reached / ranks_GR.double() * (ranks_GR <= cls.k)
         return precision_GR.sum(1) / positives_G.clamp(max=cls.k)
@@ -92,15 +101,16 @@ class MeanPrecision(GroupMetric):
 
 @metric("ndcg", title="NDCG at {k}", label="NDCG@{k}", better="higher", at_k=True)
 class NDCG(GroupMetric):
-    """The mean over groups of DCG@k ÷ the DCG@k of the best order, DCG@k = Σ label ÷ log2(1 + rank) over the
-    first k ranks. The label is the gain, as in scikit-learn's ndcg_score; negative labels gain nothing.
+    """Mean over groups of DCG@k ÷ DCG@k of the best order; DCG@k = Σ label ÷ log2(1 + rank) for ranks 1 to k.
 
-    Among equal predictions, the lowest label comes first (scikit-learn takes the mean over their orders).
-    Groups without a gain are left out and counted.
+    The label is the gain, as in scikit-learn's ndcg_score; negative labels have no gain. Among equal
+    predictions, the lowest label comes first, whereas scikit-learn averages over their orders. Groups without
+    a gain are left out and counted.
     """
 
     @classmethod
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the NDCG of each group."""
         gains = groups.labels.clamp(min=0)
         best = groups.best_first(gains)
         discounts = (groups.ranks + 1.0).double().log2().reciprocal() * (groups.ranks <= cls.k)
@@ -109,6 +119,7 @@ class NDCG(GroupMetric):
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
+        """Return the NDCG from the ranks of positive rows, each with gain 1."""
         reached = ((ranks_GR + 1.0).double().log2().reciprocal() * (ranks_GR <= cls.k)).sum(1)
         places = ranks_GR.new_ones(cls.k).cumsum(0)
         return (
@@ -118,9 +129,9 @@ class NDCG(GroupMetric):
 
 @metric("coverage", title="coverage at {k}", label="coverage@{k}", better="higher", at_k=True)
 class Coverage(GroupMetric):
-    """The distinct items among the k highest predictions of all groups ÷ the distinct items of all rows.
+    """Distinct items among the k highest predictions of all groups ÷ distinct items of all rows.
 
-    The task's column `item` names them. Among equal predictions, negative rows come first. Weights only
+    The task's `item` column identifies items. Among equal predictions, negative rows come first. Weights only
     decide which rows count. Source: catalogue coverage of M. Ge et al., Beyond Accuracy, RecSys 2010.
     """
 
@@ -128,25 +139,31 @@ class Coverage(GroupMetric):
 
     @classmethod
     def sums(cls, groups: Groups) -> dict[str, torch.Tensor]:
+        """Return an empty dict: the metric uses only distinct counts."""
         return {}
 
     @classmethod
     def distinct(cls, groups: Groups) -> dict[str, torch.Tensor]:
+        """Return the keys of shown items and of all items."""
         return {"shown": groups.items[groups.ranks <= cls.k], "items": groups.items}
 
     @classmethod
     def figure(cls, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the share of distinct items that are shown."""
         return sums["shown"] / sums["items"]
 
     @classmethod
     def counts(cls, sums: Mapping[str, torch.Tensor]) -> dict[str, float | torch.Tensor]:
+        """Return an empty dict: no group is left out."""
         return {}
 
 
 @metric("gauc", title="GAUC (AUC within groups)", label="GAUC", better="higher")
 class GAUC(GroupMetric):
-    """Σ n_g AUC_g ÷ Σ n_g over the groups with positive and negative rows: n_g, the impressions, is the sum
-    of the weights of a group's rows. Groups without both are left out and counted (groups_of_one_class).
+    """Σ n_g AUC_g ÷ Σ n_g over groups with positive and negative rows.
+
+    n_g, the impressions, is the sum of the weights of a group's rows. Groups without both classes are left
+    out and counted (groups_of_one_class).
 
     Source: H. Zhu et al., Optimized Cost per Click in Taobao Display Advertising, KDD 2017, section 5.
     """
@@ -155,8 +172,10 @@ class GAUC(GroupMetric):
 
     @classmethod
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the AUC of each group."""
         return groups.auc()
 
     @classmethod
     def weights(cls, groups: Groups) -> torch.Tensor:
+        """Return the impressions of each group."""
         return groups.add(groups.weights)

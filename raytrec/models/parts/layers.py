@@ -1,4 +1,4 @@
-"""Layers that several models share: MLPs, dropout, all features side by side or as fields."""
+"""Layers that several models share: MLPs, dropout, features side by side or as fields."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ class Constant(nn.Module):
         self.vector = nn.Parameter(torch.randn(dim) / dim**0.5)
 
     def forward(self, dense: torch.Tensor) -> torch.Tensor:
+        """Return the learned vector for each row, float32 [B, dim]."""
         return self.vector.expand(dense.shape[0], -1)
 
 
 def mlp(
     sizes: list[int], dropout: float = 0.0, activation: Callable[[int], nn.Module] = lambda _: nn.ReLU()
 ) -> nn.Sequential:
-    """Linear layers of these sizes, each followed by ReLU, or what `activation` makes for its size (and
-    dropout)."""
+    """Return linear layers of these sizes, each followed by an activation and, if it is not 0, dropout.
+
+    Args:
+        sizes: Width of the input, then of each layer.
+        dropout: Dropout rate.
+        activation: Function from a layer's size to its activation; default: ReLU.
+    """
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), activation(outputs)]
@@ -43,23 +49,25 @@ def mlp_and_linear(
     dropout: float = 0.0,
     activation: Callable[[int], nn.Module] = lambda _: nn.ReLU(),
 ) -> tuple[nn.Sequential, nn.Linear]:
-    """Return an MLP as `mlp` makes it, and a linear layer from its last size to `outputs`."""
+    """Return an MLP as `mlp` builds it, and a linear layer from its last size to `outputs`."""
     return mlp(sizes, dropout, activation), nn.Linear(sizes[-1], outputs)
 
 
 def dim_of(schema: Schema, feature: str) -> int:
-    """Width of a feature's embeddings."""
+    """Return the width of a feature's embeddings."""
     return schema.tables[schema.sparse[feature].table].dim
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout; on CPU its rate is a multiple of 2⁻¹⁶, and it takes a quarter of the time.
+    """nn.Dropout; on CPU its rate is rounded to a multiple of 2⁻¹⁶, and it takes a quarter of the time.
 
-    torch (2.13.0) draws a random number for each value there, which takes longer than most layers. This takes
-    16 of the 64 bits that its generator gives at a time. What is compiled has torch's.
+    On CPU, torch (2.13.0) draws a random number for each value, which takes longer than most layers. This
+    class draws 64 bits at a time and uses 16 of them for each value. Compiled code uses torch's
+    implementation.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the input with random values set to 0 and the others scaled, in training mode."""
         dropped = round(self.p * 2**16)
         if not (self.training and input.is_cpu and 0 < dropped < 2**16) or torch.compiler.is_compiling():
             return super().forward(input)
@@ -70,16 +78,13 @@ class Dropout(nn.Dropout):
 
 
 class PerSequence(nn.ModuleList):
-    """A module for each sequence feature, called with the feature's input and with its target's.
+    """One module for each sequence feature, called with the feature's input and its target's input.
 
-    Features' names cannot name modules, because they may contain dots.
+    A list is used because names of features may contain dots, which names of modules cannot.
 
     Args:
         target_of: Feature → its target.
         make: Function from a feature to its module.
-
-    Returns (forward):
-        Feature → output of its module.
     """
 
     def __init__(self, target_of: dict[str, str], make: Callable[[str], nn.Module]):
@@ -87,19 +92,21 @@ class PerSequence(nn.ModuleList):
         self.target_of = target_of
 
     def forward(self, inputs: dict) -> dict[str, Any]:
+        """Return feature → output of its module."""
         modules = zip(self.target_of.items(), self, strict=True)
         return {feature: module(inputs[feature], inputs[target]) for (feature, target), module in modules}
 
 
 class SideBySide(nn.Module):
-    """Dense columns as they are, then pooled embeddings, in the schema's order: → float32 [B, width].
+    """Dense columns, unchanged, followed by pooled embeddings, in the schema's order: → float32 [B, width].
 
     Args:
-        members: names of the features and dense columns that are taken; default: all.
-        skip: feature → how many of the first numbers of its embeddings are left out.
+        schema: Schema of the data.
+        members: Names of the features and dense columns to include; default: all.
+        skip: Feature → number of leading values of its embeddings to omit.
 
     Attributes:
-        width: of what it gives.
+        width: Width of the output.
     """
 
     def __init__(
@@ -114,6 +121,7 @@ class SideBySide(nn.Module):
         self.width = len(columns) + sum(dim_of(schema, f) - first for f, first in self.first_of.items())
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the members' values side by side, float32 [B, width]."""
         parts = [dense.index_select(1, self.columns)] if len(self.columns) else []
         parts += [pooled[f][:, first:] if first else pooled[f] for f, first in self.first_of.items()]
         return torch.cat(parts, dim=1)
@@ -122,21 +130,20 @@ class SideBySide(nn.Module):
 class Fields(nn.Module):
     """One vector for each dense column and each sparse feature: → float32 [B, F, D].
 
-    A sparse feature has its pooled embedding; a dense column of value x has x · v with a learned v, as in
-    factorization machines (Rendle 2010). With first-order weights, an id's row of the table, and v, is
-    [w₁ … w_T, its vector]: the first T numbers are weights, one for each output, so that a linear model of
-    ids and columns is learned next to the vectors, with separate parameters. That is the papers'
-    parametrisation, with both parts in one row of one table.
+    A sparse feature's vector is its pooled embedding. A dense column with value x has the vector x · v with a
+    learned v, as in factorization machines (Rendle 2010). With first-order weights, an id's row of the table,
+    and v, is [w₁ … w_T, vector]: the first T numbers are weights, one for each output. A linear model of ids
+    and columns is thus trained next to the vectors, with separate parameters. This is the papers'
+    parametrization, with both parts in one row of one table.
 
     Args:
-        schema: tables all have one dim.
-        first_order: T, the outputs that have first-order weights.
+        schema: Schema whose tables all have one dim.
+        model: Name of the model, for error messages.
+        first_order: T, the number of outputs with first-order weights; 0: none.
 
     Attributes:
-        count: F. dim: D, the tables' dim − T.
-
-    Returns (forward):
-        Σ over fields of their first-order weights, float32 [B, T], and vectors, float32 [B, F, D].
+        count: F, the number of fields.
+        dim: D, the tables' dim − T.
     """
 
     def __init__(self, schema: Schema, model: str, first_order: int = 0):
@@ -149,6 +156,7 @@ class Fields(nn.Module):
     def forward(
         self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return Σ over fields of first-order weights, float32 [B, T], and vectors, float32 [B, F, D]."""
         rows_BFD = torch.stack([pooled[f] for f in self.features], dim=1)
         if self.columns is not None:
             rows_BFD = torch.cat([dense.unsqueeze(2) * self.columns, rows_BFD], dim=1)

@@ -1,7 +1,7 @@
 """Ids of sequences without padding between them.
 
-train.compile leaves out (torch.compiler.disable) what takes groups of rows: it would be compiled again for
-other lengths, in step after step.
+Operations on groups of rows are excluded from train.compile (torch.compiler.disable). Their lengths change
+with every step, and each change would recompile them.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ GROUPS = 8  # of rows of about the same length
 
 @torch.compiler.disable
 def pack_ids(present: torch.Tensor, lengths: torch.Tensor | None = None) -> Packed:
-    """The ids of sequences as layers take them; while torch exports, in shapes that no values decide.
+    """Return the ids of sequences for layers; during torch.export, in shapes that do not depend on values.
 
-    Args: see Packed.
+    For arguments, see Packed.
     """
     return Padded(present) if torch.compiler.is_exporting() else Packed(present, lengths)
 
 
 class Packed:
-    """Where the N ids that are present in a batch of sequences are, and their way there and back.
+    """Positions of the N ids in a batch of sequences, and conversions between layouts.
 
-    Layers that look at one id at a time take [N, D], which is much less than [B, L, D] where few sequences
-    are long. What holds ids of a row against each other takes groups of b rows of about the same length, each
-    padded to its longest, in order of time with the oldest id first. What is not there comes last in them,
-    where causal attention never looks: no row needs a separate mask.
+    Layers that read one id at a time take [N, D], which is much smaller than [B, L, D] if few sequences are
+    long. Layers that compare ids of a row take groups of b rows of about the same length, each group padded
+    to its longest row. Ids are ordered by time, oldest first. Padding comes last, where causal attention
+    never looks, so no row needs a separate mask.
 
     Args:
-        present: bool [B, L], the first `length` of each row, the most recent first.
-        lengths: int [B], these lengths on the host, from which it knows all sizes; default: it waits until
-            the device has them.
+        present: bool [B, L], True for the first `length` positions of each row, most recent first.
+        lengths: int [B], these lengths on the host, from which all sizes follow; default: read from the
+            device, which blocks.
 
     Attributes:
-        recency: int64 [N], how many ids of the row are more recent. order: int64 [N], how many are older.
-        there: bool [b, T] of each group, where there is an id.
+        recency: int64 [N], number of more recent ids in the row.
+        order: int64 [N], number of older ids in the row.
+        there: bool [b, T] of each group, True at positions with an id.
     """
 
     def __init__(self, present: torch.Tensor, lengths: torch.Tensor | None = None):
@@ -65,43 +66,44 @@ class Packed:
 
     @torch.compiler.disable
     def pack(self, values_BLD: torch.Tensor) -> torch.Tensor:
-        """[B, L, D], the most recent first → [N, D]."""
+        """Return the ids' values: [B, L, D], most recent first → [N, D]."""
         return _Take.apply(values_BLD.flatten(0, 1), self._recent_first)
 
     @torch.compiler.disable
     def newest(self, values_ND: torch.Tensor) -> torch.Tensor:
-        """The most recent one's of each row: [N, D] → [B, D], 0 where there is none."""
+        """Return the vector of the most recent id of each row: [N, D] → [B, D]; 0 for empty sequences."""
         return _Put.apply(_Take.apply(values_ND, self._newest), self._rows, self._count)
 
     def by_time(self, values_ND: torch.Tensor) -> list[torch.Tensor]:
-        """[N, D] → [b, T, D] of each group, the oldest first; 0 where there is none."""
+        """Return the values of each group, oldest first: [N, D] → [b, T, D]; 0 at positions without an id."""
         sizes = [there_bT.numel() for there_bT in self.there]
         parts = _Put.apply(values_ND, self._by_time, sum(sizes)).split(sizes)
         return [part.view(*there_bT.shape, -1) for part, there_bT in zip(parts, self.there, strict=True)]
 
     def from_time(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """[b, T, D] of each group, the oldest first → [N, D]."""
+        """Return the ids' values from groups, the reverse of `by_time`: [b, T, D] of each group → [N, D]."""
         return _Take.apply(torch.cat([group.flatten(0, 1) for group in groups]), self._by_time)
 
     def sum_rows(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Sums of the ids of each row: [N] → [B]."""
+        """Return the sum over the ids of each row: [N] → [B]."""
         return values_N.new_zeros(self._count).index_add(0, self._rows_N, values_N)
 
     def in_groups(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What rows have: [B, …] → [b, …] of each group."""
+        """Return values of rows by group: [B, …] → [b, …] of each group."""
         return values.index_select(0, self._by_length).split(self._size)
 
     def in_rows(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """The reverse: [b] of each group → [B]."""
+        """Return values of groups by row, the reverse of `in_groups`: [b] of each group → [B]."""
         values_B = torch.cat(groups)
         return torch.empty_like(values_B).index_copy(0, self._by_length, values_B)
 
 
 class Padded(Packed):
-    """The same with N = B · L ids: those that are not there, too, with some finite numbers, which no other
-    id's depend on. One group has all rows, L ids long; `in_groups` and `in_rows` are for training alone.
+    """Packed ids including padding, N = B · L, for torch.export.
 
-    Args, Attributes: see Packed.
+    Values at positions without an id are finite and do not affect the values of other ids. There is one group
+    of all rows, L ids long. `in_groups` and `in_rows` are for training only. For arguments and attributes,
+    see Packed.
     """
 
     def __init__(self, present: torch.Tensor):
@@ -112,27 +114,27 @@ class Padded(Packed):
         self.there = [present]
 
     def pack(self, values_BLD: torch.Tensor) -> torch.Tensor:
-        """[B, L, D], the most recent first → [N, D]."""
+        """Return the ids' values: [B, L, D], most recent first → [N, D]."""
         return values_BLD.flatten(0, 1)
 
     def newest(self, values_ND: torch.Tensor) -> torch.Tensor:
-        """The most recent one's of each row: [N, D] → [B, D], 0 where there is none."""
+        """Return the vector of the most recent id of each row: [N, D] → [B, D]; 0 for empty sequences."""
         newest_BD = values_ND.unflatten(0, (-1, self._length))[:, 0]
         return newest_BD.where(self._lengths_B.unsqueeze(1) > 0, 0)
 
     def by_time(self, values_ND: torch.Tensor) -> list[torch.Tensor]:
-        """[N, D] → [B, L, D], the oldest first."""
+        """Return the values of all rows, oldest first: [N, D] → [B, L, D]."""
         return [turn(values_ND.unflatten(0, (-1, self._length)), self._lengths_B)]
 
     def from_time(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """[B, L, D], the oldest first → [N, D]."""
+        """Return the ids' values, the reverse of `by_time`: [B, L, D] → [N, D]."""
         return turn(groups[0], self._lengths_B).flatten(0, 1)
 
 
 def turn(values_BLx: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """The first `length` entries of each row in the reverse order, what is behind them after them: [B, L, …].
+    """Reverse the first `length` entries of each row, [B, L, …]; later entries stay in place.
 
-    It makes what is most recent first what is oldest first, and the reverse.
+    The function converts from most recent first to oldest first, and back.
     """
     places_L = torch.arange(values_BLx.shape[1], device=values_BLx.device)
     turned_BL = lengths_B.unsqueeze(1) - 1 - places_L
@@ -143,12 +145,12 @@ def turn(values_BLx: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
 
 
 def _first(lengths_b1: torch.Tensor, length: int) -> torch.Tensor:
-    """The first so many of T: bool [b, T]."""
+    """Return a mask of the first entries of each row: bool [b, T], where T is `length`."""
     return torch.arange(length, device=lengths_b1.device) < lengths_b1
 
 
 class _Take(torch.autograd.Function):
-    """Rows at places that are all different, so that the gradient needs no adding up: [M, D] → [N, D]."""
+    """Selection of rows at distinct places, [M, D] → [N, D], whose gradients need not be accumulated."""
 
     @staticmethod
     def forward(ctx: Any, values_MD: torch.Tensor, places_N: torch.Tensor) -> torch.Tensor:
@@ -162,7 +164,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Put(torch.autograd.Function):
-    """The reverse: [N, D] → [M, D], 0 elsewhere."""
+    """Placement of rows at distinct places, [N, D] → [M, D]; other rows are 0."""
 
     @staticmethod
     def forward(ctx: Any, values_ND: torch.Tensor, places_N: torch.Tensor, size: int) -> torch.Tensor:

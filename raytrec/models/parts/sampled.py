@@ -12,12 +12,12 @@ from raytrec.config.models.retrieval import SampledSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence
 
-ABSENT = -1e30  # the score of a negative that is not there: no loss sees it, and none has a gradient for it
+ABSENT = -1e30  # score of a missing negative, which adds neither to losses nor to gradients
 
 
 @dataclass(frozen=True)
 class SampledLoss:
-    """What is learned from an item's score s and the scores sₖ of its K negatives.
+    """Loss of an item's score s against the scores sₖ of its K negatives.
 
         softmax  −ln(eˢ ÷ (eˢ + Σₖ eˢᵏ)), 0 without negatives
         bce      −b · ln σ(s) − Σₖ ln(1 − σ(sₖ)): label 1 once, and label 0 K times (He et al. 2017), where
@@ -26,7 +26,9 @@ class SampledLoss:
         bpr      the mean over k of −ln σ(s − sₖ), 0 without negatives (Rendle et al. 2009, arXiv:1205.2618)
 
     Attributes:
-        kind: one of these. gbce: t, from 0 to 1. items: that there are.
+        kind: softmax, bce or bpr.
+        gbce: t, from 0 to 1.
+        items: Number of items.
     """
 
     kind: str
@@ -35,28 +37,31 @@ class SampledLoss:
 
     @classmethod
     def of(cls, schema: Schema, config: SampledSection, item: str) -> SampledLoss:
-        """The configuration's, of the feature that the item is."""
+        """Return the configured loss for the feature that contains the items."""
         return cls(config.loss, config.gbce, schema.tables[schema.sparse[item].table].rows)
 
     def reduce(self, own: torch.Tensor, scores_K: torch.Tensor) -> torch.Tensor:
-        """What some of the negatives add: float32 [...].
+        """Return the contribution of some of the negatives to the loss: float32 [...].
 
         Args:
-            own: float32 [...]. scores_K: float32 [..., K], ABSENT where there is no negative.
+            own: Scores of the items, float32 [...].
+            scores_K: Scores of negatives, float32 [..., K]; ABSENT for missing negatives.
         """
         if self.kind == "softmax":
             return scores_K.logsumexp(-1)
         return softplus(scores_K if self.kind == "bce" else scores_K - own.unsqueeze(-1)).sum(-1)
 
     def join(self, parts_W: torch.Tensor) -> torch.Tensor:
-        """What all negatives add, of parts of them: [W, ...] → [...]."""
+        """Combine contributions of parts of the negatives: [W, ...] → [...]."""
         return parts_W.logsumexp(0) if self.kind == "softmax" else parts_W.sum(0)
 
     def finish(self, own: torch.Tensor, added: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """The loss, float32 [...].
+        """Return the loss, float32 [...].
 
         Args:
-            added: what all of them add. count: how many there are.
+            own: Scores of the items, float32 [...].
+            added: Contribution of all negatives.
+            count: Number of negatives.
         """
         if self.kind == "softmax":
             return softplus(added - own)
@@ -68,11 +73,15 @@ class SampledLoss:
         return weight * softplus(-own) + added
 
     def __call__(self, own: torch.Tensor, scores_K: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """Return the loss, float32 [...], from the scores of all negatives; see `reduce` and `finish`."""
         return self.finish(own, self.reduce(own, scores_K), count)
 
     def bias_of(self, bias: torch.Tensor) -> torch.Tensor:
-        """What a bias adds to all scores. In differences of scores it cancels: 0 there, with a gradient of
-        exactly 0 where rounding would leave some other number, of which Adam makes a step."""
+        """Return the effect of a bias on all scores.
+
+        In differences of scores the bias cancels, so its effect and gradient are exactly 0. Otherwise,
+        rounding would leave a small gradient, from which Adam would make a full step.
+        """
         return bias if self.kind == "bce" else 0 * bias
 
     def of_vectors(
@@ -82,13 +91,15 @@ class SampledLoss:
         negatives: Sequence,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """That of each of L queries of a row, with one item each, and negatives that they share: float32
-        [B, L].
+        """Return the loss of each of L queries of a row, float32 [B, L].
+
+        Each query has one item; the queries of a row share its negatives. A score is a dot product.
 
         Args:
-            query_BLD, item_BLD: float [B, L, D]; a score is their dot product.
-            negatives: vectors [B, K, D].
-            bias: [B, 1] or [1, 1], added to all scores of a row; see `bias_of`.
+            query_BLD: Query vectors, float [B, L, D].
+            item_BLD: Item vectors, float [B, L, D].
+            negatives: Negatives with vectors [B, K, D].
+            bias: Bias added to all scores of a row, [B, 1] or [1, 1]; see `bias_of`.
         """
         own_BL = (query_BLD * item_BLD).sum(2).float()
         absent_B1K = absence(negatives.present, query_BLD.dtype).unsqueeze(1)
@@ -100,23 +111,25 @@ class SampledLoss:
 
 
 def absence(present: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What is added to the scores of negatives: 0, or ABSENT where there is none."""
+    """Return the term to add to scores of negatives: 0, or ABSENT for missing negatives."""
     return torch.zeros(present.shape, dtype=dtype, device=present.device).masked_fill_(~present, ABSENT)
 
 
 class Queries(nn.Module):
-    """The query vectors of a model that makes one for each row: one for each output.
+    """Query vectors of a model that computes one vector for each row: one for each output.
 
-    A single one is the model's own. Of several, each is the model's times a learned weight for every
-    dimension (as GMF weighs products: He et al. 2017), so that one index of items serves all tasks.
+    A single query vector is the model's vector. Each of several is the model's vector times a learned weight
+    per dimension (as GMF weights products: He et al. 2017), so that one index of items serves all tasks.
 
     Args:
-        outputs: logits of a row. vectors: whether losses that compare rows have one more, the last.
-        width: of a vector.
+        outputs: Number of logits per row.
+        vectors: True if losses that compare rows use one more vector, the last.
+        width: Width of a vector.
 
     Attributes:
-        count: how many vectors there are. own: which of them the model's own loss is of: the last output's;
-            without outputs, the one for losses that compare rows.
+        count: Number of query vectors.
+        own: Index of the vector for the model's own loss: the last output's; without outputs, the vector for
+            losses that compare rows.
     """
 
     def __init__(self, outputs: int, vectors: bool, width: int):
@@ -126,11 +139,11 @@ class Queries(nn.Module):
         self.weights = nn.Parameter(torch.ones(self.count, width)) if self.count > 1 else None
 
     def forward(self, query: torch.Tensor) -> torch.Tensor:
-        """float [B, D] → [B, D], or [B, count, D] if there are several."""
+        """Return the query vectors: float [B, D] → [B, D], or [B, count, D] if there are several."""
         return query if self.weights is None else query.unsqueeze(-2) * self.weights
 
     def of_own_loss(self, query: torch.Tensor) -> torch.Tensor:
-        """The one that the own loss is of: float [..., D] → [..., D]."""
+        """Return the query vector for the model's own loss: float [..., D] → [..., D]."""
         return query if self.weights is None else query * self.weights[self.own]
 
 
@@ -142,15 +155,18 @@ def result(
     own_B: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What a model with query and item vectors gives: [B, outputs | own loss | query's D, item's D].
+    """Return the output of a model with query and item vectors: [B, outputs | own loss | query D, item D].
 
     Args:
-        query: float [B, D], or [B, outputs + vectors, D] for several. item_BD: of the rows.
-        own_B: the model's own loss of each row; None: it has none.
-        bias: [outputs] or [B, outputs], of the logits; default: 0.
+        query: Query vectors, float [B, D], or [B, outputs + vectors, D] for several.
+        item_BD: Item vectors of the rows.
+        outputs: Number of logits per row.
+        vectors: True to include query and item vectors.
+        own_B: The model's own loss of each row; None if the model has no own loss.
+        bias: Bias of the logits, [outputs] or [B, outputs]; default: 0.
 
     Returns:
-        float32 [B] for one output alone.
+        float32 [B] if the result is a single output.
     """
     query_BQD = query if query.dim() == 3 else query.unsqueeze(1)
     parts = []

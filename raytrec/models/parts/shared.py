@@ -1,8 +1,9 @@
 """Negatives that all rows of the global batch share.
 
-Each rank has looked up those of its rows. Where they are fewer than the queries, they go to all ranks. Else
-queries do: each rank holds all of them against its own negatives, and what these add to the losses goes
-back to the queries' ranks. So no rank has all items of a table that no rank has room for.
+Each rank looks up the negatives of its rows. If the negatives of all ranks are no more than one rank's
+queries, they are sent to all ranks. Otherwise queries are: each rank compares all queries with its own
+negatives, and returns the contributions to the losses to the queries' ranks. No rank thus holds all items of
+a table that exceeds its memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from raytrec.config.schema import Schema
 from raytrec.models.inputs import IDS, Sequence
 from raytrec.models.parts.sampled import ABSENT, SampledLoss
 
-# Scores that are there at once, of some of the queries. Of more than these, backward computes each again.
+# Maximum number of scores in memory. With more scores, queries are split and backward recomputes each part.
 SCORES_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 27}
 
 
@@ -27,8 +28,9 @@ class ItemBatch(NamedTuple):
     """Some items.
 
     Attributes:
-        vectors: float [N, D]. ids: int64 [N]; -1: there is none.
-        log_share: float32 [N], subtracted from their scores; None: nothing.
+        vectors: float [N, D].
+        ids: int64 [N]; -1 for a missing item.
+        log_share: float32 [N], subtracted from the items' scores; None: nothing is subtracted.
     """
 
     vectors: torch.Tensor
@@ -37,17 +39,18 @@ class ItemBatch(NamedTuple):
 
 
 class SharedNegatives(nn.Module):
-    """The loss of queries, each with its own item, against the negatives of the global batch.
+    """Loss of queries, each with its own item, against the negatives of the global batch.
 
-    A negative that is the query's own item does not count. So where negatives are all items, softmax is the
-    cross-entropy of the softmax over all of them.
+    A negative that equals the query's own item is ignored. If negatives are all items, softmax is thus the
+    cross-entropy of the softmax over all items.
 
     Args:
-        loss: what is learned.
-        negatives: their feature. log_share: which of its side features is subtracted from scores; None: none.
+        loss: Loss of one query.
+        negatives: Feature of the negatives.
+        log_share: Index of the side feature of negatives that is subtracted from scores; None: none is.
 
     Attributes:
-        peers: the ranks that have the global batch; at first this process alone (see `join_ranks`).
+        peers: Ranks that share the global batch; initially this process alone (see `join_ranks`).
     """
 
     def __init__(self, loss: SampledLoss, negatives: str = "", log_share: int | None = None):
@@ -57,13 +60,18 @@ class SharedNegatives(nn.Module):
 
     @classmethod
     def of(cls, schema: Schema, config: SampledSection, loss: SampledLoss) -> SharedNegatives | None:
-        """The configuration's; None: rows do not share negatives."""
+        """Return the configured loss, or None if rows do not share negatives."""
         if not config.share_negatives:
             return None
         return cls(loss, config.negatives, config.log_share_place(schema))
 
     def drawn(self, vectors: torch.Tensor, inputs: dict[str, Any]) -> ItemBatch:
-        """The negatives of this rank's rows, of their vectors: float [..., D]."""
+        """Return the negatives of this rank's rows.
+
+        Args:
+            vectors: Vectors of the negatives, float [..., D].
+            inputs: Inputs of the model.
+        """
         ids_K, share_K = inputs[IDS][self.negatives].flatten(), None
         if self.log_share is not None:
             share_K = inputs[self.negatives].side_features[:, :, self.log_share].flatten().float()
@@ -78,14 +86,14 @@ class SharedNegatives(nn.Module):
         most: int,
         bias_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Float32 [N]; a collective.
+        """Return the loss of each query, float32 [N]. The call is a collective.
 
         Args:
-            query_ND: float [N, D]; a score is the dot product with an item.
-            own: each query's item, [N, D].
-            negatives: of this rank's rows, [K, D], as many on every rank.
-            most: that N cannot exceed on any rank; the same on all of them.
-            bias_N: added to all scores of a query; see SampledLoss.bias_of.
+            query_ND: Query vectors, float [N, D]; a score is the dot product with an item.
+            own: Item of each query, [N, D].
+            negatives: Negatives of this rank's rows, [K, D]; K is equal on all ranks.
+            most: Upper bound of N on all ranks, equal on all ranks.
+            bias_N: Bias added to all scores of a query; see SampledLoss.bias_of.
         """
         own_N = (query_ND * own.vectors).sum(1).float()
         bias_N = torch.zeros_like(own_N) if bias_N is None else self.loss.bias_of(bias_N)
@@ -104,8 +112,10 @@ class SharedNegatives(nn.Module):
     def _elsewhere(
         self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: ItemBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the negatives of all ranks add to the losses of this rank's queries, and how many they are:
-        float32 [N] each. The host learns how many queries others have."""
+        """Return the contribution and the number of all ranks' negatives for each query: float32 [N] each.
+
+        Queries are sent to all ranks. The host waits for the number of queries of the other ranks.
+        """
         count = len(ids_N)
         longest = int(self.peers.max(torch.tensor([count], device=ids_N.device)))
         padding = longest - count
@@ -119,7 +129,7 @@ class SharedNegatives(nn.Module):
     def _held_against(
         self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: ItemBatch
     ) -> torch.Tensor:
-        """What negatives add to the loss of each query, and how many they are: float32 [N, 2]."""
+        """Return the contribution and the number of negatives for each query: float32 [N, 2]."""
         cells, most = len(ids_N) * len(negatives.ids), SCORES_AT_ONCE[asked_NE.device.type]
         if cells <= most:
             return self._block(asked_NE, ids_N, *negatives)
@@ -154,14 +164,17 @@ def losses_of_pairs(
     inputs: dict[str, Any],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the loss of each row's query and item: float32 [B]; a collective with shared negatives.
+    """Return the loss of each row's query and item, float32 [B]. With shared negatives, a collective.
 
     Args:
+        loss: Loss of one query.
         shared: Negatives of the global batch; None if each row has its own.
+        query_BD: Query vectors.
+        item_BD: Item vectors.
         item: Feature of the items.
         drawn: Negatives of the rows, vectors [B, K, D].
         inputs: Inputs of the model.
-        bias: [B, 1] or [1, 1], added to all scores of a row; see SampledLoss.bias_of.
+        bias: Bias added to all scores of a row, [B, 1] or [1, 1]; see SampledLoss.bias_of.
     """
     if shared is None:
         return loss.of_vectors(query_BD.unsqueeze(1), item_BD.unsqueeze(1), drawn, bias).squeeze(1)
@@ -171,14 +184,14 @@ def losses_of_pairs(
 
 
 def join_ranks(model: nn.Module, peers: Peers) -> None:
-    """Has a model's rows share their negatives with those of other ranks."""
+    """Have the rows of a model share negatives with the rows of other ranks."""
     for module in model.modules():
         if isinstance(module, SharedNegatives):
             module.peers = peers
 
 
 class _Gather(torch.autograd.Function):
-    """[N, ...] of one shape on all ranks → [ranks · N, ...]; gradients are added up."""
+    """[N, ...] of one shape on all ranks → [ranks · N, ...]; gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, peers: Peers) -> torch.Tensor:
@@ -191,7 +204,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Transpose(torch.autograd.Function):
-    """[ranks, ...], a part for each rank → [ranks, ...], each rank's part for this one."""
+    """[ranks, ...], one part for each rank → [ranks, ...], the part for this rank from each rank."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, peers: Peers) -> torch.Tensor:

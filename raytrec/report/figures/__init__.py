@@ -1,4 +1,4 @@
-"""Pictures of a run: functions from RunFolder to Figure, None without data; all of them in GALLERY."""
+"""Figures of a run: functions from RunFolder to Figure, or None without data; GALLERY lists them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from raytrec.tracking.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of the gallery.
+    """Entry of the gallery.
 
     Attributes:
-        name: of its file.
-        section: of the report.
-        label: a description for screen readers.
-        draw: gives the Figure, or None where there is no data.
-        missing: the reason, where there is none.
+        name: Name of the file.
+        section: Section of the report.
+        label: Description for screen readers.
+        draw: Function that returns the Figure, or None without data.
+        missing: Reason shown if there is no data.
     """
 
     name: str

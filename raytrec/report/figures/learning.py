@@ -1,4 +1,4 @@
-"""Metrics over steps, reliability and ROC."""
+"""Figures of metrics over steps, reliability and ROC."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from raytrec.metrics.selection import Figure as Metric
 from raytrec.report.figures import style
 from raytrec.tracking.history import History
 
-# kind → its label, colour, marker and size of markers
+# kind → label, color, marker and marker size
 STYLES: dict[type[Measured], tuple[str, str, str | None, float]] = {
     Train: ("training", style.BLUE, None, 0),
     Eval: ("evaluation", style.ORANGE, "o", 3.5),
     Final: ("final evaluation", style.GREEN, "D", 5),
 }
-SAME = 0.01  # relative difference of two curves that look the same
-DASHES = ("-", "--", ":")  # more runs than colours: the colours again, dashed
+SAME = 0.01  # relative difference below which two curves look the same
+DASHES = ("-", "--", ":")  # with more runs than colors, colors are reused with dashes
 
 
 @style.styled
 def curves(run: History) -> Figure | None:
-    """Each metric over steps: of training, of evaluations, of the final one."""
+    """Draw each metric over steps: training, evaluations and the final evaluation."""
     return _over_steps(run, [each for each in _measured(run) if not each.is_ratio])
 
 
 @style.styled
 def ratios(run: History) -> Figure | None:
-    """Metrics that should be 1 over steps, such as the sum of predictions ÷ the sum of labels."""
+    """Draw metrics with target 1 over steps, such as the sum of predictions ÷ the sum of labels."""
     return _over_steps(run, [each for each in _measured(run) if each.is_ratio], right=1)
 
 
 @style.styled
 def reliability(run: History) -> Figure | None:
-    """Predicted against actual rates of the last evaluation, by bins of predictions, and the bins' rows."""
+    """Draw predicted and actual rates of the last evaluation by bins of predictions, and the bins' rows."""
     evaluation, curves = _last_curves(run, "reliability", ("predicted", "actual"))
     if not curves:
         return None
@@ -70,7 +70,7 @@ def reliability(run: History) -> Figure | None:
 
 @style.styled
 def roc(run: History) -> Figure | None:
-    """The ROC curve of the last evaluation."""
+    """Draw the ROC curve of the last evaluation."""
     evaluation, curves = _last_curves(run, "roc", ("fpr", "tpr"))
     if not curves:
         return None
@@ -91,9 +91,10 @@ def roc(run: History) -> Figure | None:
 
 @style.styled
 def overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
-    """Draw each metric that should be low or high, in training and in evaluations, with a line for each run.
+    """Draw each metric that should be low or high, with a line for each run.
 
-    A diamond is a final evaluation, which may use other data. Metrics of one point have no picture.
+    Training and evaluations have separate figures. A diamond is a final evaluation, which may use other data.
+    Metrics of one point have no figure.
     """
     metrics = {each.key: each.label for run in runs for each in _distinct(run) if each.directed}
     found = {
@@ -141,12 +142,12 @@ def _measured(run: History) -> list[Metric]:
 
 
 def _is_line(run: History, key: str, kinds: Iterable[type[Measured]]) -> bool:
-    """Return True if a metric has two points or more; one is a number of the title or the result."""
+    """Return True if a metric has at least two points; a single value belongs in the title or the result."""
     return sum(len(points(run, kind, key)[0]) for kind in kinds) > 1
 
 
 def _over_steps(run: History, found: list[Metric], right: float | None = None) -> Figure | None:
-    """Draw a panel for each metric of two points or more, with a line at the value `right`."""
+    """Draw a panel for each metric of at least two points, with a horizontal line at the value `right`."""
     shown = [metric for metric in found if _is_line(run, metric.key, STYLES)]
     if not shown:
         return None
@@ -179,7 +180,7 @@ def _draw(axes: Axes, run: History, name: str) -> None:
 
 
 def points(run: History, kind: type[Measured], name: str) -> tuple[list[int], list[float]]:
-    """Steps, and the values of a figure there, where it is defined."""
+    """Return the steps at which a metric is defined, and its values."""
     points = [(line.step, line.figure(name)) for line in run.figures(kind)]
     points = [(step, value) for step, value in points if not isnan(value)]
     return [step for step, _ in points], [value for _, value in points]
@@ -192,7 +193,7 @@ def _what_was_reached(run: History, found: list[Metric]) -> str:
 
 
 def _reached(metric: Metric, line: Measured) -> str:
-    """A metric's value with its label; empty where a line has none."""
+    """Return a metric's value with its label; empty if the line has no value."""
     value = line.figure(metric.key)
     return "" if isnan(value) else f"{metric.label} {metric.text(value)}"
 
@@ -200,8 +201,10 @@ def _reached(metric: Metric, line: Measured) -> str:
 def _last_curves(
     run: History, name: str, keys: tuple[str, str]
 ) -> tuple[Measured | None, list[dict[str, Any]]]:
-    """The last evaluation that has such curves, and of each task its curve: two lists of numbers, equally
-    long, its name for a legend, and the curve as it was written."""
+    """Return the last evaluation with such curves, and the curve of each task.
+
+    A curve consists of two lists of numbers of equal length, a name for a legend, and the recorded curve.
+    """
     for evaluation in reversed(run.figures(Eval, Final)):
         found = []
         for key, curve in (evaluation.curves or {}).items():  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""One style for all pictures, as PNG or SVG. No pyplot: nothing here is global.
+"""Common style of all figures, as PNG or SVG. Pyplot is not used, so there is no global state.
 
-Sizes are chosen so that a picture can be read on a page 360 pixels wide, and side by side on a wide one.
+Sizes are chosen so that a figure can be read on a page 360 pixels wide, and side by side on a wide page.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from raytrec.common.formatting import bytes_text, percent, short
 
 WIDTH = 4.2  # inches
 TITLE_WIDTH = 54  # characters
-# Points: the width of a panel of two that share an axis at their left; the most of a name next to a panel.
+# Points: width of one of two panels that share the left axis; maximum width of a name next to a panel.
 PANEL, NAME_POINTS = 112, 90
 FONT = "DejaVu Sans"
-MOST_POINTS = 1000  # of one line
-MOST_MARKED = 5  # points beyond an edge that have their value in words
-FAR = 4  # times the range of later points: a point as far above them is cut off
-ROUND = (1, 2, 2.5, 5, 10)  # what ticks are multiples of
+MOST_POINTS = 1000  # maximum points of a line
+MOST_MARKED = 5  # maximum points beyond an edge that are annotated with their value
+FAR = 4  # points further above later points than this multiple of their range are clipped
+ROUND = (1, 2, 2.5, 5, 10)  # ticks are multiples of these
 
-# Of the page, by their role. In SVG they become the page's own, which depend on light and dark (THEME).
+# Colors by role. In SVG, the page's variables replace them, which depend on light and dark mode (THEME).
 INK, MUTED, GRID = "#24292f", "#6a737d", "#d7dce1"
-# Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
+# Okabe and Ito's palette: distinguishable with any kind of color vision.
 BLUE, ORANGE, GREEN, VERMILION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
 PURPLE, SKY, YELLOW, GREY = "#cc79a7", "#56b4e9", "#f0e442", "#999999"
 THEME = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", BLUE: "var(--blue)"}
@@ -71,7 +71,7 @@ STYLE: dict[str, Any] = {
     "xtick.major.width": 0.6,
     "ytick.major.width": 0.6,
     "text.color": INK,
-    "text.parse_math": False,  # names may have a $
+    "text.parse_math": False,  # names may contain a $
     "legend.fontsize": 7.5,
     "legend.frameon": False,
     "legend.handlelength": 1.4,
@@ -83,12 +83,12 @@ STYLE: dict[str, Any] = {
     "axes.facecolor": "none",
     "savefig.facecolor": "white",
     "figure.dpi": 96,
-    "svg.fonttype": "none",  # text stays text: smaller, searchable, read aloud
+    "svg.fonttype": "none",  # text stays text: smaller, searchable, accessible to screen readers
 }
 
 
 def styled(draw: Callable) -> Callable:
-    """A function whose pictures, and all that is put into them, have the style."""
+    """Return a function that draws with STYLE; everything added to its figures has the style as well."""
 
     @wraps(draw)
     def inner(*arguments, **options):
@@ -101,12 +101,14 @@ def styled(draw: Callable) -> Callable:
 def new_figure(
     title: str, height: float, rows: int = 1, columns: int = 1, **options
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with a title above its axes, and the axes row by row.
+    """Return a figure with a title above its axes, and the axes row by row.
 
     Args:
-        title: a sentence about what is seen.
-        height: inches, title included.
-        options: of Figure.subplots.
+        title: Sentence about the content.
+        height: Height in inches, including the title.
+        rows: Rows of axes.
+        columns: Columns of axes.
+        options: Options of Figure.subplots.
     """
     made = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = made.subplots(rows, columns, squeeze=False, **options)
@@ -117,13 +119,14 @@ def new_figure(
 def new_grid(
     title: str, count: int, height: float, row_height: float, label: str
 ) -> tuple[Figure, list[Axes]]:
-    """Make a figure of panels over steps that share both axes, in two columns.
+    """Return a figure of panels over steps in two columns that share both axes, and its panels.
 
     Args:
-        count: Panels.
-        height: Inches, without the panels.
-        row_height: Inches of a row of panels.
-        label: What is along y.
+        title: Sentence about the content.
+        count: Number of panels.
+        height: Height in inches without the panels.
+        row_height: Height in inches of a row of panels.
+        label: Label of the y axis.
     """
     columns = 2 if count > 1 else 1
     rows = -(-count // columns)
@@ -140,44 +143,43 @@ def new_grid(
 
 @styled
 def save_png(figure: Figure, path: Path) -> None:
-    """Writes a picture for wherever pictures are shown, on white."""
+    """Write a figure as PNG on white."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # names in scripts that the font lacks
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # the font may lack the script of a name
         figure.savefig(path, format="png", dpi=200)
 
 
 @styled
 def to_svg(figure: Figure, label: str) -> str:
-    """The <svg> element of a picture, for a page that defines the variables in THEME.
+    """Return a figure as <svg> element for a page that defines the variables in THEME.
 
-    Args:
-        label: what it shows, for those who have it read aloud; no other picture of the page has it.
+    `label` describes the content for screen readers and must be unique on the page.
     """
     text = io.StringIO()
-    # Names of what is drawn more than once are hashes: the salt makes them this picture's own.
+    # Ids of reused elements are hashes; the salt makes them unique to this figure.
     with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": label}):
         warnings.filterwarnings("ignore", "Glyph .* missing")
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        # Not savefig, which draws everything twice, the first time for nothing.
+        # savefig would draw everything twice.
         FigureCanvasSVG(figure).print_svg(text, metadata=no_metadata)
-    figure.set_layout_engine("none")  # it is laid out now, also for another format
+    figure.set_layout_engine("none")  # the layout is final, also for other formats
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in each picture of a page
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # ids would repeat in each figure of a page
     for colour, variable in THEME.items():
         svg = svg.replace(colour, variable)
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
 
 
 def alone(svg: str) -> str:
-    """The element of `to_svg` as a separate file, on white."""
+    """Return the element of `to_svg` as a separate file on white."""
     for colour, variable in THEME.items():
         svg = svg.replace(variable, colour)
     return svg.replace("<svg", '<svg style="background: white"', 1)
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
-    """A long line as at most MOST_POINTS means of neighbours."""
+    """Return a line as at most MOST_POINTS means of neighboring points."""
     size = -(-len(xs) // MOST_POINTS)
     if size <= 1:
         return list(xs), list(ys)
@@ -188,19 +190,19 @@ def thinned(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list
 
 
 def step_axis(axes: Axes) -> None:
-    """Steps along x: whole numbers, with commas."""
+    """Format the x axis for steps: whole numbers with commas."""
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=ROUND))
     axes.xaxis.set_major_formatter(WHOLE)
 
 
 def few_ticks(axis: Axis, most: int = 4, whole: bool = False) -> None:
-    """At most so many round values on an axis."""
+    """Limit an axis to a number of round ticks."""
     axis.set_major_locator(MaxNLocator(most, integer=whole, steps=ROUND))
 
 
 def fitted(name: object, points: float, size: float = STYLE["xtick.labelsize"]) -> str:
-    """A name, its middle cut out where it would be wider than so many points in a font of that size."""
+    """Return a name with its middle cut out if the name is wider than some points at a font size."""
     text, most = short(name, 60), 60
     while most > 3 and sum(map(_em, text)) * size > points:
         most = min(most, len(text)) - 1
@@ -210,7 +212,7 @@ def fitted(name: object, points: float, size: float = STYLE["xtick.labelsize"]) 
 
 @cache
 def _em(character: str) -> float:
-    """Width of a character; one that the font lacks is as wide as any."""
+    """Return the width of a character in em; characters that the font lacks have a fixed width."""
     font = get_font(findfont(FONT))
     font.set_size(100, 72)
     known = font.get_char_index(ord(character))
@@ -218,16 +220,16 @@ def _em(character: str) -> float:
 
 
 def restart_lines(axes: Axes, steps: Sequence[int], label: str | None = "restart") -> None:
-    """Dashed lines where a run began again."""
+    """Draw dashed lines at the steps where a run started again."""
     for index, step in enumerate(steps):
         axes.axvline(step, color=MUTED, linewidth=0.8, linestyle=(0, (3, 2)), label=None if index else label)
 
 
 def clip_start(axes: Axes) -> None:
-    """Fit y to all lines without their first tenth, if that reaches far above the rest.
+    """Fit y to all lines without their first tenth, if that tenth reaches far above the rest.
 
-    A triangle at the upper edge marks the highest point of each line that is cut off, with its value. Lines
-    of fewer than five points count in full.
+    A triangle at the upper edge marks the highest point of each clipped line with its value. Lines of fewer
+    than five points count completely.
     """
     lines = [(line.get_color(), *map(list, line.get_data())) for line in axes.lines if len(line.get_ydata())]
     rest = [y for _, _, ys in lines for y in ys[len(ys) // 10 + 1 if len(ys) >= 5 else 0 :]]
@@ -247,4 +249,4 @@ def clip_start(axes: Axes) -> None:
 PERCENT = FuncFormatter(lambda value, _: percent(round(value, 6)))
 BYTES = FuncFormatter(lambda value, _: bytes_text(value))
 WHOLE = FuncFormatter(lambda value, _: f"{value:,.0f}")
-PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # also of logarithmic axes, without powers of ten
+PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # without powers of ten, even on logarithmic axes

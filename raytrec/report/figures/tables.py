@@ -1,4 +1,4 @@
-"""Tables: memory and lookups on each rank, and health over steps."""
+"""Figures of tables: memory and lookups on each rank, and health over steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from raytrec.report.figures import style
 from raytrec.tracking.aggregate import BINS, last_group, sum_over_time, table_bytes
 from raytrec.tracking.run_folder import RunFolder
 
-MOST_TABLES = 40  # that have a row each; the rest is one row
-UNEVEN = 1.2  # times the mean: the bar of such a rank stands out
-WRITTEN_RANKS = 4  # up to so many, cells show their value
+MOST_TABLES = 40  # tables with a separate row; all others share one row
+UNEVEN = 1.2  # bars above this multiple of the mean are highlighted
+WRITTEN_RANKS = 4  # maximum number of ranks with values in the cells
 MAP = "cividis"
 
 
 def by_memory(run: RunFolder) -> Figure | None:
-    """Tables × ranks: bytes of weights and optimizer state, as of each rank's last interval."""
+    """Draw tables × ranks: bytes of weights and optimizer state in each rank's last interval."""
     ranks = sum_over_time(last_group(run.ranks))
     held = [{name: table_bytes(entry) // 1 for name, entry in line.tables.items()} for line in ranks]
     return memory_map(held, [line.rank for line in ranks])
@@ -31,11 +31,11 @@ def by_memory(run: RunFolder) -> Figure | None:
 
 @style.styled
 def memory_map(tables: list[dict[str, float]], ranks: list[int] | None = None) -> Figure | None:
-    """Tables × ranks: bytes; None: there are none.
+    """Draw tables × ranks: bytes. Return None if all are 0.
 
     Args:
-        tables: of each rank, table → bytes.
-        ranks: their numbers; default: 0, 1, …
+        tables: For each rank, table → bytes.
+        ranks: Rank numbers; default: 0, 1, …
     """
     ranks = list(range(len(tables))) if ranks is None else ranks
     held, names = _matrix(tables)
@@ -50,7 +50,7 @@ def memory_map(tables: list[dict[str, float]], ranks: list[int] | None = None) -
 
 @style.styled
 def by_load(run: RunFolder) -> Figure | None:
-    """Tables × ranks: share of all bytes looked up since the group of workers last changed."""
+    """Draw tables × ranks: share of all bytes looked up since the last change of the group of workers."""
     lines = sum_over_time(last_group(run.ranks))
     ranks = [line.rank for line in lines]
     looked, names = _matrix(
@@ -71,7 +71,10 @@ def by_load(run: RunFolder) -> Figure | None:
 
 
 def _matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]:
-    """A row for each table, the largest first (those beyond MOST_TABLES together), a column for each rank."""
+    """Return a matrix with a row for each table, the largest first, and a column for each rank.
+
+    Tables beyond MOST_TABLES are combined into one row. The second value has the labels of the rows.
+    """
     cells: dict[str, np.ndarray] = {}
     for column, tables in enumerate(ranks):
         for name, value in tables.items():
@@ -91,7 +94,7 @@ def _matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]:
 def _draw(
     cells: np.ndarray, names: list[str], ranks: list[int], title: str, kind: FuncFormatter, norm: Normalize
 ) -> tuple[Figure, Axes]:
-    """The map, with the ranks' totals as bars above it; the bars' axes are given back to be named."""
+    """Draw the map with the ranks' totals as bars above it; return the figure and the bars' axes."""
     height = 0.16 * len(names)
     ratios = 0.6, 0.3 + height
     made, (bars, grid) = style.new_figure(title, 2.0 + height, 2, sharex=True, height_ratios=ratios)
@@ -121,7 +124,7 @@ def _draw(
 
 
 def _write(axes: Axes, cells: np.ndarray, kind: FuncFormatter, norm: Normalize) -> None:
-    """The value of each cell, in ink that can be read on its colour."""
+    """Write the value of each cell in black or white, depending on the cell's color."""
     colours = matplotlib.colormaps[MAP]
     for (row, column), value in np.ndenumerate(cells):
         if value > 0:
@@ -135,17 +138,17 @@ def _rank_at(ranks: list[int], x: float) -> str:
 
 
 def _spread(held: np.ndarray) -> str:
-    """How even it is, in words."""
+    """Return the smallest and the largest total of a rank as text."""
     totals = held.sum(axis=0)
     return f"{bytes_text(totals.min())} to {bytes_text(totals.max())} each"
 
 
-EDGES = np.logspace(-4, 2, BINS + 1)  # of row_norm_counts
+EDGES = np.logspace(-4, 2, BINS + 1)  # bin edges of row_norm_counts
 FADING = LinearSegmentedColormap.from_list("fading", [to_rgba(style.BLUE, 0.0), to_rgba(style.BLUE, 1.0)])
 MOST_MAPS = 12
-MOST_NAMED = 5  # lines of a panel that have a colour and a name
+MOST_NAMED = 5  # lines of a panel that have a color and a name
 
-# What is drawn of a table's health: the figure, its label, whether it is a share, which tables are named.
+# Panels of `health`: key of the statistic, its label, and True if it is a share.
 PANELS = (
     ("dead_share", "rows never\ntrained", True),
     ("unique_ratio", "distinct ids\n÷ ids", True),
@@ -156,7 +159,7 @@ PANELS = (
 
 @style.styled
 def row_norms(run: RunFolder) -> Figure | None:
-    """The distribution of a table's row norms over steps: a panel for each of the most loaded tables."""
+    """Draw the distribution of row norms over steps in a panel for each of the most loaded tables."""
     measured = {
         name: points
         for name, steps in run.tables.items()
@@ -182,7 +185,7 @@ def row_norms(run: RunFolder) -> Figure | None:
 
 @style.styled
 def health(run: RunFolder) -> Figure | None:
-    """Dead rows, distinct ids, gradient and update norms of all tables over steps; the highest are named."""
+    """Draw dead rows, distinct ids, gradient and update norms of tables over steps; the highest are named."""
     lines = {key: _known(run.tables, key) for key, _, _ in PANELS}
     found = [panel for panel in PANELS if lines[panel[0]]]
     if not found:
@@ -212,13 +215,13 @@ def health(run: RunFolder) -> Figure | None:
 
 
 def _known(series: dict[str, dict[int, dict]], key: str) -> dict[str, list[tuple[int, float]]]:
-    """Return table → (step, figure) of tables that have the figure at two steps or more."""
+    """Return table → (step, value) of tables that have the value at two steps or more."""
     points = {n: [(s, e[key]) for s, e in steps.items() if not isnan(e[key])] for n, steps in series.items()}
     return {name: found for name, found in points.items() if len(found) > 1}
 
 
 def _borders(steps: list[int]) -> np.ndarray:
-    """Where a column of a map begins and ends: in the middle between two steps."""
+    """Return the borders of the columns of a map, which are midway between two steps."""
     if len(steps) == 1:
         return np.array([steps[0] - 1, steps[0]])
     middles = (np.array(steps[1:]) + np.array(steps[:-1])) / 2

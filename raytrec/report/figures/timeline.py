@@ -1,4 +1,4 @@
-"""Where the time goes: phases of a step by rank, and speed, workers, faults, saves and checks over a run."""
+"""Figures of time: phases of a step by rank, and speed, workers, faults, saves and checks over a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raytrec.tracking.run_folder import RunFolder
 COLOURS = dict(zip(PHASES, style.NINE, strict=True))
 MOST_BARS = 16
 MOST_PANELS = 6
-MARKS = {  # event: its name, colour, marker
+MARKS = {  # kind of event → name, color, marker
     "failed": ("failure", style.VERMILION, "X"),
     "hang": ("hang", style.PURPLE, "P"),
     "not saved": ("save failed", style.VERMILION, "v"),
@@ -32,7 +32,7 @@ MARKS = {  # event: its name, colour, marker
 
 @style.styled
 def elastic(run: RunFolder) -> Figure | None:
-    """Above: workers. Below: the step that the run was at, going back after a failure; and its marks."""
+    """Draw the number of workers and, below, the steps over time with events; failures set steps back."""
     told = story(run)
     if not told.groups:
         return None
@@ -77,7 +77,7 @@ def _steps(axes: Axes, told: Story, unit_s: int) -> None:
 
 
 def _height(mark: Mark, told: Story) -> int:
-    """The step of a mark, or the one that the run was at."""
+    """Return the step of a mark, or the step of the run at that time."""
     if mark.step is not None:
         return mark.step
     return next((step for at, step in reversed(told.progress) if at <= mark.at_s), 0)
@@ -102,7 +102,7 @@ def _unit(seconds: float) -> tuple[str, int]:
 
 @style.styled
 def checks(run: RunFolder) -> Figure | None:
-    """A line for each check: a dot where it passed, a cross where it failed."""
+    """Draw a line for each check: a dot for each pass and a cross for each failure."""
     if not run.checks:
         return None
     names = list(dict.fromkeys(line.check for line in run.checks))
@@ -154,7 +154,7 @@ def throughput(run: RunFolder) -> Figure | None:
 
 @style.styled
 def in_total(run: RunFolder) -> Figure | None:
-    """Milliseconds a step in each phase, a bar for each rank of the last group of workers."""
+    """Draw milliseconds per step in each phase, with a bar for each rank of the last group of workers."""
     ranks = [line for line in sum_over_time(skip_warmup(run.ranks)) if line.steps]
     if not ranks:
         return None
@@ -179,7 +179,7 @@ def in_total(run: RunFolder) -> Figure | None:
 
 @style.styled
 def over_steps(run: RunFolder) -> Figure | None:
-    """Milliseconds a step in each phase over steps, a panel for each rank."""
+    """Draw milliseconds per step in each phase over steps, with a panel for each rank."""
     ranks = [line for line in sum_over_time(run.ranks) if line.steps]
     if not ranks:
         return None
@@ -197,7 +197,7 @@ def over_steps(run: RunFolder) -> Figure | None:
 
 
 def _stack(axes: Axes, lines: list[RankLine]) -> None:
-    """Each interval as wide as its steps; nothing where the rank was not there."""
+    """Draw intervals as stacked areas, as wide as their steps; gaps where the rank did not exist."""
     edges: list[int] = [lines[0].first_step]
     kept: list[RankLine | None] = []
     for line in lines:
@@ -216,7 +216,7 @@ def _stack(axes: Axes, lines: list[RankLine]) -> None:
 
 
 def _slowest(ranks: list[RankLine], most: int) -> tuple[list[RankLine], str]:
-    """Those with the most own time a step, if there are too many; and words for a title."""
+    """Return the ranks with the most own time per step if there are too many, and a part of the title."""
     if len(ranks) <= most:
         return ranks, ", by rank" if len(ranks) > 1 else ""
     chosen = sorted(ranks, key=lambda line: own_time(line) / line.steps, reverse=True)[:most]

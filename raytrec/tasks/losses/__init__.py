@@ -1,8 +1,6 @@
-"""The registry of losses; a loss is one class.
+"""Registry and base classes of losses. Each loss is one class, which may be in a user's module.
 
-One of yours is a class in a module of yours.
-
-    @loss("bce")                                            # not needed for one of yours
+    @loss("bce")                                            # not needed in a user's module
     class BinaryCrossEntropy(Loss):
         label_range = (0, 1)
         metrics = ("auc", "ne", "logloss", "calibration")
@@ -11,9 +9,9 @@ One of yours is a class in a module of yours.
         def predict(self, logits_B): ...
         def of_rows(self, logits_B, labels_B): ...
 
-The configuration names it: `tasks: [{loss: bce}]`, or `loss: "my.module:MyLoss"`, which is made with the
-task's `options` as keyword arguments. The driver asks losses for their labels and metrics: a file here
-imports torch in its methods. A loss of a row that depends on other rows is a BatchLoss.
+The configuration names a loss by `tasks: [{loss: bce}]` or `loss: "my.module:MyLoss"`. The class is called
+with the task's `options` as keyword arguments. Files in this folder import torch inside methods only, because
+the driver reads the attributes of losses. A loss of a row that depends on other rows is a BatchLoss.
 """
 
 from __future__ import annotations
@@ -26,23 +24,24 @@ from raytrec.common.registry import Registry
 if TYPE_CHECKING:
     import torch
 
-# What a prediction is: of the label 1, in the label's units, one for each class, or an order alone.
+# Meaning of predictions: probability of the label 1, number in the label's units, probability of each class,
+# or a score of which only the order has a meaning.
 Kind = Literal["probability", "number", "classes", "score"]
 
 
 class Loss(ABC):
-    """What a task minimises, row by row; how rows add up is the objective's (tasks/objective.py).
+    """Loss of single rows. The objective sums the losses of rows (tasks/objective.py).
 
     Attributes:
-        label_range: the least and the greatest label that it takes; None: any finite number.
-        whole_labels: whether it takes whole numbers alone.
-        metrics: names of the metrics that its tasks have by default.
-        predicts: what its predictions are, which metrics have to take (Metric.takes); None: any metric may be
-            asked for.
-        log_odds: whether logits are the log-odds of the label 1, so that `negatives_kept` can shift them.
-        outputs: how many logits a row has: the number of classes, or 1.
-        reads_vectors: whether it is given the query's and the item's vector in place of logits; see `scores`.
-        from_model: whether what is learned is the loss that the model gives itself, for the task's rows.
+        label_range: Smallest and largest allowed label; None: any finite number.
+        whole_labels: True if labels must be whole numbers.
+        metrics: Names of the default metrics of tasks with this loss.
+        predicts: Meaning of the predictions, which metrics must support (Metric.takes); None: all metrics are
+            allowed.
+        log_odds: True if logits are the log-odds of the label 1, so that `negatives_kept` can shift them.
+        outputs: Number of logits of a row: the number of classes, or 1.
+        reads_vectors: True if the loss gets the vectors of query and item in place of logits; see `scores`.
+        from_model: True if the task minimizes the loss that the model computes for the task's rows.
     """
 
     label_range: tuple[float, float] | None = None
@@ -55,15 +54,15 @@ class Loss(ABC):
     from_model: bool = False
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """What metrics are given as logits of what the model gives for this task: by default, just that.
+        """Return the logits for metrics, computed from the model's output for this task; default: the output.
 
-        With `reads_vectors` the model gives float32 [B, 2·D], the vectors of query and item side by side, and
-        this is one number a row, [B].
+        With `reads_vectors`, the model's output has the vectors of query and item side by side, float32
+        [B, 2·D]. The result has one number for each row, [B].
         """
         return logits
 
     def predict(self, logits_B: torch.Tensor) -> torch.Tensor:
-        """What logits mean in the label's units: float32 [B] → float32 [B]; by default, themselves.
+        """Return predictions in the label's units: float32 [B] → float32 [B]; unchanged logits by default.
 
         With several outputs, [B, outputs] → [B, outputs].
         """
@@ -71,22 +70,22 @@ class Loss(ABC):
 
     @abstractmethod
     def of_rows(self, logits_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
-        """The loss of each row, from that row alone: float32 [B], with a gradient for the logits.
+        """Return the loss of each row, computed from that row alone: float32 [B].
 
-        It must be finite for padding, too, whose labels are 0 (or the nearest that the loss takes). With
-        several outputs, logits are [B, outputs].
+        The losses must be differentiable in the logits, and finite also for padding. Labels of padding are 0,
+        or the allowed label nearest to 0. With several outputs, logits are [B, outputs].
         """
 
 
 class Rows(NamedTuple):
-    """All rows of a global batch, those of one rank after those of another; some are padding.
+    """All rows of a global batch, rank after rank; some are padding.
 
     Attributes:
-        logits: float32 [N], or [N, C] for a loss with several outputs or vectors.
-        labels: float32 [N].
-        weights: float32 [N], of each row in the task: 0 for padding and rows that do not count.
-        keys: int64 [N], of the column that the loss is `by`; None where the task names none.
-        counts: int64 [N], of the task's item_frequency; None where it names none, or the loss reads none.
+        logits: Logits, float32 [N]; [N, C] for a loss with several outputs or vectors.
+        labels: Labels, float32 [N].
+        weights: Weight of each row in the task, float32 [N]; 0 for padding and rows that do not count.
+        keys: Keys of the column that BatchLoss.by selects, int64 [N]; None if the task names no such column.
+        counts: Values of the task's item_frequency, int64 [N]; None if the task does not set item_frequency.
     """
 
     logits: torch.Tensor
@@ -97,12 +96,12 @@ class Rows(NamedTuple):
 
 
 class BatchLoss(Loss):
-    """A loss that holds rows against others of the global batch, whichever rank they are on.
+    """Loss that compares rows of the global batch, across ranks.
 
     Attributes:
-        by: which of the task's columns groups its rows: group or item; None: neither.
-        needs_column: whether the task must name that column.
-        reads_counts: whether it is given how often a row's item occurs (the task's item_frequency).
+        by: Key of the task whose column groups rows: group or item; None: rows are not grouped.
+        needs_column: True if the task must set that key.
+        reads_counts: True if the loss reads the frequency of each row's item (the task's item_frequency).
     """
 
     by: Literal["group", "item"] | None = None
@@ -111,13 +110,14 @@ class BatchLoss(Loss):
 
     @abstractmethod
     def of_batch(self, batch: Rows, rows: slice) -> torch.Tensor:
-        """The losses of some rows of a global batch: float32 [rows], with a gradient for batch.logits.
+        """Return the losses of some rows of a global batch: float32 [rows], differentiable in batch.logits.
 
-        Rows whose weight is 0 must change no other row's loss, and have a finite one, which does not count.
+        Rows of weight 0 must not affect the losses of other rows. Their own losses must be finite and are
+        ignored.
         """
 
     def of_rows(self, logits_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
-        """Those of a batch that is all here, in which every row counts and none has a key."""
+        """Return the losses of a batch in one process, in which every row has weight 1 and no key."""
         import torch
 
         return self.of_batch(Rows(logits_B, labels_B, torch.ones_like(labels_B)), slice(0, len(labels_B)))
@@ -127,13 +127,17 @@ loss: Registry[type[Loss]] = Registry("loss", __name__)
 
 
 def in_range(name: str, value: object, low: float, high: float, *, exclusive: bool = False) -> float:
-    """An option of a loss, which is a number.
+    """Return an option of a loss as a float after a check of its range.
 
     Args:
-        low, high: the least and the greatest; exclusive: neither of them itself.
+        name: Name of the option.
+        value: Value of the option.
+        low: Smallest allowed value.
+        high: Largest allowed value.
+        exclusive: True if `low` and `high` themselves are not allowed.
 
     Raises:
-        ValueError: it is none, or out of range.
+        ValueError: The value is not a number or is out of range.
     """
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
     if not (low < number < high if exclusive else low <= number <= high):

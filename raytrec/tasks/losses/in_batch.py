@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @loss("bpr")
 class BayesianPersonalizedRanking(BatchLoss):
-    """The mean of −ln sigmoid(s − s') over the rows of the same group whose label is lower, weighted by their
-    weights; 0 for a row without any.
+    """Bayesian personalized ranking: mean of −ln sigmoid(s − s') over rows of the group with a lower label.
 
-    Groups are the values of the task's `group`, wherever in the global batch its rows are; without one, the
-    global batch is one group. A group that is spread over several batches is compared within each of them.
-    Source: Rendle et al. 2009, arXiv:1205.2618. Predictions are scores: only their order has a meaning.
+    The mean is weighted by the weights of the other rows. A row without such rows has loss 0. Groups are the
+    values of the task's `group` in the global batch; without `group`, the global batch is one group. Rows of
+    a group in different batches are not compared. Source: Rendle et al. 2009, arXiv:1205.2618. Predictions
+    are scores, of which only the order has a meaning.
     """
 
     metrics = ("auc",)
@@ -25,6 +25,7 @@ class BayesianPersonalizedRanking(BatchLoss):
     by = "group"
 
     def of_batch(self, batch: Rows, rows: slice) -> torch.Tensor:
+        """Return the ranking losses of some rows of a global batch: float32 [rows]."""
         from torch.nn.functional import softplus
 
         lower_BN = batch.labels[rows].unsqueeze(1) > batch.labels.unsqueeze(0)
@@ -38,15 +39,14 @@ class BayesianPersonalizedRanking(BatchLoss):
 
 @loss("in_batch_softmax")
 class InBatchSoftmax(BatchLoss):
-    """−y · ln of the softmax of ⟨query, item⟩ ÷ temperature at the row's own item, over the items of all rows
-    of the global batch that count.
+    """In-batch softmax loss, −y · ln of the softmax of ⟨query, item⟩ ÷ temperature at the row's item.
 
-    Rows of label 0 have no loss, but their items are among those that others are held against.
-    With the task's `item`, other rows of the same item are not held against a row. With its `item_frequency`,
-    ln of it is subtracted from the scores of every item (not from predictions): an item stands in a batch as
-    often as it occurs in the data, and without this, frequent items would be held down (log-Q correction; Yi
-    et al. 2019, https://doi.org/10.1145/3298689.3346996). Counts below 1 are taken for 1. The model gives
-    vectors (two_tower does); a row's score is the product of these two.
+    The softmax is over the items of all rows of the global batch with a weight > 0. Rows of label 0 have no
+    loss, but their items are negatives of other rows. If the task sets `item`, other rows of the same item
+    are left out. If the task sets `item_frequency`, its logarithm is subtracted from the scores of every
+    item, but not from predictions. Frequent items occur in more batches and would be penalized otherwise
+    (log-Q correction; Yi et al. 2019, https://doi.org/10.1145/3298689.3346996). Counts below 1 are replaced
+    by 1. The model must output vectors, as two_tower does. The score of a row is the product of its vectors.
 
     Args:
         temperature: Divisor of scores, > 0.
@@ -71,6 +71,7 @@ class InBatchSoftmax(BatchLoss):
         return (query_BD * item_BD).sum(1)
 
     def of_batch(self, batch: Rows, rows: slice) -> torch.Tensor:
+        """Return the in-batch softmax losses of some rows of a global batch: float32 [rows]."""
         import torch
 
         query_ND, item_ND = batch.logits.chunk(2, dim=1)

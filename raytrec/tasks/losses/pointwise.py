@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @loss("bce")
 class BinaryCrossEntropy(Loss):
-    """−y · ln p − (1 − y) · ln(1 − p) with p = sigmoid(logit), in nats; labels may be rates."""
+    """Binary cross-entropy −y · ln p − (1 − y) · ln(1 − p) in nats, p = sigmoid(logit), labels in [0, 1]."""
 
     label_range = (0.0, 1.0)
     metrics = ("auc", "ne", "logloss", "calibration")
@@ -24,6 +24,7 @@ class BinaryCrossEntropy(Loss):
         return logits_B.sigmoid()
 
     def of_rows(self, logits_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
+        """Return the binary cross-entropy of each row: float32 [B]."""
         from torch.nn.functional import binary_cross_entropy_with_logits
 
         return binary_cross_entropy_with_logits(logits_B, labels_B, reduction="none")
@@ -31,14 +32,14 @@ class BinaryCrossEntropy(Loss):
 
 @loss("focal")
 class Focal(BinaryCrossEntropy):
-    """−α·y · (1 − p)^γ · ln p − (1 − α)·(1 − y) · p^γ · ln(1 − p) with p = sigmoid(logit), in nats.
+    """Focal loss −α·y · (1 − p)^γ · ln p − (1 − α)·(1 − y) · p^γ · ln(1 − p) in nats, p = sigmoid(logit).
 
-    Without alpha, both factors are 1. Source: Lin et al. 2017, arXiv:1708.02002. The factor makes predictions
-    less certain than they should be: their order is what to use, unless they are calibrated afterwards.
+    Without alpha, the factors α and 1 − α are both 1. Source: Lin et al. 2017, arXiv:1708.02002. The focal
+    factor makes predictions underconfident. Use only their order, or calibrate them after training.
 
     Args:
         gamma: Exponent γ, ≥ 0; 0 gives binary cross-entropy.
-        alpha: Factor of positives, in (0, 1); the factor of negatives is 1 − alpha. None: both are 1.
+        alpha: Factor of positives, in (0, 1); the factor of negatives is 1 − alpha. None: both factors are 1.
 
     Raises:
         ValueError: An option is out of range.
@@ -49,6 +50,7 @@ class Focal(BinaryCrossEntropy):
         self.alpha = None if alpha is None else in_range("alpha", alpha, 0.0, 1.0, exclusive=True)
 
     def of_rows(self, logits_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
+        """Return the focal loss of each row: float32 [B]."""
         from torch.nn.functional import logsigmoid
 
         log_p_B, log_not_p_B = logsigmoid(logits_B), logsigmoid(-logits_B)
@@ -59,7 +61,7 @@ class Focal(BinaryCrossEntropy):
 
 @loss("cross_entropy")
 class CrossEntropy(Loss):
-    """−ln of the softmax of the logits at the label's class, in nats; labels are 0 to classes − 1.
+    """Cross-entropy, −ln of the softmax of the logits at the label's class, in nats; labels 0 to classes − 1.
 
     Args:
         classes: Number of classes, 2 to 65,536.
@@ -82,6 +84,7 @@ class CrossEntropy(Loss):
         return logits_BC.softmax(1)
 
     def of_rows(self, logits_BC: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropy of each row: float32 [B, C] → [B]."""
         from torch.nn.functional import cross_entropy
 
         return cross_entropy(logits_BC, labels_B.long(), reduction="none")
@@ -89,21 +92,22 @@ class CrossEntropy(Loss):
 
 @loss("mse")
 class SquaredError(Loss):
-    """(logit − y)² of any finite label. Large labels give large gradients: scale them with a transform."""
+    """Squared error (logit − y)². Large labels give large gradients: scale the labels with a transform."""
 
     metrics = ("mse", "mae")
     predicts = "number"
 
     def of_rows(self, logits_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
+        """Return the squared error of each row: float32 [B]."""
         return (logits_B - labels_B).square()
 
 
 @loss("huber")
 class Huber(Loss):
-    """e² ÷ 2 for errors e = logit − y of at most delta, delta · (|e| − delta ÷ 2) for others (Huber 1964).
+    """Huber loss: e² ÷ 2 if |e| ≤ delta for e = logit − y, else delta · (|e| − delta ÷ 2) (Huber 1964).
 
     Args:
-        delta: Error from which on the loss is linear, > 0, in the label's units.
+        delta: Absolute error above which the loss is linear, > 0, in the label's units.
 
     Raises:
         ValueError: `delta` is out of range.
@@ -116,6 +120,7 @@ class Huber(Loss):
         self.delta = in_range("delta", delta, 0.0, 1e9, exclusive=True)
 
     def of_rows(self, logits_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
+        """Return the Huber loss of each row: float32 [B]."""
         from torch.nn.functional import huber_loss
 
         return huber_loss(logits_B, labels_B, reduction="none", delta=self.delta)
@@ -123,7 +128,7 @@ class Huber(Loss):
 
 @loss("poisson")
 class Poisson(Loss):
-    """exp(logit) − y · logit: −ln of the Poisson density of y, without ln y!, which no weight changes."""
+    """Poisson loss exp(logit) − y · logit: −ln of the Poisson probability of y without the constant ln y!."""
 
     label_range = (0.0, float("inf"))
     metrics = ("mse", "mae")
@@ -134,15 +139,16 @@ class Poisson(Loss):
         return logits_B.exp()
 
     def of_rows(self, logits_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
+        """Return the Poisson loss of each row: float32 [B]."""
         return logits_B.exp() - labels_B * logits_B
 
 
 @loss("from_model")
 class FromModel(Loss):
-    """y · the loss of the row that the model computes, such as of its item against sampled negatives.
+    """Label y times the row's loss that the model computes, e.g. of its item against sampled negatives.
 
-    Rows of label 0 have no loss. Metrics and predictions use the model's score. The objective adds up the
-    model's loss (tasks/objective.py); the loss of the score is 0.
+    Rows of label 0 have no loss. Metrics and predictions use the model's score. The objective adds the
+    model's loss (tasks/objective.py); this class contributes 0.
     """
 
     label_range = (0.0, 1.0)
@@ -151,4 +157,5 @@ class FromModel(Loss):
     from_model = True
 
     def of_rows(self, logits_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
+        """Return 0 for each row: float32 [B]."""
         return logits_B.new_zeros(logits_B.shape)
