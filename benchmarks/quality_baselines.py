@@ -1,6 +1,7 @@
 """Baselines of `make quality`: logistic regression, and the popularity of items in the last days.
 
-Each function returns {seed: 0, figures, parameters, seconds} of a prepared data set; figures have the table's names.
+Each function returns {seed: 0, figures, parameters, seconds} of a prepared data set. Figures have the names
+used in the table.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ def prepare(
     Options:
         source: train.txt, a day file, or the folder that holds them.
         layout: Kaggle or 1TB files.
-        vocabulary: How values become ids.
+        vocabulary: Method that maps values to ids.
         hash_rows: Rows of each table (hash).
         min_count: Rarer values share id 0 (frequency).
-        on_bad_line: What a malformed line does.
+        on_bad_line: Stop with an error at a malformed line, or skip the line.
     """
     from raytrec_datasets.criteo.recipe import write
 

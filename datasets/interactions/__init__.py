@@ -41,7 +41,7 @@ def prepare(
         user: Column of users, in Parquet and CSV.
         item: Column of items, or of lists of items in the order of time.
         time: Column of times; default: the order of the file is the order of time.
-        split: How test and valid are chosen: each user's last and last but one interaction, the last two
+        split: Choice of test and valid: each user's last and last but one interaction, the last two
             tenths in time, or two tenths at random; default: as the source divides it, else leave-one-out.
         negatives: Candidates for each user of valid and test: items the user has not met. 0: all items are
             ranked.

@@ -34,7 +34,7 @@ def prepare(
     and features of users and films.
 
     Options:
-        split: How rows are divided into train, valid and test.
+        split: Method that divides rows into train, valid and test.
         history: Maximum number of liked items before a rating; with leave-one-out, of all items.
         download: Fetch this set from GroupLens.
         negatives: Items drawn for each pair of train, with leave-one-out and the layout of
