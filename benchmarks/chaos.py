@@ -2,7 +2,7 @@
 
     python benchmarks/chaos.py [--faults 28] [--seed 0]
 
-A Ray cluster of a head and two nodes is started on this machine, and `raytrec train` on the cluster, with
+A Ray cluster of a head and two nodes is started on this machine. `raytrec train` runs on the cluster with
 one or two workers, depending on the number of nodes. The faults of processes, nodes, disk and files are in
 faults.py; each comes at a random moment after the run has recovered from the previous one. recorder.py
 records the rows of every step. A run that ends by design (process group ended, GCS of the cluster gone) is

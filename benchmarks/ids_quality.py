@@ -10,9 +10,9 @@ tenth of the pairs for the test. The model is `mf` with 16 numbers, trained for 
 
 - vocabulary: users and films numbered before, one row each, and one more.
 - numbers: managed ids that are these numbers, in tables of the same rows: the same model.
-- managed: managed ids that are the texts. With fewer rows than ids, an id gets a row after five occurrences,
-  the least frequent ids lose their rows (lfu), and a tenth of the rows is for the fallback.
-- lru: the default policy: a row at once, and the ids not seen for longest lose theirs.
+- managed: managed ids that are the texts. With fewer rows than ids, an id gets a row after five occurrences
+  and the least frequent ids lose their rows (lfu). A tenth of the rows is for the fallback.
+- lru: the default policy: a row at once; the ids not seen for longest lose their rows.
 - hashed: the texts, hashed into the same rows.
 
 Writes benchmarks/results/ids_quality.json and the table in docs/benchmarks.md. Stored seeds are not measured

@@ -16,7 +16,7 @@ from raytrec_datasets.interactions.events import Columns, Gathering, Pairs
 
 from raytrec.common.errors import ConfigError, DataError
 
-ROUNDS = 30  # of redrawing rejected items; the few remaining users draw from an explicit list
+ROUNDS = 30  # rounds of redrawing rejected items; the few remaining users draw from an explicit list
 
 
 def is_among(keys: np.ndarray, known: np.ndarray) -> np.ndarray:
