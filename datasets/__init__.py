@@ -43,7 +43,7 @@ SHARED = {
     "out": typer.Option(
         parser=place, metavar="PATH", help="Folder to write train/, valid/, test/ and schema.yaml to."
     ),
-    "force": typer.Option("--force", help="Replace what the folder holds."),
+    "force": typer.Option("--force", help="Replace the content of the folder."),
     "dim": typer.Option(help="Width of the embeddings; a multiple of 4."),
     "seed": typer.Option(help="The same seed gives the same data."),
     "source": typer.Option(parser=place, metavar="PATH", help="Folder with the original files."),

@@ -19,6 +19,7 @@ QUESTIONS = {
 
 
 def main() -> int:
+    """Return 0 if the services of this container's role answer, else 1."""
     role = Path("/tmp/role")
     if not role.exists():  # a command, which ends by itself
         return 0
