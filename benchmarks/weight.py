@@ -36,7 +36,7 @@ NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 KEYS = """
 import typing
 from pydantic import BaseModel
-from raytrec.config.schema_parts import ManagedIds
+from raytrec.config.schema import ManagedIds
 from raytrec.config.run_config import RunConfig
 
 def sections(kind):
