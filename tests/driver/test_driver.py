@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 from contextlib import contextmanager, nullcontext
+from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -183,6 +184,10 @@ def test_a_finished_run_is_not_overwritten(runs, tiny_data):
         driver.train(parquet.settings(tiny_data, runs[1].path))
 
 
+def is_loopback(address):
+    return ip_address(address.removeprefix("::ffff:")).is_loopback
+
+
 @contextmanager
 def listener(heard):
     """Adds to `heard` what this process and its children listen on beyond loopback, during the block."""
@@ -192,7 +197,7 @@ def listener(heard):
         while not over.wait(0.1):
             ours = {this.pid, *(child.pid for child in this.children(recursive=True))}
             listening = (c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in ours)
-            heard.update(c.laddr for c in listening if not c.laddr.ip.endswith(("127.0.0.1", "::1")))
+            heard.update(c.laddr for c in listening if not is_loopback(c.laddr.ip))
 
     thread = threading.Thread(target=look)
     thread.start()
