@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from itertools import takewhile
+from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -21,11 +21,11 @@ from raytrec.cluster.session import on_node, ray_session
 from raytrec.common.documents import find_document
 from raytrec.common.errors import RaytrecError, RunError, hint, os_errors, root_cause
 from raytrec.common.messages import EVENTS, METRICS
-from raytrec.common.reading import MOST_YAML_BYTES, NotReadable, read_bytes, yaml_values
+from raytrec.common.reading import MOST_YAML_BYTES, NotReadable, open_regular, read_bytes, yaml_values
 from raytrec.common.storage import absolute
 from raytrec.config.run_config import RunConfig
 from raytrec.driver.driver_state import ASKED, LOG, ask_to_stop, driver_of, is_alive
-from raytrec.tracking.run_folder import CONFIG, RESULT, read_lines
+from raytrec.tracking.run_folder import CONFIG, RESULT
 
 RUNS = "runs"
 GROWING = (METRICS, EVENTS, LOG)
@@ -181,20 +181,22 @@ def _hosts() -> dict[str, str]:
 
 def _new_lines(path: Path, since: int) -> bytes:
     """Return the complete lines from a byte offset on, up to MOST_BYTES."""
-    with os_errors(f"cannot read {path.name}", where=str(path.parent)):
-        lines = takewhile(lambda line: line.end - since <= MOST_BYTES, read_lines(path, since))
-        return b"".join(line.data for line in lines)
+    missing = suppress(FileNotFoundError, NotADirectoryError)
+    with os_errors(f"cannot read {path.name}", where=str(path.parent)), missing, open_regular(path) as file:
+        file.seek(since)
+        data = file.read(MOST_BYTES)
+        return data[: data.rfind(b"\n") + 1]
+    return b""
 
 
 def _content(path: Path) -> bytes:
-    try:
-        if path.is_symlink():
-            raise RunError(f"{path.name} is a link to something else", where=str(path))
-        return read_bytes(path, MOST_BYTES)
-    except FileNotFoundError:
-        raise RunError(f"the run has no {path.name} (yet)", where=str(path.parent)) from None
-    except OSError as error:
-        raise RunError(f"cannot read {path.name}: {error.strerror}", where=str(path)) from None
+    if path.is_symlink():
+        raise RunError(f"{path.name} is a link to something else", where=str(path))
+    with os_errors(f"cannot read {path.name}", where=str(path)):
+        try:
+            return read_bytes(path, MOST_BYTES)
+        except FileNotFoundError:
+            raise RunError(f"the run has no {path.name} (yet)", where=str(path.parent)) from None
 
 
 class Driver:

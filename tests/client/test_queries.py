@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 
@@ -80,6 +81,18 @@ def test_news_since(root):
     news = queries.news("mine", news["since"])
     assert news["lines"]["metrics.jsonl"] == second
     assert queries.news("mine", news["since"])["lines"]["metrics.jsonl"] == ""
+
+
+def test_a_line_without_an_end_takes_no_memory(root):
+    with open(root / "runs" / "mine" / "metrics.jsonl", "wb") as file:
+        file.truncate(1 << 30)  # zeros, without a line break
+    tracemalloc.start()
+    try:
+        queries.news("mine", {"metrics.jsonl": (1 << 30) - (1 << 28)})
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * queries.MOST_BYTES
 
 
 def test_how_a_run_ended(root):
