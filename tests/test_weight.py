@@ -37,7 +37,7 @@ def test_growth_beyond_the_budget_fails(tmp_path):
         (repo / folder).mkdir()
     for page in weight.TOP_PAGES:
         (repo / page).write_text(BEFORE)
-    (repo / "raytrec/config/schema_parts.py").write_text("class ManagedIds:\n    model_fields = {}\n")
+    (repo / "raytrec/config/schema.py").write_text("class ManagedIds:\n    model_fields = {}\n")
     (repo / "raytrec/config/run_config.py").write_text("class RunConfig:\n    model_fields = {}\n")
     (repo / "benchmarks/weight.py").write_text((REPO / "benchmarks/weight.py").read_text())
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "First"]):
